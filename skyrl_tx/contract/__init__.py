@@ -1,0 +1,1 @@
+"""The vocabulary: all that the API, the engine and an outside backend share."""
