@@ -1,0 +1,82 @@
+"""Low-rank adapters: Hu et al. 2021, arXiv:2106.09685.
+
+Legend: A adapter slots, L layers, B batch rows, T tokens, I inputs and O outputs of a linear map, R rank.
+
+An `Adapter` takes one of two forms, told apart by its `scale`:
+- *one adapter for all rows*: scale is a scalar, leaves are [L, I, R] and [L, R, O] (no L for the unembedding). Two
+  plain matmuls; this is what training differentiates.
+- *slots*: scale is [A] and every leaf has a leading A. Each row reads its own slot by a gather, never by a masked
+  product over all slots: there a NaN of one adapter would reach every row as 0 * NaN.
+
+Ranks are padded to one R with zeros. Zero columns of A against zero rows of B get zero gradients, so padding, and
+targets that are not trained, stay zero for ever.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class LoraPair:
+    """The two factors of one linear map's update: x -> (x @ a) @ b * scale."""
+
+    a: jax.Array  # [..., I, R]
+    b: jax.Array  # [..., R, O]
+
+
+AdapterWeights = dict[str, LoraPair]
+"""What an optimizer trains: a pair for each target, by the name of the linear map."""
+
+
+@struct.dataclass
+class Adapter:
+    """One adapter, or a stack of slots. `scale` (alpha / rank) lies beside the weights: it is never trained."""
+
+    weights: AdapterWeights
+    scale: jax.Array  # float32 scalar, or [A]
+
+
+@struct.dataclass
+class RowAdapter:
+    """The adapter of one linear map as its rows see it: shared by all rows, or one for each row."""
+
+    pair: LoraPair  # [I, R] and [R, O], or with a leading B
+    scale: jax.Array  # scalar, or [B]
+
+    def delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return the update for `x` [B, ..., I]: float32 [B, ..., O], factors multiplied in `dtype`."""
+        a, b = self.pair.a.astype(dtype), self.pair.b.astype(dtype)
+        if self.scale.ndim == 0:
+            inner = jnp.einsum("...i,ir->...r", x.astype(dtype), a, preferred_element_type=jnp.float32)
+            outer = jnp.einsum("...r,ro->...o", inner.astype(dtype), b, preferred_element_type=jnp.float32)
+            return outer * self.scale
+        inner = jnp.einsum("b...i,bir->b...r", x.astype(dtype), a, preferred_element_type=jnp.float32)
+        outer = jnp.einsum("b...r,bro->b...o", inner.astype(dtype), b, preferred_element_type=jnp.float32)
+        return outer * self.scale.reshape(self.scale.shape + (1,) * (x.ndim - 1))
+
+
+RowAdapters = Mapping[str, RowAdapter]
+
+
+def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: jax.Array | None = None) -> jax.Array:
+    """Return `x` [B, ..., I] times `weight` [I, O] plus the adapter's update and the bias.
+
+    Multiplies in the weight's type and accumulates in float32, which is also the type of the result.
+    """
+    y = jnp.einsum("...i,io->...o", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    if adapter is not None:
+        y = y + adapter.delta(x, weight.dtype)
+    return y
+
+
+def select_rows(adapter: Adapter, name: str, adapter_B: jax.Array | None, layer: jax.Array | None) -> RowAdapter:
+    """Return what the rows see of one target of a *slots* adapter; `layer` is None for the unembedding."""
+    assert adapter_B is not None, "an adapter with slots needs the slot of each row"
+    index = adapter_B if layer is None else (adapter_B, layer)
+    pair = adapter.weights[name]
+    return RowAdapter(pair=LoraPair(a=pair.a[index], b=pair.b[index]), scale=adapter.scale[adapter_B])

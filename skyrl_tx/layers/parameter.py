@@ -1,0 +1,56 @@
+"""What a parameter is before it has values: shape, logical axes and how to initialise it, in one record."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Axis = Literal["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expert"]
+"""Logical axis names. Layers know only these; a backend's mesh maps them to the axes of its devices."""
+
+Init = Literal["normal", "ones", "zeros"]
+
+INITIAL_STD = 0.02  # the initializer_range of the Hugging Face configs of all our families
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The description of one array. Not a pytree node, so a tree of these has the structure of the parameters."""
+
+    shape: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    init: Init = "normal"
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), f"{self.axes} does not name the dims of {self.shape}"
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a parameter tree by dotted path, such as `layers.q_proj`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def map_named(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """Return the tree with each leaf replaced by `function(dotted path, leaf)`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(jax.tree_util.keystr(path, simple=True, separator="."), leaf), tree
+    )
+
+
+def pseudo_random(shape: tuple[int, ...], seed: int, dtype: jnp.dtype) -> jax.Array:
+    """Return deterministic noise of standard deviation `INITIAL_STD`, at the speed of memory.
+
+    A hash of each element's coordinates, not a generator with state: XLA fuses it into one loop, under any sharding,
+    and billions of elements take seconds. Good enough for weights that only need the right shapes and scale.
+    """
+    bits = jnp.full(shape, seed & 0xFFFFFFFF, jnp.uint32)
+    for dim in range(len(shape)):
+        bits = bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+        bits = bits ^ (bits >> 16)
+    uniform = (bits >> 8).astype(jnp.float32) * (2.0 / (1 << 24)) - 1.0
+    return (uniform * (INITIAL_STD * 3**0.5)).astype(dtype)  # a uniform on [-a, a] has deviation a / sqrt(3)

@@ -1,0 +1,48 @@
+"""One block applied once per layer, by a loop that is compiled once however many layers there are."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowAdapters, select_rows
+
+Output = TypeVar("Output")
+Block = Callable[[jax.Array, Any, RowAdapters, jax.Array], tuple[jax.Array, Output]]
+"""(x, one layer's parameters, one layer's adapters, layer number) -> (x, what the layer gives besides)."""
+
+
+def apply_stack(
+    block: Block[Output],
+    x: jax.Array,
+    layers: Any,
+    adapter: Adapter | None,
+    adapter_B: jax.Array | None,
+    targets: tuple[str, ...],
+    *,
+    remat: bool = False,
+) -> tuple[jax.Array, Output]:
+    """Run `x` through all layers; return it and each layer's other output, stacked over L.
+
+    `layers` is a tree whose leaves have a leading L. A shared adapter is sliced layer by layer like the parameters,
+    so its gradient comes back stacked; of slots each layer gathers its rows' own. With `remat` the backward pass runs
+    each layer's forward again instead of keeping what is inside.
+    """
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    shared = adapter is not None and adapter.scale.ndim == 0
+    pairs: dict[str, LoraPair] = {name: adapter.weights[name] for name in targets} if adapter and shared else {}
+
+    def step(x: jax.Array, sliced: tuple[Any, dict[str, LoraPair], jax.Array]) -> tuple[jax.Array, Output]:
+        parameters, layer_pairs, layer = sliced
+        if adapter is None:
+            rows: RowAdapters = {}
+        elif shared:
+            rows = {name: RowAdapter(pair=pair, scale=adapter.scale) for name, pair in layer_pairs.items()}
+        else:
+            rows = {name: select_rows(adapter, name, adapter_B, layer) for name in targets}
+        return block(x, parameters, rows, layer)
+
+    if remat:
+        step = jax.checkpoint(step, prevent_cse=False)  # a scan already keeps the two computations apart
+    return jax.lax.scan(step, x, (layers, pairs, jnp.arange(num_layers, dtype=jnp.int32)))

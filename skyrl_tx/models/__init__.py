@@ -1,0 +1,50 @@
+"""Model families by the architecture name of their Hugging Face config. The interface: `skyrl_tx.models.base`."""
+
+from collections.abc import Mapping
+
+from skyrl_tx.models.adapters import ALPHA, AdapterSpec, adapter_shapes, init_adapter
+from skyrl_tx.models.base import ModelFamily
+from skyrl_tx.models.config import HfConfig, ModelConfig, UnsupportedModel
+from skyrl_tx.models.decoder import (
+    DecoderParams,
+    decode_step,
+    describe_params,
+    forward,
+    logits,
+    prefill,
+    target_logprobs,
+)
+from skyrl_tx.models.llama import LLAMA
+from skyrl_tx.models.qwen2 import QWEN2
+from skyrl_tx.models.qwen3 import QWEN3
+
+FAMILIES: Mapping[str, ModelFamily] = {family.architecture: family for family in (QWEN3, QWEN2, LLAMA)}
+
+
+def find_family(hf: HfConfig) -> ModelFamily:
+    """Return the family that a `config.json` names; raises UnsupportedModel listing those there are."""
+    names = hf.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise UnsupportedModel(f"config.json has architectures = {names!r}; supported: {', '.join(FAMILIES)}")
+
+
+__all__ = [
+    "ALPHA",
+    "FAMILIES",
+    "AdapterSpec",
+    "DecoderParams",
+    "ModelConfig",
+    "ModelFamily",
+    "UnsupportedModel",
+    "adapter_shapes",
+    "decode_step",
+    "describe_params",
+    "find_family",
+    "forward",
+    "init_adapter",
+    "logits",
+    "prefill",
+    "target_logprobs",
+]

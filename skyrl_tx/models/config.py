@@ -1,0 +1,145 @@
+"""What the shared decoder must know of a model, read from the `config.json` of a Hugging Face checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_tx.layers.rope import Rope
+
+HfConfig = Mapping[str, Any]
+
+
+class UnsupportedModel(ValueError):
+    """The checkpoint asks for something that would change the numbers and that we do not compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The union of what our decoder blocks need. Hashable, so it can be a static argument of a jitted function."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    norm_epsilon: float
+    rope: Rope
+    max_context_length: int  # tokens
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedModel(f"{name} must be a whole number above 0, not {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
+        if self.head_dim % 2:
+            raise UnsupportedModel(f"head_dim must be even for rotary embedding, not {self.head_dim}")
+
+
+# Keys that would change the maths, with the values under which they do not. Anything else is refused by name.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "quantization_config": (None,),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "embedding_multiplier": (1, 1.0, None),
+    "residual_multiplier": (1, 1.0, None),
+    "attention_multiplier": (None,),
+    "logits_scaling": (1, 1.0, None),
+    "clip_qkv": (None,),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+}
+
+# Of a rope description: what each kind may hold besides its theta and its name.
+ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+
+
+def read_config(architecture: str, hf: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> ModelConfig:
+    """Translate a config whose absent keys have been filled with the family's defaults.
+
+    Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
+    """
+    refuse_what_changes_the_maths(hf)
+
+    def need(key: str) -> Any:
+        if hf.get(key) is None:
+            raise UnsupportedModel(f"config.json of a {architecture} lacks {key!r}")
+        return hf[key]
+
+    hidden, heads = need("hidden_size"), need("num_attention_heads")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=need("vocab_size"),
+        hidden_size=hidden,
+        num_layers=need("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hidden // heads,
+        mlp_size=need("intermediate_size"),
+        norm_epsilon=float(need("rms_norm_eps")),
+        rope=read_rope(hf),
+        max_context_length=need("max_position_embeddings"),
+        tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def refuse_what_changes_the_maths(hf: HfConfig) -> None:
+    """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use."""
+    for key, neutral in NEUTRAL.items():
+        if key in hf and hf[key] not in neutral:
+            raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
+    # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise; Llama knows no such key.
+    if hf.get("use_sliding_window") and hf.get("sliding_window") is not None:
+        raise UnsupportedModel(f"config.json has sliding_window = {hf['sliding_window']!r} in use; not supported")
+    others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        raise UnsupportedModel(f"config.json has layer_types with {others}; supported: 'full_attention'")
+
+
+def read_rope(hf: HfConfig) -> Rope:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` beside `rope_scaling` (before)."""
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KEYS:
+        raise UnsupportedModel(f"config.json has {name} of type {kind!r}; supported: {', '.join(ROPE_KEYS)}")
+    extra = set(given) - {"rope_theta", "rope_type", "type"} - ROPE_KEYS[kind]
+    neutral = {key for key in extra if given[key] in NEUTRAL.get(key, (None,))}
+    if extra - neutral:
+        raise UnsupportedModel(f"config.json has {name} with {sorted(extra - neutral)}, unknown for type {kind!r}")
+    missing = ROPE_KEYS[kind] - set(given)
+    if missing:
+        raise UnsupportedModel(f"config.json has {name} of type {kind!r} without {sorted(missing)}")
+    theta = given.get("rope_theta", hf.get("rope_theta"))
+    if theta is None:
+        raise UnsupportedModel("config.json has no rope_theta")
+    if kind == "default":
+        return Rope(theta=float(theta))
+    if kind == "linear":
+        return Rope(theta=float(theta), kind="linear", factor=float(given["factor"]))
+    return Rope(
+        theta=float(theta),
+        kind="llama3",
+        factor=float(given["factor"]),
+        low_freq_factor=float(given["low_freq_factor"]),
+        high_freq_factor=float(given["high_freq_factor"]),
+        original_max_position=int(given["original_max_position_embeddings"]),
+    )

@@ -1,0 +1,83 @@
+"""Tiny random models in Hugging Face format: made on the spot, equal for equal seeds, no torch and no hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from skyrl_tx.layers.parameter import Parameter, flatten
+from skyrl_tx.models import FAMILIES, describe_params
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""The rope scaling of Llama 3.1, over a context short enough for tiny models to feel it."""
+
+
+def write_model(
+    directory: Path,
+    architecture: str = "Qwen3ForCausalLM",
+    *,
+    vocab_size: int = 256,
+    hidden_size: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    mlp_size: int = 64,
+    max_context_length: int = 512,
+    tied_embeddings: bool = True,
+    rope_theta: float = 10000.0,
+    rope_scaling: dict[str, Any] | None = None,
+    eos_token_id: int | list[int] = 1,
+    seed: int = 0,
+    std: float = 0.05,
+) -> Path:
+    """Write config.json, generation_config.json and model.safetensors; return the directory.
+
+    Weights are normal with deviation `std`; norms are drawn around 1 and biases around 0, so that a test sees them act.
+    """
+    family = FAMILIES[architecture]
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": mlp_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope_theta,
+        "max_position_embeddings": max_context_length,
+        "tie_word_embeddings": tied_embeddings,
+        "eos_token_id": eos_token_id,
+        "torch_dtype": "float32",
+    }
+    if rope_scaling is not None:
+        config["rope_scaling"] = rope_scaling
+    parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
+    generator = np.random.Generator(np.random.Philox(key=seed))
+    tensors: dict[str, np.ndarray] = {}
+    for rule in family.weights:
+        if rule.path not in parameters:
+            continue
+        shape = parameters[rule.path].shape[1:] if rule.stacked else parameters[rule.path].shape
+        center = 1.0 if parameters[rule.path].init == "ones" else 0.0
+        for name in rule.tensors(num_layers):
+            drawn = (center + std * generator.standard_normal(shape)).astype(np.float32)
+            tensors[name] = np.ascontiguousarray(drawn.T if rule.transpose else drawn)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

@@ -1,0 +1,169 @@
+"""Base weights: a Hugging Face checkpoint streamed tensor by tensor into stacked arrays, or values of its shapes."""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
+from skyrl_tx.weights.weight_map import WeightMap, WeightRule
+
+Tree = TypeVar("Tree")
+Placement = Callable[[Parameter], jax.sharding.Sharding | None]
+"""Where a parameter shall live; None leaves it to JAX."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_PATTERNS = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
+WEIGHT_PATTERNS = ("*.safetensors",)
+
+# Tensors that some checkpoints carry although they follow from the config; a tied lm_head is a copy of the embedding.
+REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
+REDUNDANT_TENSORS = ("lm_head.weight",)
+
+
+class CheckpointError(ValueError):
+    """The files are not what the config promises; the text names the file and the tensor."""
+
+
+def resolve(base_model: str, *, with_weights: bool = True) -> Path:
+    """Return the local directory of a model given as a path, or as a hub id, which is downloaded unless cached."""
+    path = Path(base_model).expanduser()
+    if path.is_dir():
+        return path
+    if base_model.startswith((".", "/", "~")) or base_model.count("/") > 1:
+        raise CheckpointError(f"{base_model}: no such directory")
+    patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if with_weights else ())
+    return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """Return a JSON object of the checkpoint; raises CheckpointError when it is absent or no object."""
+    path = directory / name
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
+
+
+def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the tokens that end a generation: of `generation_config.json`, else of `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).is_file():
+            ids = read_json(directory, name).get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def load(
+    directory: Path,
+    parameters: Tree,
+    weights: WeightMap,
+    *,
+    dtype: Any = jnp.float32,
+    placement: Placement = lambda _: None,
+) -> Tree:
+    """Return the tree of `Parameter`s filled with the checkpoint's tensors.
+
+    The host holds one stacked array at a time, besides the mapped files. Raises CheckpointError for a tensor that is
+    missing, unexpected or of another shape.
+    """
+    rules = {rule.path: rule for rule in weights}
+    files = locate_tensors(directory)
+    num_layers = max(parameter.shape[0] for parameter in flatten(parameters).values() if "layers" in parameter.axes)
+    expected = {tensor for path in flatten(parameters) for tensor in rules[path].tensors(num_layers)}
+    unexpected = sorted(
+        name
+        for name in files.keys() - expected
+        if name not in REDUNDANT_TENSORS and not name.endswith(REDUNDANT_SUFFIXES)
+    )
+    if unexpected:
+        raise CheckpointError(f"{files[unexpected[0]]}: unexpected {_listed(unexpected)}")
+    missing = sorted(expected - files.keys())
+    if missing:
+        raise CheckpointError(f"{directory}: lacks {_listed(missing)}")
+
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
+
+        def fill(path: str, parameter: Parameter) -> jax.Array:
+            rule = rules[path]
+            host = np.empty(parameter.shape, dtype)
+            for index, name in enumerate(rule.tensors(num_layers)):
+                into = host[index] if rule.stacked else host
+                _read_tensor(opened[files[name]], files[name], name, rule, into)
+            return jax.device_put(host, placement(parameter))
+
+        return map_named(fill, parameters)
+
+
+def dummy(parameters: Tree, *, seed: int = 0, dtype: Any = jnp.float32, placement: Placement = lambda _: None) -> Tree:
+    """Return the tree of `Parameter`s filled with deterministic values of the usual scale, made on the device."""
+
+    def fill(path: str, parameter: Parameter) -> jax.Array:
+        # Bytes of the path, folded as a polynomial: a seed of its own for each parameter, equal on every machine.
+        own_seed = (seed + int.from_bytes(path.encode(), "big")) % 4294967291
+
+        def make() -> jax.Array:
+            if parameter.init == "normal":
+                return pseudo_random(parameter.shape, own_seed, dtype)
+            return jnp.full(parameter.shape, 1.0 if parameter.init == "ones" else 0.0, dtype)
+
+        return jax.jit(make, out_shardings=placement(parameter))()
+
+    return map_named(fill, parameters)
+
+
+def locate_tensors(directory: Path) -> Mapping[str, Path]:
+    """Return the file of each tensor, by the index of a sharded checkpoint or the header of a single file."""
+    if (directory / INDEX_FILE).is_file():
+        names = read_json(directory, INDEX_FILE).get("weight_map")
+        if not isinstance(names, dict):
+            raise CheckpointError(f"{directory / INDEX_FILE}: no weight_map")
+        files = {tensor: directory / name for tensor, name in names.items()}
+        for path in sorted(set(files.values())):
+            if path.parent != directory or not path.is_file():
+                raise CheckpointError(f"{directory / INDEX_FILE}: names {path.name!r}, which is not there")
+        return files
+    path = directory / SINGLE_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    with _open(path) as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_tensor(file: Any, path: Path, name: str, rule: WeightRule, into: np.ndarray) -> None:
+    wanted = into.shape[::-1] if rule.transpose else into.shape
+    try:
+        shape = tuple(file.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {name}: {error}") from error
+    if shape != wanted:
+        raise CheckpointError(f"{path}: {name} has shape {shape}, the config says {wanted}")
+    tensor = file.get_tensor(name)
+    into[...] = tensor.T if rule.transpose else tensor
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {names[0]!r}{more}"

@@ -1,0 +1,79 @@
+"""Where each of our arrays lives in a Hugging Face checkpoint, as data that reads in both directions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """One of our parameters and the tensor, or one tensor per layer, that it is made of.
+
+    `tensor` may hold `{layer}`. Linear maps lie as [out, in] in checkpoints and as [in, out] here: `transpose`.
+    """
+
+    path: str  # ours, such as layers.q_proj
+    tensor: str  # theirs, such as model.layers.{layer}.self_attn.q_proj.weight
+    transpose: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether our array stacks one tensor per layer."""
+        return "{layer}" in self.tensor
+
+    @property
+    def module(self) -> str:
+        """The name of the module that owns the tensor, as adapters name it."""
+        return self.tensor.rpartition(".")[0]
+
+    def tensors(self, num_layers: int) -> Iterator[str]:
+        """Yield the names of the tensors, in the order of the layers."""
+        if not self.stacked:
+            yield self.tensor
+            return
+        for layer in range(num_layers):
+            yield self.tensor.replace("{layer}", str(layer))
+
+
+WeightMap = tuple[WeightRule, ...]
+
+TIED_UNEMBED_MODULE = "model.unembed_tokens"
+"""How an adapter names the unembedding of a model that has no lm_head of its own."""
+
+
+def _layer(path: str, tensor: str, *, transpose: bool = False) -> WeightRule:
+    return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.{tensor}", transpose)
+
+
+DENSE_WEIGHTS: WeightMap = (
+    WeightRule("embed", "model.embed_tokens.weight"),
+    _layer("attn_norm", "input_layernorm.weight"),
+    _layer("q_proj", "self_attn.q_proj.weight", transpose=True),
+    _layer("k_proj", "self_attn.k_proj.weight", transpose=True),
+    _layer("v_proj", "self_attn.v_proj.weight", transpose=True),
+    _layer("o_proj", "self_attn.o_proj.weight", transpose=True),
+    _layer("mlp_norm", "post_attention_layernorm.weight"),
+    _layer("gate_proj", "mlp.gate_proj.weight", transpose=True),
+    _layer("up_proj", "mlp.up_proj.weight", transpose=True),
+    _layer("down_proj", "mlp.down_proj.weight", transpose=True),
+    WeightRule("final_norm", "model.norm.weight"),
+    WeightRule("unembed", "lm_head.weight"),
+)
+QK_NORM_WEIGHTS: WeightMap = (
+    _layer("q_norm", "self_attn.q_norm.weight"),
+    _layer("k_norm", "self_attn.k_norm.weight"),
+)
+QKV_BIAS_WEIGHTS: WeightMap = (
+    _layer("q_bias", "self_attn.q_proj.bias"),
+    _layer("k_bias", "self_attn.k_proj.bias"),
+    _layer("v_bias", "self_attn.v_proj.bias"),
+)
+
+
+def adapter_modules(weights: WeightMap, *, tied_embeddings: bool) -> dict[str, str]:
+    """Return, for each linear map that an adapter can touch, the name of its module in checkpoints.
+
+    Block maps keep their `{layer}`. The names are those that adapter files use, less their own prefix.
+    """
+    modules = {rule.path.removeprefix("layers."): rule.module for rule in weights if rule.transpose}
+    unembed = next(rule.module for rule in weights if rule.path == "unembed")
+    return {**modules, "unembed": TIED_UNEMBED_MODULE if tied_embeddings else unembed}

@@ -1,0 +1,137 @@
+"""The three roads through a model - whole rows, slots of adapters, one token at a time - give the same numbers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.layers import kv_cache
+
+forward = jax.jit(models.forward, static_argnames=("config", "remat"))
+prefill = jax.jit(models.prefill, static_argnames="config")
+decode_step = jax.jit(models.decode_step, static_argnames=("config", "bucket"))
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (rows, length), dtype=np.int32)
+
+
+def stack(*adapters):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *adapters)
+
+
+def test_slots_equal_one_adapter_for_all_rows(loaded):
+    first, second = loaded.adapter(1), loaded.adapter(2)
+    zeros = jax.tree.map(np.zeros_like, first)
+    x = tokens(3, 12)
+    mixed = forward(loaded.params, loaded.config, x, stack(zeros, first, second), jnp.array([2, 0, 1]))
+    np.testing.assert_allclose(mixed[0], forward(loaded.params, loaded.config, x, second)[0], atol=1e-5)
+    np.testing.assert_allclose(mixed[1], forward(loaded.params, loaded.config, x)[1], atol=1e-5)
+    np.testing.assert_allclose(mixed[2], forward(loaded.params, loaded.config, x, first)[2], atol=1e-5)
+    assert float(jnp.abs(mixed[0] - forward(loaded.params, loaded.config, x)[0]).max()) > 1e-2  # they do act
+
+
+def test_nan_in_one_slot_stays_there(loaded):
+    good = loaded.adapter(1)
+    bad = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), good)
+    slots = stack(good, bad)
+    x, rows = tokens(2, 10), jnp.array([0, 1])
+    hidden = forward(loaded.params, loaded.config, x, slots, rows)
+    logprobs = models.target_logprobs(loaded.params, hidden, x, slots, rows)
+    assert np.isfinite(hidden[0]).all() and np.isfinite(logprobs[0]).all()
+    assert np.isnan(hidden[1]).all()
+
+
+def test_padding_at_the_right_changes_nothing(loaded):
+    x = tokens(2, 9)
+    padded = np.pad(x, ((0, 0), (0, 7)))
+    np.testing.assert_allclose(
+        forward(loaded.params, loaded.config, padded)[:, :9], forward(loaded.params, loaded.config, x), atol=1e-5
+    )
+
+
+def test_decoding_equals_the_whole_row(loaded):
+    config = loaded.config
+    first = loaded.adapter(1)
+    slots = stack(jax.tree.map(np.zeros_like, first), first)
+    x = tokens(2, 14)
+    whole = forward(loaded.params, config, x, slots, jnp.array([1, 0]))
+
+    _, prefilled = prefill(loaded.params, config, x[:, :6], slots, jnp.array([1, 0]))
+    shape = (config.num_layers, 3, config.num_kv_heads, 20, config.head_dim)
+    cache = kv_cache.KeyValues(k=jnp.full(shape, jnp.nan), v=jnp.full(shape, jnp.nan))
+    cache = kv_cache.insert(cache, prefilled, jnp.array([0, 1, 0, 1]), jnp.array([2, 0, 1, 3]))  # slot 3: nowhere
+    rows, slot_adapters = np.array([1, 0, 0]), jnp.array([0, 1, 1])
+    for position in range(6, 14):
+        positions = jnp.full(3, position)
+        hidden, cache = decode_step(
+            loaded.params, config, x[rows, position], positions, cache, slots, slot_adapters, bucket=16
+        )
+        np.testing.assert_allclose(hidden, whole[rows, position], atol=1e-5)
+
+
+def test_slots_decode_at_positions_of_their_own(loaded):
+    config = loaded.config
+    x = tokens(2, 10)
+    whole = forward(loaded.params, config, x)
+    _, prefilled = prefill(loaded.params, config, x)  # all ten: what lies past a slot's position must not be seen
+    cache = kv_cache.allocate(config.num_layers, 2, config.num_kv_heads, 12, config.head_dim, jnp.float32)
+    cache = kv_cache.insert(cache, prefilled, jnp.array([0, 1]), jnp.array([0, 1]))
+    positions = jnp.array([3, 7])
+    hidden, cache = decode_step(loaded.params, config, x[[0, 1], [3, 7]], positions, cache)
+    np.testing.assert_allclose(hidden, whole[np.array([0, 1]), np.array([3, 7])], atol=1e-5)
+
+
+@pytest.mark.parametrize("slotted", [False, True])
+def test_remat_changes_no_gradient(loaded, slotted):
+    adapter = loaded.adapter(1)
+    x = tokens(2, 8)
+    rows = jnp.array([0, 0]) if slotted else None
+    if slotted:
+        adapter = stack(adapter)
+
+    @partial(jax.jit, static_argnames="remat")
+    def gradient(weights, remat):
+        def loss(weights):
+            mine = adapter.replace(weights=weights)
+            hidden = models.forward(loaded.params, loaded.config, x, mine, rows, remat=remat)
+            return models.target_logprobs(loaded.params, hidden, x, mine, rows).sum()
+
+        return jax.grad(loss)(weights)
+
+    plain, again = gradient(adapter.weights, remat=False), gradient(adapter.weights, remat=True)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
+
+
+def test_padded_rank_is_a_fixpoint(loaded):
+    adapter = loaded.adapter(1, rank=2, max_rank=5)
+    x = tokens(1, 8)
+
+    @jax.jit
+    def loss(weights):
+        mine = adapter.replace(weights=weights)
+        return models.target_logprobs(
+            loaded.params, models.forward(loaded.params, loaded.config, x, mine), x, mine
+        ).sum()
+
+    for name, pair in jax.grad(loss)(adapter.weights).items():
+        assert not np.any(pair.a[..., 2:]) and not np.any(pair.b[..., 2:, :]), name
+        assert np.any(pair.a[..., :2]) and np.any(pair.b[..., :2, :]), name
+
+
+def test_compiled_size_does_not_grow_with_layers(loaded):
+    def lines(num_layers: int) -> int:
+        from dataclasses import replace
+
+        config = replace(loaded.config, num_layers=num_layers)
+        shapes = jax.tree.map(
+            lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.float32), models.describe_params(config)
+        )
+        lowered = forward.lower(shapes, config, jax.ShapeDtypeStruct((1, 8), jnp.int32))
+        return len(lowered.as_text().splitlines())
+
+    assert lines(2) == lines(24)
