@@ -1,0 +1,141 @@
+"""What a loss is: a function of log-probabilities and inputs, a row of data about it, and one way to evaluate it.
+
+Legend: B rows (one row is one datum), T positions, K targets per position, C config columns.
+
+Every loss is a plain sum over positions: no mean, no division by tokens, rows or weights. A function gives the loss
+of each position; `Loss.evaluate` multiplies it by the weights and adds up each row. Names in the functions: the
+trained model's log-probability is l, the sampler's q, the advantage A, and r = exp(l - q).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from skyrl_tx.contract.capabilities import LossInput, LossSpec
+
+MAX_LOG_RATIO = 60.0  # exp(60) = 1e26: far beyond any sane ratio, far below where float32 products overflow
+
+TARGETS = LossInput(is_integer=True)
+REQUIRED = LossInput()
+ONES = LossInput(fill=1.0)
+POLICY_INPUTS: Mapping[str, LossInput] = {
+    "target_tokens": TARGETS,
+    "logprobs": REQUIRED,
+    "advantages": REQUIRED,
+    "weights": ONES,
+}
+"""The inputs that all policy-gradient losses share."""
+
+
+@struct.dataclass
+class LossInputs:
+    """The arrays of one batch, float32 [B, T]; those of cross_entropy may be [B, T, K].
+
+    Padding has weight 0, advantage 0 and mask 0. What a loss does not read is filled with neutral values.
+    """
+
+    target_logprobs: jax.Array
+    sampling_logprobs: jax.Array
+    advantages: jax.Array
+    weights: jax.Array
+    sequence_ratio_mask: jax.Array
+
+    @property
+    def counts(self) -> jax.Array:
+        """Where a policy-gradient loss can be other than zero."""
+        return (self.advantages != 0) & (self.weights != 0)
+
+    def log_ratio(self, where: jax.Array) -> jax.Array:
+        """Return l - q bounded by ±`MAX_LOG_RATIO`, and 0 elsewhere.
+
+        Prompt positions carry q = 0 and A = 0: there r may overflow, and inf * 0 be NaN, in the value or, were the
+        choice made after the exponential, in the gradient.
+        """
+        difference = jnp.where(where, self.target_logprobs, 0.0) - jnp.where(where, self.sampling_logprobs, 0.0)
+        return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@struct.dataclass
+class LossConfig:
+    """One row of numbers per datum; names of the columns are static, so other numbers compile nothing anew."""
+
+    columns: tuple[str, ...] = struct.field(pytree_node=False)
+    values_BC: jax.Array
+
+    def __getitem__(self, name: str) -> jax.Array:
+        """Return one number per row, [B, 1]."""
+        return self.values_BC[:, self.columns.index(name), None]
+
+
+@struct.dataclass
+class Mean:
+    """Each row's share of a mean: add up totals and counts of any rows, then divide."""
+
+    total_B: jax.Array
+    count_B: jax.Array
+
+
+@struct.dataclass
+class LossOutput:
+    """What evaluating a loss gives: the value to minimise is the sum of `loss_B`."""
+
+    loss_B: jax.Array
+    means: dict[str, Mean]
+
+
+LossFunction = Callable[[LossInputs, LossConfig], jax.Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss: its public description and its function."""
+
+    spec: LossSpec
+    function: LossFunction
+    is_policy_gradient: bool = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of `config_BC`'s columns, in order."""
+        return tuple(sorted(self.spec.config))
+
+    def evaluate(self, target_logprobs: jax.Array, inputs: Mapping[str, jax.Array], config_BC: jax.Array) -> LossOutput:
+        """Return each row's loss and metrics.
+
+        `target_logprobs` [B, T] (or [B, T, K]) is what gradients flow through; `inputs` are the arrays of
+        `spec.inputs` in its shape (`target_tokens` is not read); `config_BC` has the columns `columns`.
+        """
+        assert config_BC.shape[1] == len(self.columns), f"{self.spec.name} has config columns {self.columns}"
+        x = LossInputs(
+            target_logprobs=target_logprobs,
+            sampling_logprobs=inputs.get("logprobs", jnp.zeros_like(target_logprobs)),
+            advantages=inputs.get("advantages", jnp.ones_like(target_logprobs)),
+            weights=inputs["weights"],
+            sequence_ratio_mask=inputs.get("sequence_ratio_mask", jnp.zeros_like(target_logprobs)),
+        )
+        config = LossConfig(columns=self.columns, values_BC=config_BC)
+        loss = self.function(x, config) * x.weights
+        means = self._policy_means(x, config) if self.is_policy_gradient else {}
+        return LossOutput(loss_B=_sum_rows(loss), means=means)
+
+    def _policy_means(self, x: LossInputs, config: LossConfig) -> dict[str, Mean]:
+        """Return mean ratio, share of clipped ratios and distance to the sampler, over the positions that count."""
+        x = jax.lax.stop_gradient(x)
+        log_ratio = x.log_ratio(x.counts)
+        ratio = jnp.exp(log_ratio)
+        values = {"ratio": ratio, "kl_to_sampler": -log_ratio}  # q - l on samples of q estimates KL(sampler || model)
+        if "clip_low_threshold" in self.columns:
+            low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+            values["clip_fraction"] = ((ratio < low) | (ratio > high)).astype(jnp.float32)
+        count_B = _sum_rows(x.counts.astype(jnp.float32))
+        return {
+            name: Mean(total_B=_sum_rows(jnp.where(x.counts, value, 0.0)), count_B=count_B)
+            for name, value in values.items()
+        }
+
+
+def _sum_rows(x: jax.Array) -> jax.Array:
+    return x.sum(axis=tuple(range(1, x.ndim)))

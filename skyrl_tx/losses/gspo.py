@@ -1,0 +1,37 @@
+"""Clipped policy gradient on the ratio of whole sequences: Zheng et al. 2025, arXiv:2507.18071, GSPO-token, eq. 14.
+
+Source of the inputs: Tinker's losses page, which leaves the thresholds' defaults open; these are those of ppo.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx.contract.capabilities import LossSpec
+from skyrl_tx.losses.base import MAX_LOG_RATIO, POLICY_INPUTS, REQUIRED, Loss, LossConfig, LossInputs
+
+
+def sequence_log_ratio(x: LossInputs) -> jax.Array:
+    """Return each row's mean of l - q over its masked positions, [B, 1], without gradient; 0 for an empty mask."""
+    mask = x.sequence_ratio_mask
+    total = jnp.sum(x.log_ratio(mask != 0) * mask, axis=1, keepdims=True)
+    count = jnp.sum(mask, axis=1, keepdims=True)
+    mean = jnp.where(count != 0, total / jnp.where(count != 0, count, 1.0), 0.0)
+    return jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def gspo(x: LossInputs, config: LossConfig) -> jax.Array:
+    """Return -min(s * A, clip(s) * A), where s has the sequence's value and each token's own gradient."""
+    target = jnp.where(x.counts, x.target_logprobs, 0.0)
+    ratio = jnp.exp(sequence_log_ratio(x)) * jnp.exp(target - jax.lax.stop_gradient(target))
+    clipped = jnp.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    return -jnp.minimum(ratio * x.advantages, clipped * x.advantages)
+
+
+GSPO = Loss(
+    spec=LossSpec(
+        name="gspo",
+        inputs={**POLICY_INPUTS, "sequence_ratio_mask": REQUIRED},
+        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    ),
+    function=gspo,
+)

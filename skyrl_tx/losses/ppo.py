@@ -1,0 +1,23 @@
+"""Clipped policy gradient: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
+
+The thresholds bound the ratio itself (0.8 and 1.2), not its distance from 1. Source: Tinker's losses page.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx.contract.capabilities import LossSpec
+from skyrl_tx.losses.base import POLICY_INPUTS, Loss, LossConfig, LossInputs
+
+
+def ppo(x: LossInputs, config: LossConfig) -> jax.Array:
+    """Return -min(r * A, clip(r) * A)."""
+    ratio = jnp.exp(x.log_ratio(x.counts))
+    clipped = jnp.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    return -jnp.minimum(ratio * x.advantages, clipped * x.advantages)
+
+
+PPO = Loss(
+    spec=LossSpec(name="ppo", inputs=POLICY_INPUTS, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    function=ppo,
+)

@@ -1,0 +1,143 @@
+"""Every loss against plain float64 numpy, position by position, and its gradient against finite differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.losses import LOSSES
+
+CONFIGS = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4},
+    "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5},
+    "dro": {"beta": 0.3},
+    "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+}
+
+
+def reference(name, logp, x, config, frozen):
+    """Return the loss of one row; `frozen` stands for logp wherever no gradient may pass."""
+    w, q, a = x["weights"], x["logprobs"], x["advantages"]
+    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+    total = 0.0
+    mask = x["sequence_ratio_mask"]
+    s = np.exp(sum(mask * (frozen - q)) / sum(mask))
+    for t in range(len(logp)):
+        r = np.exp(logp[t] - q[t])
+        match name:
+            case "cross_entropy":
+                term = logp[t]
+            case "importance_sampling":
+                term = r * a[t]
+            case "ppo":
+                term = min(r * a[t], np.clip(r, low, high) * a[t])
+            case "cispo":
+                term = np.clip(np.exp(frozen[t] - q[t]), low, high) * logp[t] * a[t]
+            case "dro":
+                term = logp[t] * a[t] - 0.5 * config["beta"] * (logp[t] - q[t]) ** 2
+            case "gspo":
+                s_t = s * np.exp(logp[t] - frozen[t])
+                term = min(s_t * a[t], np.clip(s_t, low, high) * a[t])
+        total -= w[t] * term
+    return total
+
+
+def batch(B=3, T=7):
+    g = np.random.default_rng(0)
+    logp = -g.uniform(0.1, 3.0, (B, T))
+    inputs = {
+        "weights": g.choice([0.0, 1.0, 0.5, -2.0], (B, T)),
+        "logprobs": logp + 0.5 * g.standard_normal((B, T)),
+        "advantages": g.choice([0.0, 1.5, -0.7], (B, T)),
+        "sequence_ratio_mask": g.choice([0.0, 1.0], (B, T)),
+    }
+    inputs["sequence_ratio_mask"][:, 0] = 1.0
+    return logp, inputs
+
+
+def evaluate(name, logp, inputs, config=None):
+    loss = LOSSES[name]
+    values = {**loss.spec.config, **(config or {})}
+    config_BC = jnp.tile(jnp.array([values[column] for column in loss.columns], jnp.float32), (logp.shape[0], 1))
+    given = {key: jnp.asarray(inputs[key], jnp.float32) for key in loss.spec.inputs if key != "target_tokens"}
+    return loss.evaluate(logp, given, config_BC)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradient(name):
+    config = CONFIGS[name]
+    logp, inputs = batch()
+    rows = [{key: value[b] for key, value in inputs.items()} for b in range(len(logp))]
+    expected = [reference(name, logp[b], rows[b], config, frozen=logp[b]) for b in range(len(logp))]
+    output = evaluate(name, jnp.asarray(logp, jnp.float32), inputs, config)
+    np.testing.assert_allclose(output.loss_B, expected, rtol=1e-5, atol=1e-5)
+
+    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs, config).loss_B.sum())(jnp.asarray(logp, jnp.float32))
+    step = 1e-6
+    for b, t in np.ndindex(*logp.shape):
+        nudge = step * np.eye(logp.shape[1])[t]
+        up, down = (reference(name, logp[b] + sign * nudge, rows[b], config, frozen=logp[b]) for sign in (1, -1))
+        assert float(gradient[b, t]) == pytest.approx((up - down) / (2 * step), rel=1e-4, abs=1e-4), (b, t)
+
+
+def test_cross_entropy_takes_several_targets_per_position():
+    g = np.random.default_rng(1)
+    logp, weights = -g.uniform(0.1, 3.0, (2, 4, 3)), g.standard_normal((2, 4, 3))
+    output = evaluate("cross_entropy", jnp.asarray(logp, jnp.float32), {"weights": weights})
+    np.testing.assert_allclose(output.loss_B, -(logp * weights).sum((1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("extreme", [-1e30, -np.inf])
+def test_what_does_not_count_never_spoils_the_rest(name, extreme):
+    """A prompt position (A = 0, w = 0, q = 0) may have any log-probability, both as value and in the gradient."""
+    logp, inputs = batch(B=1)
+    for key, value in inputs.items():
+        value[0, 2] = 0.0
+        assert key
+    clean = evaluate(name, jnp.asarray(logp, jnp.float32), inputs)
+    logp[0, 2] = extreme
+    spoiled = jnp.asarray(logp, jnp.float32)
+    output = evaluate(name, spoiled, inputs)
+    np.testing.assert_array_equal(output.loss_B, clean.loss_B)
+    for key, mean in output.means.items():
+        assert np.isfinite(mean.total_B).all(), key
+    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs).loss_B.sum())(spoiled)
+    assert np.isfinite(gradient).all() and gradient[0, 2] == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy", "dro"}))
+@pytest.mark.parametrize("target", [-1000.0, 1000.0])
+def test_a_huge_ratio_stays_finite(name, target):
+    logp = jnp.array([[target, -1.0]])
+    inputs = {key: np.array([[1.0, 1.0]]) for key in ("weights", "advantages", "sequence_ratio_mask")}
+    inputs["logprobs"] = np.array([[0.0, -1.0]])
+    value, gradient = jax.value_and_grad(lambda logp: evaluate(name, logp, inputs).loss_B.sum())(logp)
+    assert np.isfinite(value) and np.isfinite(gradient).all()
+
+
+def test_metrics_add_up_over_counting_positions():
+    logp, inputs = batch()
+    output = evaluate("ppo", jnp.asarray(logp, jnp.float32), inputs, CONFIGS["ppo"])
+    counts = (inputs["advantages"] != 0) & (inputs["weights"] != 0)
+    ratio = np.exp(logp - inputs["logprobs"])
+    mean = {key: float(value.total_B.sum() / value.count_B.sum()) for key, value in output.means.items()}
+    assert mean["ratio"] == pytest.approx(ratio[counts].mean(), rel=1e-5)
+    assert mean["kl_to_sampler"] == pytest.approx((inputs["logprobs"] - logp)[counts].mean(), rel=1e-4)
+    assert mean["clip_fraction"] == pytest.approx(((ratio < 0.7) | (ratio > 1.4))[counts].mean())
+    np.testing.assert_array_equal(output.means["ratio"].count_B, counts.sum(1))
+
+
+def test_rows_use_their_own_config_without_compiling_again():
+    loss = LOSSES["dro"]
+    logp, inputs = batch(B=2)
+    given = {key: jnp.asarray(inputs[key], jnp.float32) for key in ("logprobs", "advantages", "weights")}
+    evaluated = jax.jit(loss.evaluate)
+    mixed = evaluated(jnp.asarray(logp, jnp.float32), given, jnp.array([[0.1], [0.9]]))
+    for row, beta in ((0, 0.1), (1, 0.9)):
+        alone = evaluate("dro", jnp.asarray(logp, jnp.float32), inputs, {"beta": beta})
+        assert float(mixed.loss_B[row]) == pytest.approx(float(alone.loss_B[row]), rel=1e-6)
+    evaluated(jnp.asarray(logp, jnp.float32), given, jnp.array([[0.3], [0.4]]))
+    assert evaluated._cache_size() == 1
