@@ -1,0 +1,78 @@
+"""Records survive the trip through bytes, and nothing else does."""
+
+import numpy as np
+import pytest
+
+from skyrl_tx.contract import codec, requests, results
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId
+
+LORA = requests.ModelSpec(lora=requests.LoraSpec(rank=8, seed=2**63, train_mlp=False))
+FLOATS = np.array([-0.5, np.nan, np.inf], np.float32)
+
+RECORDS = [
+    requests.CreateModel(base_model="tiny", spec=LORA),
+    requests.OptimStep(params=requests.OptimizerParams(learning_rate=3e-4)),
+    requests.SaveWeights(kind="weights", name="a", ttl_s=3600, overwrite=True, user_metadata={"k": "v"}),
+    requests.LoadWeights(path="p", artifact_id=ArtifactId("x"), spec=LORA, optimizer=True, create=False),
+    requests.UnloadModel(),
+    requests.Rejected(kind="model_pass", message="data is empty", backward=True),
+    results.CreateModelOutput(model_id=ModelId("s:train:0")),
+    results.OptimStepOutput(metrics={"step": 1.0}),
+    results.Failure(message="no", category=ErrorCategory.USER),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=codec.kind_of)
+def test_a_record_without_arrays_comes_back_equal(record: requests.Request) -> None:
+    assert codec.decode(codec.encode(record)) == record
+
+
+def test_arrays_come_back_bit_equal_with_dtype_and_shape() -> None:
+    targets = np.arange(6, dtype=np.int64).reshape(3, 2)
+    datum = requests.Datum(
+        tokens=np.arange(3, dtype=np.int32), loss_inputs={"target_tokens": targets, "logprobs": FLOATS}
+    )
+    sent = requests.ModelPass(data=(datum,), loss="ppo", loss_config={"beta": 0.1, "mode": "x"}, backward=True)
+    got = codec.decode(codec.encode(sent))
+    assert isinstance(got, requests.ModelPass)
+    inputs = got.data[0].loss_inputs
+    assert inputs["target_tokens"].shape == (3, 2) and inputs["target_tokens"].dtype == np.int64
+    assert inputs["logprobs"].tobytes() == FLOATS.tobytes()
+    assert got.data[0].tokens.dtype == np.int32 and got.loss_config == sent.loss_config
+
+
+def test_a_seed_keeps_its_64_bits_and_an_empty_array_its_dtype() -> None:
+    params = requests.SamplingParams(seed=2**64 - 1, stop_token_ids=(1, 2), stop_strings=("\n",), eos_stops=False)
+    sample = requests.Sample(
+        prompt=np.zeros(0, np.int32), num_samples=2, sampler=SamplerId("a"), params=params, sequence_ids=("q-0", "q-1")
+    )
+    got = codec.decode(codec.encode(sample))
+    assert isinstance(got, requests.Sample)
+    assert got.params == params and got.sequence_ids == ("q-0", "q-1")
+    assert got.prompt.dtype == np.int32 and got.prompt.shape == (0,)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"not msgpack", codec.encode(RECORDS[0])[:-3]], ids=range(4))
+def test_malformed_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(codec.CodecError):
+        codec.decode(data)
+
+
+def test_another_version_is_refused_by_number() -> None:
+    data = bytearray(codec.encode(RECORDS[0]))
+    assert data[1] == codec.VERSION
+    data[1] = 99
+    with pytest.raises(codec.CodecError, match="version 99"):
+        codec.decode(bytes(data))
+
+
+def test_an_array_of_the_wrong_dtype_is_refused() -> None:
+    sample = requests.Sample(
+        prompt=np.zeros(2, np.float32),  # type: ignore[arg-type]
+        num_samples=1,
+        sampler=None,
+        params=requests.SamplingParams(seed=0),
+    )
+    with pytest.raises(codec.CodecError, match="float32"):
+        codec.decode(codec.encode(sample))
