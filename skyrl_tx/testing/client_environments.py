@@ -1,0 +1,145 @@
+"""Virtual environments for tests that need what the project itself must not depend on, such as torch or a client.
+
+Each is built once, from pip's own configuration, and kept in a cache under a name that holds a hash of its recipe.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CACHE_VARIABLE = "SKYRL_TX_TEST_ENVIRONMENTS"
+REQUIRE_VARIABLE = "SKYRL_TX_REQUIRE_ENVIRONMENTS"
+"""Set to 1, it turns the skips of tests without their environment into failures."""
+
+ACCELERATOR_PREFIXES = ("nvidia-", "cuda-", "triton", "amd-", "rocm")
+
+
+class UnavailableEnvironment(Exception):
+    """The environment cannot be made here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientEnvironment:
+    """A recipe. `no_deps` are installed last, without their dependencies: for those that ask for what cannot be had.
+
+    Distributions of accelerators are refused before anything is installed: they are gigabytes that no test needs.
+    """
+
+    name: str
+    requirements: tuple[str, ...]
+    no_deps: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The directory's name in the cache; another recipe or Python gives another."""
+        recipe = json.dumps([self.requirements, self.no_deps, sys.version, sys.platform])
+        return f"{self.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEnvironment:
+    """An environment that exists."""
+
+    python: Path
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def run(
+        self, script: Path, *arguments: str | Path, cwd: Path | None = None, timeout_s: float = 600.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a Python script and return what it printed; raises RuntimeError with its output when it fails."""
+        command = [str(self.python), str(script), *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=cwd, timeout=timeout_s, capture_output=True, text=True, env=self.environment, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{script.name} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables its programs see: ours, less those that would let in modules from elsewhere."""
+        return {**_clean_variables(), **self.variables}
+
+
+TORCH = ClientEnvironment(
+    name="torch", requirements=("torch==2.13.0", "transformers>=5.0,<6", "peft>=0.18,<1", "safetensors", "numpy")
+)
+"""The references that our models, adapters and optimizer are compared with."""
+
+
+def is_required() -> bool:
+    """Whether a missing environment is a failure rather than a skip."""
+    return os.environ.get(REQUIRE_VARIABLE) == "1"
+
+
+def cache_directory() -> Path:
+    """Return where environments are kept: `SKYRL_TX_TEST_ENVIRONMENTS`, else below the user's cache directory."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "skyrl_tx" / "test-environments"
+
+
+def prepare(environment: ClientEnvironment, cache: Path | None = None) -> PreparedEnvironment:
+    """Return the environment, built now unless it is in the cache; safe against others doing the same at once.
+
+    Raises UnavailableEnvironment when pip cannot resolve or install the recipe, or would bring in accelerator packages.
+    """
+    cache = cache or cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    directory = cache / environment.key
+    python = directory / "bin" / "python"
+    complete = directory / "complete"
+    with _lock(cache / f"{environment.key}.lock"):
+        if not complete.exists():
+            shutil.rmtree(directory, ignore_errors=True)  # what an interrupted build left
+            try:
+                _build(environment, directory, python)
+            except BaseException:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+            complete.touch()
+    return PreparedEnvironment(python=python)
+
+
+def _build(environment: ClientEnvironment, directory: Path, python: Path) -> None:
+    _call(environment, [sys.executable, "-m", "venv", str(directory)])
+    report = directory / "report.json"
+    install = [str(python), "-m", "pip", "install", "--quiet", "--retries", "2"]
+    _call(environment, [*install, "--dry-run", "--report", str(report), *environment.requirements])
+    names = [entry["metadata"]["name"].lower() for entry in json.loads(report.read_text())["install"]]
+    refused = sorted(name for name in names if name.startswith(ACCELERATOR_PREFIXES))
+    if refused:
+        raise UnavailableEnvironment(
+            f"environment {environment.name!r} would install {', '.join(refused)}; let pip find builds for CPU"
+        )
+    _call(environment, [*install, *environment.requirements])
+    if environment.no_deps:
+        _call(environment, [*install, "--no-deps", *environment.no_deps])
+
+
+def _call(environment: ClientEnvironment, command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env=_clean_variables(), check=False)
+    if done.returncode:
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise UnavailableEnvironment(f"environment {environment.name!r}: {' '.join(command[1:4])} failed: {last}")
+
+
+def _clean_variables() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,74 @@
+"""Environments are built once, never half, and say why they cannot be had. The recipes here need no package index."""
+
+import pytest
+
+from skyrl_tx.testing import client_environments
+from skyrl_tx.testing.client_environments import (
+    CACHE_VARIABLE,
+    ClientEnvironment,
+    UnavailableEnvironment,
+    cache_directory,
+    prepare,
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """Write a wheel by hand: what pip can install without an index or a build."""
+    import zipfile
+
+    directory = tmp_path_factory.mktemp("wheels")
+    for name in ("nvidia_pretender", "harmless"):
+        info = f"{name}-1.0.dist-info"
+        with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "VALUE = 42\n")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    return directory
+
+
+def test_builds_once_and_runs_scripts(package, tmp_path, monkeypatch):
+    recipe = ClientEnvironment(name="small", requirements=(str(package / "harmless-1.0-py3-none-any.whl"),))
+    script = tmp_path / "script.py"
+    script.write_text("import harmless, sys; print(harmless.VALUE, sys.argv[1])")
+    first = prepare(recipe, tmp_path / "cache")
+    assert first.run(script, "hello").stdout.split() == ["42", "hello"]
+    monkeypatch.setattr(client_environments, "_build", lambda *_: pytest.fail("built again"))
+    assert prepare(recipe, tmp_path / "cache") == first
+
+    script.write_text("raise SystemExit('no luck')")
+    with pytest.raises(RuntimeError, match="no luck"):
+        first.run(script)
+
+
+def test_refuses_accelerator_packages(package, tmp_path):
+    recipe = ClientEnvironment(name="gpu", requirements=(str(package / "nvidia_pretender-1.0-py3-none-any.whl"),))
+    with pytest.raises(UnavailableEnvironment, match="nvidia-pretender"):
+        prepare(recipe, tmp_path)
+    assert not (tmp_path / recipe.key).exists()
+
+
+def test_says_why_it_cannot_be_made(tmp_path):
+    recipe = ClientEnvironment(name="absent", requirements=(str(tmp_path / "absent.whl"),))
+    with pytest.raises(UnavailableEnvironment, match=r"absent\.whl"):
+        prepare(recipe, tmp_path)
+
+
+def test_an_interrupted_build_is_started_over(package, tmp_path):
+    recipe = ClientEnvironment(name="small", requirements=(str(package / "harmless-1.0-py3-none-any.whl"),))
+    (tmp_path / recipe.key).mkdir()
+    (tmp_path / recipe.key / "rubbish").touch()
+    assert prepare(recipe, tmp_path).python.exists()
+    assert not (tmp_path / recipe.key / "rubbish").exists()
+
+
+def test_another_recipe_has_another_directory():
+    one = ClientEnvironment(name="x", requirements=("a",))
+    assert one.key != ClientEnvironment(name="x", requirements=("b",)).key
+    assert one.key != ClientEnvironment(name="x", requirements=("a",), no_deps=("b",)).key
+
+
+def test_the_cache_directory_can_be_chosen(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    assert cache_directory() == tmp_path
