@@ -1,0 +1,1 @@
+"""Ways to compute: each a subpackage behind `skyrl_tx.contract.backend`."""

@@ -1,0 +1,65 @@
+"""The JAX backend's settings."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def _default_compile_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_tx" / "xla"
+
+
+class JaxConfig(BaseModel):
+    """What the operator may choose; lengths and budgets count tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="'auto' reads the checkpoint's weights; 'dummy' makes some up, for measuring speed."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the base weights; 'auto': bfloat16 on accelerators, float32 on CPU. "
+        "Adapters, gradients and moments are float32 always.",
+    )
+    max_context_length: int | None = Field(
+        default=None, gt=1, description="Longest sequence, prompt and continuation; unset: what the model allows."
+    )
+    compile_cache_dir: Path | None = Field(
+        default_factory=_default_compile_cache,
+        description="Where compiled programs are kept, so that a restart need not compile again; null: nowhere.",
+    )
+    warmup: bool = Field(
+        default=False, description="Compile the most common shapes before the server is ready, not on first use."
+    )
+
+    # Training
+    max_lora_adapters: int = Field(default=16, gt=0, description="Models resident for training at once.")
+    max_lora_rank: int = Field(default=128, gt=0, description="Largest LoRA rank a client may ask for.")
+    micro_batch_tokens: int = Field(
+        default=2048,
+        gt=0,
+        description="Tokens computed at once in training, padding included; bounds memory. Another value, other bits.",
+    )
+    max_pass_tokens: int = Field(
+        default=65536, gt=0, description="Tokens of all requests that one training pass should take together."
+    )
+    remat: bool = Field(
+        default=False, description="Compute each layer twice in training rather than keep its activations: less memory."
+    )
+
+    # Sampling
+    max_sampler_adapters: int = Field(
+        default=16, gt=0, description="Frozen adapters resident for sampling at once, the base model not counted."
+    )
+    sample_slots: int = Field(default=32, gt=0, description="Samples that are decoded side by side.")
+    max_sample_tokens: int = Field(
+        default=65536, gt=0, description="Prompt and new tokens in the key/value cache at once, over all samples."
+    )
+    decode_slice_tokens: int = Field(
+        default=16, gt=0, description="Tokens decoded for each sample before training gets its turn."
+    )
+    prefill_tokens: int = Field(default=2048, gt=0, description="Prompt tokens computed at once, padding included.")
+    max_topk_logprobs: int = Field(default=20, ge=0, description="Largest top-k of log-probabilities to report.")
