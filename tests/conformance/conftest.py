@@ -1,0 +1,90 @@
+"""Tiny random models, and what transformers, peft and torch make of them, computed once a session."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.layers.lora import Adapter, LoraPair
+from skyrl_tx.testing.client_environments import TORCH
+from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
+from skyrl_tx.weights import hf
+from skyrl_tx.weights.weight_map import adapter_modules
+
+VARIANTS = {
+    "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True, "head_dim": 8},
+    "qwen3-untied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": False, "rope_theta": 1e6},
+    "qwen2-tied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": True, "head_dim": 8},
+    "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
+    "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
+}
+BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope
+ALPHA = 32.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One tiny model, its inputs, and the arrays of `reference/transformers_reference.py`."""
+
+    family: models.ModelFamily
+    config: models.ModelConfig
+    params: models.DecoderParams
+    inputs: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray]
+
+    def adapter(self, prefix: str) -> Adapter:
+        """Return the arrays `prefix/<module>.lora_A|lora_B` as one adapter of ours; what peft left out is zero."""
+        rank = next(v.shape[0] for k, v in self.arrays.items() if k.startswith(prefix) and k.endswith("lora_A"))
+        modules = adapter_modules(self.family.weights, tied_embeddings=self.config.tied_embeddings)
+        weights = {}
+        for name, empty in models.adapter_shapes(self.config, rank).weights.items():
+            module = modules[name]
+            names = [module.replace("{layer}", str(i)) for i in range(self.config.num_layers)]
+            if "{layer}" not in module:
+                names = names[:1]
+            a, b = (self._stack(f"{prefix}/{{}}.{part}", names) for part in ("lora_A", "lora_B"))
+            if a is None or b is None:
+                a, b = np.zeros(empty.a.shape, np.float32), np.zeros(empty.b.shape, np.float32)
+            weights[name] = LoraPair(a=jnp.asarray(a.reshape(empty.a.shape)), b=jnp.asarray(b.reshape(empty.b.shape)))
+        return Adapter(weights=weights, scale=jnp.float32(ALPHA / rank))
+
+    def _stack(self, pattern: str, names: list[str]) -> np.ndarray | None:
+        found = [self.arrays[pattern.format(name)].T for name in names if pattern.format(name) in self.arrays]
+        return np.stack(found) if found else None
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
+    """Write all models and run the reference on them, in one process: importing torch takes longer than the work."""
+    environment = client_environment(TORCH)
+    generator = np.random.default_rng(0)
+    made = {}
+    for name, variant in VARIANTS.items():
+        made[name] = write_model(tmp_path_factory.mktemp(name), std=0.2, **variant)
+        np.savez(
+            made[name] / "inputs.npz",
+            tokens=generator.integers(0, 256, (BATCH, LENGTH)),
+            targets=generator.integers(0, 256, (BATCH, LENGTH)),
+            weights=generator.uniform(0.0, 1.0, (BATCH, LENGTH)).astype(np.float32),  # one sign: no sum cancels
+        )
+    environment.run(Path(__file__).parent / "reference" / "transformers_reference.py", *made.values())
+    return made
+
+
+@pytest.fixture(scope="session", params=VARIANTS)
+def reference(request, directories) -> Reference:
+    directory = directories[request.param]
+    content = hf.read_json(directory, "config.json")
+    family = models.find_family(content)
+    config = family.config_from_hf(content)
+    with np.load(directory / "inputs.npz") as inputs, np.load(directory / "reference.npz") as arrays:
+        return Reference(
+            family=family,
+            config=config,
+            params=hf.load(directory, models.describe_params(config), family.weights),
+            inputs=dict(inputs),
+            arrays=dict(arrays),
+        )
