@@ -1,0 +1,233 @@
+"""FakeBackend: wires the fake model to the contract."""
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
+
+from skyrl_tx.backends.fake import bigram, sampling
+from skyrl_tx.backends.fake.bigram import Pair
+from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.backends.fake.losses import LOSSES
+from skyrl_tx.backends.fake.state import FakeSnapshot, State
+from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
+from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
+
+
+class FakeBackend(AbstractBackend):
+    """A bigram model in float64; see `bigram` for its numbers."""
+
+    def __init__(self, base_model: str, config: BaseModel) -> None:
+        assert isinstance(config, FakeConfig)
+        self._config = config
+        self._models: dict[ModelId, State] = {}
+        self._samplers: dict[SamplerId, Pair] = {}
+        self._running: dict[RequestId, list[Iterator[SampleDelta]]] = {}
+
+    def start(self) -> Capabilities:
+        """See AbstractBackend."""
+        config = self._config
+        return Capabilities(
+            max_context_length=config.max_context_length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=(config.eos_token_id,),
+            num_parameters=config.vocab_size**2,
+            devices=("fake",),
+            max_models=config.max_models,
+            max_samplers=config.max_samplers,
+            max_sample_tokens=config.max_sample_tokens,
+            max_pass_tokens=config.max_pass_tokens,
+            max_lora_rank=config.max_lora_rank,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            losses={name: loss.spec for name, loss in LOSSES.items()},
+            max_topk_logprobs=min(20, config.vocab_size),
+            max_alt_tokens=20,
+            offers_target_logprobs=True,
+            fingerprint={"dtype": "float64", "numpy": np.__version__},
+        )
+
+    def close(self) -> None:
+        """See AbstractBackend."""
+        self._models.clear()
+        self._samplers.clear()
+        self._running.clear()
+
+    def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
+        """See AbstractBackend."""
+        self._put(model_id, State.fresh(spec, self._config.vocab_size))
+
+    def delete_model(self, model_id: ModelId) -> None:
+        """See AbstractBackend."""
+        self._models.pop(model_id, None)
+
+    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """See AbstractBackend."""
+        return _run(self.begin_pass(batch, backward=False))
+
+    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """See AbstractBackend."""
+        return _run(self.begin_pass(batch, backward=True))
+
+    def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
+        """See AbstractBackend."""
+        return _FakePass(self._models, batch, backward, self._config)
+
+    def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
+        """See AbstractBackend."""
+        time.sleep(self._config.step_delay_s)
+        with np.errstate(all="ignore"):  # a diverged model is the caller's, and no reason to warn
+            self._models[model_id], norm = self._models[model_id].stepped(params)
+        return {"unclipped_grad_l2:mean": norm}
+
+    def clear_gradient(self, model_id: ModelId) -> None:
+        """See AbstractBackend."""
+        self._models[model_id] = replace(self._models[model_id], gradient=None)
+
+    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
+        """See AbstractBackend."""
+        return [delta for samples in self._decoders(batch).values() for sample in samples for delta in sample]
+
+    def begin_sample(self, batch: PreparedSampleBatch) -> None:
+        """See AbstractBackend."""
+        self._running.update(self._decoders(batch))
+
+    def step_sample(self) -> list[SampleDelta]:
+        """See AbstractBackend."""
+        if not self._running:
+            return []
+        time.sleep(self._config.step_delay_s)
+        deltas: list[SampleDelta] = []
+        for request_id, samples in list(self._running.items()):
+            slices = [(sample, next(sample)) for sample in samples]
+            deltas.extend(delta for _, delta in slices)
+            self._running[request_id] = [sample for sample, delta in slices if delta.stop_reason is None]
+            if not self._running[request_id]:
+                del self._running[request_id]
+        return deltas
+
+    def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
+        """See AbstractBackend."""
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+
+    def text_of(self, tokens: list[int]) -> str:
+        """One character a token, by code point."""
+        return "".join(chr(token) for token in tokens)
+
+    def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
+        """See AbstractBackend."""
+        return FakeSnapshot(self._models[model_id], frozenset(parts))
+
+    def open_snapshot(self, directory: Path) -> Snapshot:
+        """See AbstractBackend."""
+        return FakeSnapshot.read(directory, self._config.vocab_size)
+
+    def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
+        """See AbstractBackend."""
+        assert isinstance(source, FakeSnapshot)
+        self._put(model_id, source.merged(spec, parts))
+
+    def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
+        """See AbstractBackend."""
+        assert isinstance(source, FakeSnapshot)
+        if sampler not in self._samplers and len(self._samplers) >= self._config.max_samplers:
+            raise CapacityError(f"all {self._config.max_samplers} sampler slots are taken")
+        self._samplers.setdefault(sampler, source.state.weights)
+
+    def drop_sampler(self, sampler: SamplerId) -> None:
+        """See AbstractBackend."""
+        self._samplers.pop(sampler, None)
+
+    def _put(self, model_id: ModelId, state: State) -> None:
+        if model_id not in self._models and len(self._models) >= self._config.max_models:
+            raise CapacityError(f"all {self._config.max_models} model slots are taken")
+        self._models[model_id] = state
+
+    def _decoders(self, batch: PreparedSampleBatch) -> dict[RequestId, list[Iterator[SampleDelta]]]:
+        config = self._config
+        return {
+            request.request_id: [
+                sampling.decode(
+                    request,
+                    index,
+                    None if request.sampler is None else self._samplers[request.sampler],
+                    config.vocab_size,
+                    frozenset({config.eos_token_id}),
+                    config.slice_tokens,
+                )
+                for index in range(request.num_samples)
+            ]
+            for request in batch.requests
+        }
+
+
+class _FakePass(Pass):
+    """One example a step; gradients wait in a scratch list until `results` commits them."""
+
+    def __init__(
+        self, models: dict[ModelId, State], batch: PreparedModelPassBatch, backward: bool, config: FakeConfig
+    ) -> None:
+        self._models = models
+        self._backward = backward
+        self._config = config
+        self._todo = list(reversed(batch.examples))
+        self._results: list[PassResult] = []
+        # A request's gradient is summed from its own examples alone and then added to the model's: the same bits in
+        # any company.
+        self._gradients: dict[tuple[ModelId, RequestId], Pair] = {}
+
+    def step(self) -> bool:
+        """See Pass."""
+        if self._todo:
+            time.sleep(self._config.step_delay_s)
+            with np.errstate(all="ignore"):
+                self._run_example(self._todo.pop())
+        return not self._todo
+
+    def results(self) -> list[PassResult]:
+        """See Pass."""
+        while not self.step():
+            pass
+        with np.errstate(all="ignore"):
+            for (model_id, _), gradient in self._gradients.items():
+                state = self._models[model_id]
+                total = gradient if state.gradient is None else state.gradient + gradient
+                self._models[model_id] = replace(state, gradient=total)
+        self._gradients = {}
+        return self._results
+
+    def abort(self) -> None:
+        """See Pass."""
+        self._todo, self._gradients = [], {}
+
+    def _run_example(self, example: PassExample) -> None:
+        weights = self._models[example.model_id].weights
+        logprobs_TV = bigram.log_softmax(bigram.logits(example.tokens, weights, self._config.vocab_size))
+        targets = example.loss_inputs["target_tokens"]
+        targets_TK = targets.reshape(len(targets), -1)
+        logprobs = np.take_along_axis(logprobs_TV, targets_TK, axis=1).reshape(targets.shape)
+        inputs = {name: array.astype(np.float64) for name, array in example.loss_inputs.items()}
+        config = {name: float(value) for name, value in example.loss_config.items()}
+        value = LOSSES[example.loss].compute(logprobs, inputs, config)
+        self._results.append(
+            PassResult(logprobs=logprobs.astype(np.float32), sums={"loss": float(value.loss.sum())}, means=value.means)
+        )
+        if self._backward:
+            slope_TK = value.slope.reshape(targets_TK.shape)
+            gradient = bigram.gradient(example.tokens, targets_TK, slope_TK, logprobs_TV, weights)
+            key = (example.model_id, example.request_id)
+            self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient
+
+
+def _run(whole: Pass) -> list[PassResult]:
+    while not whole.step():
+        pass
+    return whole.results()

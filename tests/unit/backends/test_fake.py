@@ -1,0 +1,91 @@
+"""The fake backend's numbers, by hand."""
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.backends.fake.bigram import fresh_adapter, gradient, log_softmax, logits
+from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.backends.fake.losses import LOSSES
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.requests import LoraSpec, PromptOptions, SamplingParams
+
+VOCAB = 8
+
+
+def test_the_base_model_counts():
+    logprobs = log_softmax(logits(np.array([3, VOCAB - 1], np.int32), None, VOCAB))
+    assert np.exp(logprobs[0, 4]) == pytest.approx(1 / 2)
+    assert np.exp(logprobs[0, 5]) == pytest.approx(1 / (2 * (VOCAB - 1)))
+    assert np.exp(logprobs[1, 0]) == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_gradients_match_finite_differences(name):
+    draw = np.random.default_rng(0)
+    adapter = fresh_adapter(LoraSpec(rank=2, seed=1), VOCAB)
+    adapter.b_VR[:] = 0.1 * draw.standard_normal(adapter.b_VR.shape)
+    tokens = draw.integers(0, VOCAB, 6, dtype=np.int32)
+    targets = draw.integers(0, VOCAB, 6, dtype=np.int32)[:, None]
+    loss = LOSSES[name]
+
+    def logprobs_of():
+        all_logprobs = log_softmax(logits(tokens, adapter, VOCAB))
+        return all_logprobs, np.take_along_axis(all_logprobs, targets, axis=1)[:, 0]
+
+    before = logprobs_of()[1]
+    inputs = {
+        "weights": draw.random(6) + 0.5,
+        "logprobs": before - 0.3 * draw.standard_normal(6),
+        "advantages": draw.standard_normal(6),
+        "sequence_ratio_mask": np.array([0.0, 1, 1, 1, 0, 1]),
+    }
+    all_logprobs, logprobs = logprobs_of()
+    slope = loss.compute(logprobs, inputs, loss.spec.config).slope
+    found = gradient(tokens, targets, slope[:, None], all_logprobs, adapter)
+
+    def surrogate():
+        """What autodiff differentiates: detached factors are held at their value."""
+        now = logprobs_of()[1]
+        if name == "cispo":
+            ratio = np.clip(np.exp(logprobs - inputs["logprobs"]), 0.0, 4.0)
+            return -(ratio * now * inputs["advantages"] * inputs["weights"]).sum()
+        if name == "gspo":
+            mask = inputs["sequence_ratio_mask"]
+            ratio = np.exp((mask * (logprobs - inputs["logprobs"])).sum() / mask.sum()) * np.exp(now - logprobs)
+            gain = np.minimum(ratio * inputs["advantages"], np.clip(ratio, 0.8, 1.2) * inputs["advantages"])
+            return -(inputs["weights"] * gain).sum()
+        return loss.compute(now, inputs, loss.spec.config).loss.sum()
+
+    for array, expected in ((adapter.a_RV, found.a_RV), (adapter.b_VR, found.b_VR)):
+        for place in np.ndindex(array.shape):
+            kept = array[place]
+            array[place] = kept + 1e-6
+            above = surrogate()
+            array[place] = kept - 1e-6
+            slope_here = (above - surrogate()) / 2e-6
+            array[place] = kept
+            assert expected[place] == pytest.approx(slope_here, abs=1e-5)
+
+
+def test_prompt_questions():
+    backend = FakeBackend("tiny", FakeConfig(vocab_size=VOCAB))
+    backend.start()
+    options = PromptOptions(
+        logprobs=True, last_n=2, topk=2, target_tokens=np.array([[-1, 0], [3, 4], [4, -1]]), alt_tokens_k=3
+    )
+    params = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
+    prompt = np.array([1, 2, 3, 5], np.int32)
+    request = SampleRequest(
+        request_id=RequestId("r"), sampler=None, prompt=prompt, num_samples=1, params=params, options=options
+    )
+    [delta] = backend.sample(PreparedSampleBatch(requests=(request,)))
+    half, rest = np.log(1 / 2), np.log(1 / 14)
+    assert list(delta.tokens) == [6] and delta.logprobs[0] == pytest.approx(half)
+    found = delta.prompt
+    np.testing.assert_allclose(found.logprobs, [np.nan, np.nan, half, rest], rtol=1e-6)
+    np.testing.assert_allclose(found.targets, [[0, rest], [half, rest], [half, 0]], rtol=1e-6)
+    assert found.topk.token_ids.tolist() == [[0, 0], [0, 0], [3, 0], [4, 0]]
+    assert found.topk.logprobs[0].tolist() == [-99999.0, -99999.0]
+    assert found.alt_tokens.token_ids.tolist() == [[2] * 3, [3] * 3, [4] * 3]
