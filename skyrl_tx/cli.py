@@ -1,0 +1,140 @@
+"""The command `skyrl-tx`: read settings, then serve, run one half, or show a first run."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+from pydantic_settings import CliSettingsSource
+
+from skyrl_tx import __version__
+from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.listening import CannotServe, raise_file_limit
+from skyrl_tx.logs import configure_logging
+from skyrl_tx.settings import (
+    DEFAULT_BACKEND,
+    ENVIRONMENT_PREFIX,
+    ServerSettings,
+    SettingsError,
+    check_environment,
+    describe,
+    read_config_file,
+    settings_class,
+)
+
+_NO_DEFAULT = re.compile(r" \(default: None\)| \(default factory: [^)]*\)")
+_COMMANDS = {
+    "serve": "serve a model: the API here, the engine in a process of its own",
+    "api": "run the API alone, on the data directory that an engine shares",
+    "engine": "run the engine alone, on the data directory that an API shares",
+    "quickstart": "train and sample a tiny model through the Tinker SDK, to see it work",
+}
+_HELP = f"""\
+usage: skyrl-tx COMMAND [flags]
+
+Train and sample language models with the Tinker API on hardware you own.
+
+commands:
+{chr(10).join(f"  {name:<12}{text}" for name, text in _COMMANDS.items())}
+
+`skyrl-tx COMMAND --help` lists the flags of a command; `--version` prints the version.
+
+A first run, then a server:
+  skyrl-tx quickstart
+  skyrl-tx serve --base-model Qwen/Qwen3-0.6B
+"""
+_EPILOG = """\
+Every flag may also come from the environment (--data-dir is SKYRL_TX_DATA_DIR, --backend-config.x is
+SKYRL_TX_BACKEND_CONFIG__X) or from a YAML file named by --config (data_dir: …); flags win, then the environment.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status (2: the command line is wrong, 1: it could not go on)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_HELP, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"skyrl-tx {__version__}")
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in _COMMANDS:
+        return _refuse("skyrl-tx", f"there is no command {command!r}; commands are {', '.join(_COMMANDS)}")
+    if command == "quickstart":
+        return 0
+    try:
+        settings = read_settings(command, rest)
+    except SettingsError as error:
+        return _refuse(f"skyrl-tx {command}", str(error))
+    return _run(command, settings)
+
+
+def read_settings(command: str, arguments: Sequence[str]) -> ServerSettings:
+    """Join flags, environment and file, the backend's own settings among them.
+
+    Raises SettingsError naming each wrong setting; SystemExit for --help and for flags that do not exist.
+    """
+    check_environment(os.environ)
+    first = argparse.ArgumentParser(prog=f"skyrl-tx {command}", add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
+    first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
+    chosen, _ = first.parse_known_args(arguments)
+    file_values = read_config_file(Path(chosen.config).expanduser()) if chosen.config else {}
+    try:
+        spec = find_backend(chosen.backend or file_values.get("backend") or DEFAULT_BACKEND)
+    except UserError as error:
+        raise SettingsError(f"--backend: {error}") from error
+    parser = argparse.ArgumentParser(
+        prog=f"skyrl-tx {command}",
+        usage=f"skyrl-tx {command} --base-model MODEL [flags]",
+        description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=_HelpFormatter,
+    )
+    known = settings_class(spec, file_values)
+    try:
+        # The source's own type says it wants no arguments yet; it takes them all the same.
+        flags = CliSettingsSource[argparse.ArgumentParser](known, root_parser=parser, cli_parse_args=list(arguments))
+        return known(_cli_settings_source=flags)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise SettingsError(describe(error)) from error
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """One flag a line, its description beside it."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=42, width=120)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # Where there is no value to show, the description says what happens.
+        return _NO_DEFAULT.sub("", action.help) if action.help else action.help
+
+
+def _run(command: str, settings: ServerSettings) -> int:
+    from skyrl_tx import supervisor  # what it needs (database, HTTP server) would only slow --help down
+
+    configure_logging(command, settings.log_level)
+    raise_file_limit()
+    try:
+        match command:
+            case "api":
+                return supervisor.run_api(settings)
+            case "engine":
+                return supervisor.run_engine_alone(settings)
+            case _:
+                return supervisor.serve(settings)
+    except CannotServe as error:
+        return _refuse(f"skyrl-tx {command}", str(error), status=1)
+
+
+def _refuse(who: str, message: str, status: int = 2) -> int:
+    for line in message.splitlines():
+        print(f"{who}: {line}", file=sys.stderr)
+    return status

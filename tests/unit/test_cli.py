@@ -1,0 +1,148 @@
+"""The command line: where settings come from, which wins, and what a wrong one is told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx import __version__
+from skyrl_tx.cli import main, read_settings
+from skyrl_tx.settings import SettingsError, default_data_dir
+
+FAKE = ["--base-model", "m", "--backend", "fake"]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
+
+
+def test_defaults_are_local_and_private(tmp_path: Path) -> None:
+    settings = read_settings("serve", FAKE)
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert settings.data_dir == default_data_dir() == tmp_path / "share" / "skyrl_tx"
+    assert settings.served_model_name is None
+
+
+def test_the_default_backend_is_jax_and_its_flags_come_without_importing_jax() -> None:
+    code = (
+        "import sys; from skyrl_tx.cli import read_settings; s = read_settings('serve', ['--base-model', 'm']);"
+        "print(s.backend, type(s.backend_config).__name__, 'jax' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["jax", "JaxConfig", "False"]
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "backend: fake\nport: 1\nhost: ::1\nbase_model: from-file\nbackend_config: {vocab_size: 7, eos_token_id: 3}\n"
+    )
+    monkeypatch.setenv("SKYRL_TX_CONFIG", str(file))
+    monkeypatch.setenv("SKYRL_TX_PORT", "2")
+    monkeypatch.setenv("SKYRL_TX_BASE_MODEL", "from-environment")
+    monkeypatch.setenv("SKYRL_TX_BACKEND_CONFIG__EOS_TOKEN_ID", "4")
+    settings = read_settings("serve", ["--port", "3", "--backend-config.slice-tokens", "5"])
+    assert (settings.port, settings.base_model, settings.host) == (3, "from-environment", "::1")
+    config = settings.backend_config.model_dump()
+    assert (config["vocab_size"], config["eos_token_id"], config["slice_tokens"]) == (7, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["SKYRL_TX_BACKEND", "file"])
+def test_the_backend_may_come_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    arguments = ["--base-model", "m", "--backend-config.vocab-size", "9"]
+    if name == "file":
+        (tmp_path / "a.yaml").write_text("backend: fake\n")
+        arguments += ["--config", str(tmp_path / "a.yaml")]
+    else:
+        monkeypatch.setenv(name, "fake")
+    settings = read_settings("serve", arguments)
+    assert settings.backend == "fake"
+    assert settings.backend_config.model_dump()["vocab_size"] == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--backend", "fake"], "--base-model is needed"),
+        ([*FAKE, "--port", "many"], "--port 'many'"),
+        ([*FAKE, "--port", "70000"], "--port '70000'"),
+        ([*FAKE, "--backend-config.vocab-size", "x"], "--backend-config.vocab-size 'x'"),
+        ([*FAKE, "--host", "0.0.0.0"], "--no-auth"),
+        ([*FAKE, "--host", "example.org"], "--no-auth"),
+        ([*FAKE, "--load-format", "dummy"], "--load-format"),
+        (["--base-model", "m", "--backend", "nope"], "'nope' is not installed"),
+        ([*FAKE, "--config", "/nowhere/a.yaml"], "/nowhere/a.yaml: No such file"),
+    ],
+)
+def test_a_wrong_setting_is_named(arguments: list[str], told: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        read_settings("serve", arguments)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_loopback_needs_no_word_about_auth(host: str) -> None:
+    assert read_settings("serve", [*FAKE, "--host", host]).host == host
+
+
+def test_no_auth_opens_any_address() -> None:
+    assert read_settings("serve", [*FAKE, "--host", "0.0.0.0", "--no-auth"]).no_auth
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prot: 1\n", "--prot: there is no such setting"),
+        ("backend_config: {vocab: 1}\n", "--backend-config.vocab"),
+        ("- a\n", "must be a mapping"),
+        ("a: [\n", "not YAML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=told):
+        read_settings("serve", [*FAKE, "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("SKYRL_TX_PROT", "SKYRL_TX_PROT"), ("SKYRL_TX_BACKEND_CONFIG__VOCAB", "--backend-config.vocab")],
+)
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingsError, match=told):
+        read_settings("serve", FAKE)
+
+
+def test_an_unknown_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read_settings("serve", [*FAKE, "--prot", "1"])
+    assert "--prot" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server"]) == 2
+    assert "'server'" in capsys.readouterr().err
+
+
+def test_help_names_every_command_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(command in page for command in ("serve", "api", "engine", "quickstart"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--backend", "fake", "--help"])
+    page = capsys.readouterr().out
+    for field in read_settings("serve", FAKE).__class__.model_fields:
+        if field != "backend_config":
+            assert f"--{field.replace('_', '-')}" in page
+    assert "--backend-config.vocab-size" in page
+    assert "None" not in page
+
+
+def test_version_is_shown_by_both_names() -> None:
+    shown = subprocess.run([sys.executable, "-m", "skyrl_tx", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"skyrl-tx {__version__}\n"
