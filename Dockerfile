@@ -1,0 +1,23 @@
+# CPU:   docker build -t skyrl-tx .
+# CUDA:  docker build -t skyrl-tx --build-arg EXTRA=cuda12 .
+# Serve: docker run -v skyrl-tx:/data -p 127.0.0.1:8000:8000 skyrl-tx --base-model Qwen/Qwen3-0.6B
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim
+
+# "cuda12", "cuda13" or "tpu"; empty: CPU. JAX's CUDA wheels bring their libraries, so the image needs only a driver outside.
+ARG EXTRA=""
+
+RUN useradd --create-home --uid 1000 skyrl && install --directory --owner=skyrl --mode=0700 /data
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY skyrl_tx ./skyrl_tx
+RUN pip install --no-cache-dir ".${EXTRA:+[$EXTRA]}"
+
+USER skyrl
+WORKDIR /home/skyrl
+VOLUME /data
+EXPOSE 8000
+ENV SKYRL_TX_DATA_DIR=/data
+# Inside a container, loopback is nobody's; who can reach the server is decided by the port that is published.
+ENTRYPOINT ["skyrl-tx", "serve", "--host", "0.0.0.0", "--no-auth"]
+CMD ["--base-model", "tiny"]
