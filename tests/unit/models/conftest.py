@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -36,11 +35,22 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Give one model, for what does not depend on the family."""
+    return read_back(tmp_path_factory.mktemp("model"), "qwen3-tied")
+
+
 @pytest.fixture(scope="module", params=VARIANTS)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    directory: Path = write_model(tmp_path_factory.mktemp(request.param), **VARIANTS[request.param])
+def each_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Give a model of every family."""
+    return read_back(tmp_path_factory.mktemp("model"), request.param)
+
+
+def read_back(directory: Path, variant: str) -> Loaded:
+    write_model(directory, **VARIANTS[variant])
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
     config = family.config_from_hf(content)
     params = hf.load(directory, models.describe_params(config), family.weights)
-    return Loaded(config=config, params=jax.tree.map(jax.numpy.asarray, params), family=family)
+    return Loaded(config=config, params=params, family=family)

@@ -1,5 +1,6 @@
 """The three roads through a model - whole rows, slots of adapters, one token at a time - give the same numbers."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -53,14 +54,14 @@ def test_padding_at_the_right_changes_nothing(loaded):
     )
 
 
-def test_decoding_equals_the_whole_row(loaded):
-    config = loaded.config
-    first = loaded.adapter(1)
+def test_decoding_equals_the_whole_row(each_family):
+    config = each_family.config
+    first = each_family.adapter(1)
     slots = stack(jax.tree.map(np.zeros_like, first), first)
     x = tokens(2, 14)
-    whole = forward(loaded.params, config, x, slots, jnp.array([1, 0]))
+    whole = forward(each_family.params, config, x, slots, jnp.array([1, 0]))
 
-    _, prefilled = prefill(loaded.params, config, x[:, :6], slots, jnp.array([1, 0]))
+    _, prefilled = prefill(each_family.params, config, x[:, :6], slots, jnp.array([1, 0]))
     shape = (config.num_layers, 3, config.num_kv_heads, 20, config.head_dim)
     cache = kv_cache.KeyValues(k=jnp.full(shape, jnp.nan), v=jnp.full(shape, jnp.nan))
     cache = kv_cache.insert(cache, prefilled, jnp.array([0, 1, 0, 1]), jnp.array([2, 0, 1, 3]))  # slot 3: nowhere
@@ -68,7 +69,7 @@ def test_decoding_equals_the_whole_row(loaded):
     for position in range(6, 14):
         positions = jnp.full(3, position)
         hidden, cache = decode_step(
-            loaded.params, config, x[rows, position], positions, cache, slots, slot_adapters, bucket=16
+            each_family.params, config, x[rows, position], positions, cache, slots, slot_adapters, bucket=16
         )
         np.testing.assert_allclose(hidden, whole[rows, position], atol=1e-5)
 
@@ -125,8 +126,6 @@ def test_padded_rank_is_a_fixpoint(loaded):
 
 def test_compiled_size_does_not_grow_with_layers(loaded):
     def lines(num_layers: int) -> int:
-        from dataclasses import replace
-
         config = replace(loaded.config, num_layers=num_layers)
         shapes = jax.tree.map(
             lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.float32), models.describe_params(config)

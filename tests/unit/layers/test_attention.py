@@ -1,0 +1,72 @@
+"""Attention against the definition, whole and in blocks; rotary embedding against complex numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.layers.attention import causal_attention
+from skyrl_tx.layers.rope import Rope, rotate
+
+
+def heads(T, N=4, K=2, H=8, B=2, seed=0):
+    g = np.random.default_rng(seed)
+    return [jnp.asarray(g.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K)]
+
+
+def by_definition(q_BTNH, k_BTKH, v_BTKH):
+    """Loop over rows, heads and positions, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH))
+    out = np.zeros_like(q)
+    groups = q.shape[2] // k.shape[2]
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        scores = k[b, : t + 1, n // groups] @ q[b, t, n] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = (weights / weights.sum()) @ v[b, : t + 1, n // groups]
+    return out
+
+
+@pytest.mark.parametrize("block", [64, 8, 5])
+def test_equals_the_definition(block):
+    q, k, v = heads(T=21)
+    np.testing.assert_allclose(causal_attention(q, k, v, block=block), by_definition(q, k, v), atol=1e-5)
+
+
+def test_blocks_have_the_same_gradient():
+    q, k, v = heads(T=21)
+    target = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
+
+    def gradient(block):
+        return jax.grad(lambda x: (causal_attention(*x, block=block) * target).sum())((q, k, v))
+
+    for whole, cut in zip(gradient(64), gradient(8), strict=True):
+        np.testing.assert_allclose(whole, cut, atol=1e-5)
+
+
+def test_long_rows_stay_within_memory():
+    """With 16,384 tokens the scores of all pairs would take 4 GiB for four heads."""
+    shapes = [jax.ShapeDtypeStruct((1, 16384, n, 8), jnp.float32) for n in (4, 1, 1)]
+    gradient = jax.jit(jax.grad(lambda q, k, v: causal_attention(q, k, v).sum(), argnums=(0, 1, 2)))
+    assert gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes < 600e6
+
+
+def test_rope_turns_pairs_by_position_times_frequency():
+    rope, T, H = Rope(theta=100.0), 6, 8
+    x = np.random.default_rng(0).standard_normal((T, 3, H)).astype(np.float32)
+    turned = rotate(jnp.asarray(x), *rope.angles(jnp.arange(T), H))
+    pairs = x[..., : H // 2] + 1j * x[..., H // 2 :]
+    expected = pairs * np.exp(1j * np.arange(T)[:, None, None] * 100.0 ** -(np.arange(0, H, 2) / H))
+    np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
+
+
+def test_linear_scaling_divides_positions():
+    plain, scaled = Rope(theta=100.0), Rope(theta=100.0, kind="linear", factor=4.0)
+    np.testing.assert_allclose(scaled.frequencies(8) * 4, plain.frequencies(8), rtol=1e-6)
+
+
+def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones():
+    plain = Rope(theta=5e5)
+    scaled = Rope(5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    ratio = plain.frequencies(128) / scaled.frequencies(128)
+    assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(8, rel=1e-5)
+    assert np.all(np.diff(ratio) >= -1e-5)

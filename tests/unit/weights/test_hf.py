@@ -1,0 +1,160 @@
+"""Checkpoints: every format read, every fault named."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from skyrl_tx.layers.parameter import Parameter, flatten
+from skyrl_tx.models import describe_params, find_family
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights import hf
+from skyrl_tx.weights.weight_map import adapter_modules
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return write_model(tmp_path, tied_embeddings=False, num_layers=3)
+
+
+def load(directory, **options):
+    content = hf.read_json(directory, "config.json")
+    family = find_family(content)
+    config = family.config_from_hf(content)
+    return hf.load(directory, describe_params(config), family.weights, **options)
+
+
+def rewrite(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def split(directory, shards):
+    """Turn the single file into shards with an index."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names, index = sorted(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard}.safetensors"
+        save_file({name: tensors[name] for name in names[shard::shards]}, directory / file)
+        index |= dict.fromkeys(names[shard::shards], file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_tensors_land_where_they_belong(directory):
+    params, tensors = load(directory), load_file(directory / "model.safetensors")
+    np.testing.assert_array_equal(params.embed, tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params.unembed, tensors["lm_head.weight"])
+    np.testing.assert_array_equal(params.final_norm, tensors["model.norm.weight"])
+    for layer in range(3):
+        prefix = f"model.layers.{layer}"
+        np.testing.assert_array_equal(params.layers.down_proj[layer], tensors[f"{prefix}.mlp.down_proj.weight"].T)
+        np.testing.assert_array_equal(params.layers.q_norm[layer], tensors[f"{prefix}.self_attn.q_norm.weight"])
+    assert params.layers.q_bias is None and "layers.q_bias" not in flatten(params)
+
+
+def test_shards_equal_the_single_file(directory):
+    whole = load(directory)
+    split(directory, 3)
+    jax.tree.map(np.testing.assert_array_equal, whole, load(directory))
+
+
+def test_bfloat16_files_load_into_either_type(directory):
+    def halve(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+
+    rewrite(directory, halve)
+    low, high = load(directory, dtype=jnp.bfloat16), load(directory)
+    assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(jnp.float32), b), low, high)
+
+
+def test_copies_that_follow_from_the_config_are_ignored(tmp_path):
+    directory = write_model(tmp_path, tied_embeddings=True)
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert load(directory).unembed is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"lacks tensor 'model\.norm\.weight'"),
+        (lambda t: t.update({"model.extra.weight": np.zeros(2)}), r"unexpected tensor 'model\.extra\.weight'"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": np.zeros((3, 4), np.float32)}),
+            r"model\.layers\.1\.mlp\.up_proj\.weight has shape \(3, 4\), the config says \(64, 32\)",
+        ),
+    ],
+)
+def test_faulty_tensors_are_named(directory, change, message):
+    rewrite(directory, change)
+    with pytest.raises(hf.CheckpointError, match=message) as raised:
+        load(directory)
+    assert str(directory) in str(raised.value)
+
+
+def test_faulty_files_are_named(directory):
+    (directory / "model.safetensors").write_bytes(b"no tensors here")
+    with pytest.raises(hf.CheckpointError, match=r"model\.safetensors"):
+        load(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(hf.CheckpointError, match="holds neither"):
+        load(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(hf.CheckpointError, match=r"config\.json"):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["gone.safetensors", "../elsewhere.safetensors"])
+def test_an_index_names_files_beside_it(directory, name):
+    split(directory, 2)
+    (directory.parent / "elsewhere.safetensors").touch()
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(hf.CheckpointError, match="is not there"):
+        load(directory)
+
+
+def test_eos_comes_from_the_generation_config_first(directory):
+    (directory / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert hf.read_eos_token_ids(directory) == (5, 6)
+    (directory / "generation_config.json").unlink()
+    assert hf.read_eos_token_ids(directory) == (1,)
+
+
+def test_resolve_takes_directories_and_refuses_paths_that_are_not(directory, tmp_path):
+    assert hf.resolve(str(directory)) == directory
+    for wrong in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
+        with pytest.raises(hf.CheckpointError, match="no such directory"):
+            hf.resolve(wrong)
+
+
+def test_dummy_weights_are_deterministic_and_of_the_usual_scale():
+    shape = Parameter((4, 64, 32), ("layers", "embed", "mlp"))
+    tree = {"a": shape, "b": shape, "norm": replace(shape, init="ones"), "bias": replace(shape, init="zeros")}
+    first, again, other = hf.dummy(tree), hf.dummy(tree), hf.dummy(tree, seed=1)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    for name in ("a", "b"):
+        assert float(first[name].std()) == pytest.approx(0.02, rel=0.05)
+        assert abs(float(first[name].mean())) < 1e-3
+    assert abs(np.corrcoef(first["a"].ravel(), first["b"].ravel())[0, 1]) < 0.05
+    assert abs(np.corrcoef(first["a"].ravel(), other["a"].ravel())[0, 1]) < 0.05
+    assert abs(np.corrcoef(first["a"][:, :, 0].ravel(), first["a"][:, :, 1].ravel())[0, 1]) < 0.2
+    assert np.all(first["norm"] == 1) and not np.any(first["bias"])
+
+
+def test_adapter_modules_follow_the_checkpoint():
+    family = find_family({"architectures": ["Qwen3ForCausalLM"]})
+    modules = adapter_modules(family.weights, tied_embeddings=False)
+    assert modules["q_proj"] == "model.layers.{layer}.self_attn.q_proj" and modules["unembed"] == "lm_head"
+    assert set(modules) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "unembed"}
+    assert adapter_modules(family.weights, tied_embeddings=True)["unembed"] == "model.unembed_tokens"
