@@ -1,0 +1,186 @@
+"""Weight files: immutable directories under random ids, made atomically, hashed, confined to one root."""
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from skyrl_tx.contract.ids import ArtifactId
+
+_ID = re.compile(r"art-[0-9a-f]{32}")
+_TEMPORARY = ".tmp-"
+_MANIFEST = "manifest.json"
+_SUFFIXES = frozenset({".safetensors", ".json"})
+_CHUNK_BYTES = 2**20
+
+
+class ArtifactMissing(Exception):
+    """There is no artifact of that id."""
+
+
+class ArtifactCorrupt(Exception):
+    """An artifact's files are not those that were written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """A finished artifact. `size_bytes` counts its files, the manifest apart."""
+
+    artifact_id: ArtifactId
+    path: Path
+    size_bytes: int
+    metadata: Mapping[str, str]
+
+
+class _File(msgspec.Struct, frozen=True):
+    size_bytes: int
+    sha256: str
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    version: int
+    metadata: dict[str, str]
+    files: dict[str, _File]
+
+
+class ArtifactStore:
+    """All artifacts under one root. Many processes may open; one alone creates and collects."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._root = root.resolve()
+        self._in_progress: set[str] = set()
+        self._lock = threading.Lock()
+
+    def create(self, write: Callable[[Path], None], metadata: Mapping[str, str] | None = None) -> Artifact:
+        """Let `write` fill a directory, then make it an artifact: wholly and on disk, or not at all.
+
+        Raises ValueError if anything but plain .safetensors and .json files was written.
+        """
+        artifact_id = ArtifactId(f"art-{secrets.token_hex(16)}")
+        temporary = self._root / f"{_TEMPORARY}{artifact_id}"
+        path = self._root / artifact_id
+        with self._lock:
+            self._in_progress.add(temporary.name)
+        try:
+            temporary.mkdir(mode=0o700)
+            write(temporary)
+            files = {name: _finish(temporary / name) for name in sorted(_names(temporary))}
+            manifest = _Manifest(1, dict(metadata or {}), files)
+            (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+            _fsync(temporary / _MANIFEST)
+            for folder in [folder for folder, _, _ in os.walk(temporary, topdown=False)]:
+                _fsync(Path(folder))
+            os.utime(temporary)
+            temporary.rename(path)
+            _fsync(self._root)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        finally:
+            with self._lock:
+                self._in_progress.discard(temporary.name)
+        return _artifact(path, manifest)
+
+    def open(self, artifact_id: ArtifactId, *, verify: bool = True) -> Path:
+        """The directory of an artifact. `verify` reads every file.
+
+        Raises ArtifactMissing, or ArtifactCorrupt naming the first file that is not as written.
+        """
+        path = self._path(artifact_id)
+        if verify:
+            _verify(path, _read_manifest(path))
+        return path
+
+    def describe(self, artifact_id: ArtifactId) -> Artifact:
+        """What is known of an artifact without reading it. Raises as `open`."""
+        path = self._path(artifact_id)
+        return _artifact(path, _read_manifest(path))
+
+    def collect(self, keep: Collection[ArtifactId], *, min_age_s: float = 600.0) -> list[ArtifactId]:
+        """Remove all artifacts but these, and what creations that never ended left; returns those removed.
+
+        One younger than `min_age_s` stays: the row that points at it may not be committed yet.
+        """
+        removed: list[ArtifactId] = []
+        kept = frozenset(keep)
+        for path in sorted(self._root.iterdir()):
+            if path.name.startswith(_TEMPORARY):
+                with self._lock:
+                    is_left_over = path.name not in self._in_progress
+                if is_left_over:
+                    shutil.rmtree(path)
+            elif _ID.fullmatch(path.name) and path.name not in kept and time.time() - path.stat().st_mtime >= min_age_s:
+                doomed = path.rename(self._root / f"{_TEMPORARY}{path.name}")  # never seen in part
+                shutil.rmtree(doomed)
+                removed.append(ArtifactId(path.name))
+        return removed
+
+    def _path(self, artifact_id: ArtifactId) -> Path:
+        path = self._root / artifact_id
+        if not _ID.fullmatch(artifact_id) or path.is_symlink() or not path.is_dir():
+            raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
+        return path
+
+
+def _artifact(path: Path, manifest: _Manifest) -> Artifact:
+    size_bytes = sum(file.size_bytes for file in manifest.files.values())
+    return Artifact(artifact_id=ArtifactId(path.name), path=path, size_bytes=size_bytes, metadata=manifest.metadata)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Paths of all files under a folder, relative to it. Raises ValueError for what is no plain file."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise ValueError(f"artifact file {path.relative_to(folder)} is a link or no plain file")
+        yield from (Path(parent, name).relative_to(folder).as_posix() for name in files)
+
+
+def _finish(path: Path) -> _File:
+    """Bring a file to the disk, and take its hash."""
+    if path.suffix not in _SUFFIXES or path.name == _MANIFEST:
+        raise ValueError(f"artifact file {path.name} is not among {', '.join(sorted(_SUFFIXES))}, or named {_MANIFEST}")
+    _fsync(path)
+    return _hashed(path)
+
+
+def _hashed(path: Path) -> _File:
+    with path.open("rb") as file:
+        return _File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    try:
+        return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=_Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ArtifactCorrupt(f"artifact {path.name}: {_MANIFEST} cannot be read ({error})") from error
+
+
+def _verify(path: Path, manifest: _Manifest) -> None:
+    try:
+        names = set(_names(path))
+    except ValueError as error:
+        raise ArtifactCorrupt(f"artifact {path.name}: {error}") from error
+    for name in sorted(names ^ {*manifest.files, _MANIFEST}):
+        raise ArtifactCorrupt(f"artifact {path.name}: file {name} is {'unknown' if name in names else 'missing'}")
+    for name, written in manifest.files.items():
+        if _hashed(path / name) != written:
+            raise ArtifactCorrupt(f"artifact {path.name}: file {name} is not as it was written")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
