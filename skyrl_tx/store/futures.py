@@ -1,0 +1,246 @@
+"""Requests and their results: submitted once, taken up in order of arrival, answered once.
+
+These functions run many times a second; they speak in columns and never load a `RequestRow` as an object.
+"""
+
+import base64
+import hashlib
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import insert, or_, select, update
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
+from skyrl_tx.store.tables import ModelRow, RequestRow, SnapshotRow
+
+_IDS_A_QUERY = 1000
+
+
+class ConflictingRequest(Exception):
+    """The deduplication ids of a request were used before, for something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """What the API submits.
+
+    `key` holds the ids that make this request one and the same however often it is sent ("model/{model_id}/{seq_id}");
+    "" is never a duplicate. `digest_body` is what a duplicate must agree in, by default `body`: what the server drew
+    itself, such as seeds, is blank in it.
+    """
+
+    key: str
+    kind: str
+    owner: str
+    session_id: SessionId
+    body: bytes
+    model_id: ModelId | None = None
+    seq_id: int | None = None
+    sampling_session_id: SamplingSessionId | None = None
+    digest_body: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """Where to ask for the result; `is_new` is False for a duplicate."""
+
+    request_id: RequestId
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingRequest:
+    """A request as the engine takes it up. `position` is its order of arrival, over all models."""
+
+    position: int
+    request_id: RequestId
+    kind: str
+    body: bytes
+    session_id: SessionId
+    model_id: ModelId | None
+    seq_id: int | None
+    sampling_session_id: SamplingSessionId | None
+    attempts: int
+    created_at: float
+    effect_order: int | None
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FutureState:
+    """How a request fares. `result` is set when done or failed; "pruned": it was answered, and the answer is gone."""
+
+    status: Literal["open", "done", "failed", "pruned", "unknown"]
+    kind: str = ""
+    result: bytes | None = None
+    created_at: float = 0.0
+
+
+_PENDING = (
+    col(RequestRow.position),
+    col(RequestRow.request_id),
+    col(RequestRow.kind),
+    col(RequestRow.body),
+    col(RequestRow.session_id),
+    col(RequestRow.model_id),
+    col(RequestRow.seq_id),
+    col(RequestRow.sampling_session_id),
+    col(RequestRow.attempts),
+    col(RequestRow.created_at),
+    col(RequestRow.effect_order),
+    (col(RequestRow.status) == "failed").label("failed"),
+)
+
+
+def request_id(key: str) -> RequestId:
+    """The id of the request with these deduplication ids; a new random one for ""."""
+    raw = hashlib.blake2b(key.encode(), digest_size=20).digest() if key else secrets.token_bytes(20)
+    return RequestId(f"req-{base64.b32encode(raw).decode().lower()}")
+
+
+def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
+    """Put a request on disk, or recognise it as one that is there already.
+
+    Raises ConflictingRequest if its ids were used before with another kind or body; the first stays as it is.
+    """
+    name = request_id(new.key)
+    digest = _digest(new)
+    connection = tx.connection()
+    if new.key:
+        known = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == name)
+        before = connection.execute(known).scalar_one_or_none()
+        if before is not None:
+            if before != digest:
+                raise ConflictingRequest(f"{new.kind} request {new.key!r}: these ids were used for another request")
+            return Submitted(name, is_new=False)
+    connection.execute(
+        insert(RequestRow),
+        {
+            "request_id": name,
+            "kind": new.kind,
+            "owner": new.owner,
+            "session_id": new.session_id,
+            "model_id": new.model_id,
+            "seq_id": new.seq_id,
+            "sampling_session_id": new.sampling_session_id,
+            "body": new.body,
+            "digest": digest,
+            "status": "open",
+            "attempts": 0,
+            "created_at": now,
+        },
+    )
+    return Submitted(name, is_new=True)
+
+
+def _digest(new: NewRequest) -> bytes:
+    digest = hashlib.blake2b(digest_size=20)
+    for part in (new.kind.encode(), new.body if new.digest_body is None else new.digest_body):
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.digest()
+
+
+def pending(tx: Session, after_position: int, limit: int) -> list[PendingRequest]:
+    """Open requests that arrived after a position, in order of arrival."""
+    wanted = (
+        select(*_PENDING)
+        .where(col(RequestRow.status) == "open", col(RequestRow.position) > after_position)
+        .order_by(col(RequestRow.position))
+        .limit(limit)
+    )
+    return [PendingRequest(**row) for row in tx.connection().execute(wanted).mappings()]
+
+
+def effects_since(tx: Session, model_id: ModelId, effect_order: int) -> list[PendingRequest]:
+    """Answered requests of a model whose effect came after the given one, in the order of their effects."""
+    order = col(RequestRow.effect_order)
+    wanted = select(*_PENDING).where(col(RequestRow.model_id) == model_id, order > effect_order).order_by(order)
+    return [PendingRequest(**row) for row in tx.connection().execute(wanted).mappings()]
+
+
+def mark_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
+    """Note, before it is tried, that a request is tried once more."""
+    attempted = {"attempts": col(RequestRow.attempts) + 1}
+    for some in _in_parts(request_ids):
+        tx.connection().execute(update(RequestRow).where(col(RequestRow.request_id).in_(some)).values(attempted))
+
+
+def complete(
+    tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
+) -> bool:
+    """Answer a request, for ever; False if it was answered before or does not exist."""
+    answered = tx.connection().execute(
+        update(RequestRow)
+        .where(col(RequestRow.request_id) == request_id, col(RequestRow.status) == "open")
+        .values(status="failed" if failed else "done", result=result, effect_order=effect_order, completed_at=now)
+    )
+    return answered.rowcount == 1
+
+
+def result(tx: Session, request_id: RequestId, owner: str) -> FutureState:
+    """How a request fares, and its result; "unknown" also for someone else's."""
+    wanted = select(
+        col(RequestRow.status), col(RequestRow.kind), col(RequestRow.result), col(RequestRow.created_at)
+    ).where(col(RequestRow.request_id) == request_id, col(RequestRow.owner) == owner)
+    row = tx.connection().execute(wanted).one_or_none()
+    if row is None:
+        return FutureState(status="unknown")
+    status, kind, data, created_at = row
+    if status == "open":
+        return FutureState(status="open", kind=kind, created_at=created_at)
+    if data is None:
+        return FutureState(status="pruned", kind=kind, created_at=created_at)
+    outcome = "failed" if status == "failed" else "done"
+    return FutureState(status=outcome, kind=kind, result=data, created_at=created_at)
+
+
+def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, Literal["done", "failed"]]:
+    """Those of the requests that are answered, and how."""
+    answered: dict[RequestId, Literal["done", "failed"]] = {}
+    columns = col(RequestRow.request_id), col(RequestRow.status)
+    for some in _in_parts(request_ids):
+        wanted = select(*columns).where(columns[0].in_(some), columns[1] != "open")
+        for name, status in tx.connection().execute(wanted):
+            answered[name] = "failed" if status == "failed" else "done"
+    return answered
+
+
+def mark_fetched(tx: Session, request_ids: Iterable[RequestId], now: float) -> None:
+    """Note that clients have their results; the first time counts."""
+    for some in _in_parts(request_ids):
+        tx.connection().execute(
+            update(RequestRow)
+            .where(col(RequestRow.request_id).in_(some), col(RequestRow.fetched_at).is_(None))
+            .values(fetched_at=now)
+        )
+
+
+def _in_parts(request_ids: Iterable[RequestId]) -> Iterable[list[RequestId]]:
+    ids = list(request_ids)
+    return (ids[start : start + _IDS_A_QUERY] for start in range(0, len(ids), _IDS_A_QUERY))
+
+
+def prune(tx: Session, now: float, *, fetched_for_s: float = 86_400.0) -> int:
+    """Forget bodies and results that nobody needs: fetched that long ago, their effect in a snapshot or without one.
+
+    Ids and digests stay, so that a late duplicate is still one. Returns how many were pruned.
+    """
+    covered = (
+        select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
+    ).scalar_subquery()
+    gone = select(col(ModelRow.model_id)).where(col(ModelRow.status).in_(("failed", "unloaded")))
+    order = col(RequestRow.effect_order)
+    pruned = tx.connection().execute(
+        update(RequestRow)
+        .where(
+            col(RequestRow.fetched_at) < now - fetched_for_s,
+            col(RequestRow.result).is_not(None),
+            or_(order.is_(None), order <= covered, col(RequestRow.model_id).in_(gone)),
+        )
+        .values(body=b"", result=None)
+    )
+    return pruned.rowcount

@@ -1,0 +1,103 @@
+"""Models in training."""
+
+from collections.abc import Mapping
+
+from sqlalchemy import func
+from sqlmodel import Session, col, select
+
+from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.store.tables import ModelRow, ModelStatus, SessionRow
+
+
+def create(
+    tx: Session,
+    *,
+    model_id: ModelId,
+    session_id: SessionId,
+    base_model: str,
+    spec: bytes,
+    user_metadata: Mapping[str, str] | None,
+    now: float,
+) -> bool:
+    """Note a model that is to be made; False if its id exists already, which then stays as it is."""
+    if get(tx, model_id) is not None:
+        return False
+    tx.add(
+        ModelRow(
+            model_id=model_id,
+            session_id=session_id,
+            base_model=base_model,
+            spec=spec,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+            created_at=now,
+            last_request_at=now,
+        )
+    )
+    tx.flush()
+    return True
+
+
+def get(tx: Session, model_id: ModelId) -> ModelRow | None:
+    """Read a model."""
+    return tx.get(ModelRow, model_id)
+
+
+def owner(tx: Session, model_id: ModelId) -> str | None:
+    """Whose model it is; None if there is none."""
+    wanted = select(SessionRow.owner).join(ModelRow).where(ModelRow.model_id == model_id)
+    return tx.exec(wanted).one_or_none()
+
+
+def set_status(tx: Session, model_id: ModelId, status: ModelStatus) -> None:
+    """Say how a model fares. Raises LookupError if there is none."""
+    _existing(tx, model_id).status = status
+    tx.flush()
+
+
+def set_poison(tx: Session, model_id: ModelId, message: str | None) -> None:
+    """Say why the gradient being summed is incomplete; None: it is whole. Raises LookupError for no model."""
+    _existing(tx, model_id).poisoned_by = message
+    tx.flush()
+
+
+def touch(tx: Session, model_id: ModelId, now: float) -> None:
+    """Note that something was asked of a model. Raises LookupError if there is none."""
+    row = _existing(tx, model_id)
+    row.last_request_at = max(now, row.last_request_at)
+    tx.flush()
+
+
+def next_effect(tx: Session, model_id: ModelId) -> int:
+    """Count one more effect on a model, and return its number. Raises LookupError if there is none."""
+    row = _existing(tx, model_id)
+    row.effect_order += 1
+    tx.flush()
+    return row.effect_order
+
+
+def _existing(tx: Session, model_id: ModelId) -> ModelRow:
+    row = get(tx, model_id)
+    if row is None:
+        raise LookupError(f"no model {model_id!r}")
+    return row
+
+
+def live(tx: Session) -> list[ModelRow]:
+    """Models that are ready or being made, oldest first."""
+    wanted = select(ModelRow).where(col(ModelRow.status).in_(("creating", "ready"))).order_by(col(ModelRow.created_at))
+    return list(tx.exec(wanted))
+
+
+def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
+    """A session's models, oldest first."""
+    wanted = select(ModelRow).where(ModelRow.session_id == session_id).order_by(col(ModelRow.created_at))
+    return list(tx.exec(wanted))
+
+
+def list_owned(tx: Session, owner: str, limit: int, offset: int) -> tuple[list[ModelRow], int]:
+    """A page of an owner's models, the last asked first, and how many there are in all."""
+    owned = select(ModelRow).join(SessionRow).where(SessionRow.owner == owner)
+    count = select(func.count()).select_from(ModelRow).join(SessionRow).where(SessionRow.owner == owner)
+    latest_first = (col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
+    page = tx.exec(owned.order_by(*latest_first).limit(limit).offset(offset))
+    return list(page), tx.exec(count).one()

@@ -1,0 +1,163 @@
+"""The rows. Times are seconds since the epoch, UTC, in columns that end in `_at`.
+
+Every session has an owner; everything else reaches its owner through a session.
+"""
+
+# pyright: reportAssignmentType=false
+# sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
+
+from collections.abc import Mapping
+from typing import Literal
+
+from sqlalchemy import JSON, BigInteger, Index, Integer, String, text
+from sqlmodel import Field, SQLModel
+
+from skyrl_tx.contract.ids import (
+    ArtifactId,
+    CheckpointKind,
+    CheckpointPath,
+    ModelId,
+    RequestId,
+    SamplerId,
+    SamplingSessionId,
+    SessionId,
+)
+
+ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
+RequestStatus = Literal["open", "done", "failed"]
+EngineStatus = Literal["starting", "ready", "stopping"]
+
+_BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself only in a column named INTEGER
+_JSON_OR_NULL = JSON(none_as_null=True)
+
+
+class SessionRow(SQLModel, table=True):
+    """One client process, as it announced itself."""
+
+    __tablename__ = "sessions"
+
+    session_id: SessionId = Field(primary_key=True, sa_type=String)
+    owner: str = Field(index=True)
+    project_id: str | None = None
+    display_name: str | None = None
+    tags: list[str] = Field(default_factory=list, sa_type=JSON)
+    user_metadata: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
+    sdk_version: str | None = None
+    created_at: float
+    last_heartbeat_at: float
+    finished_at: float | None = None
+    finish_reason: str | None = None
+
+
+class ModelRow(SQLModel, table=True):
+    """One adapter in training: a training run. `spec` is a `ModelSpec` in the codec's bytes."""
+
+    __tablename__ = "models"
+
+    model_id: ModelId = Field(primary_key=True, sa_type=String)
+    session_id: SessionId = Field(foreign_key="sessions.session_id", index=True, sa_type=String)
+    base_model: str
+    spec: bytes
+    user_metadata: Mapping[str, str] | None = Field(default=None, sa_type=_JSON_OR_NULL)
+    status: ModelStatus = Field(default="creating", sa_type=String)
+    created_at: float
+    last_request_at: float
+    effect_order: int = 0
+    """The number of the last effect committed; the first is 1."""
+    poisoned_by: str | None = None
+    """Why the gradient being summed is incomplete; the next optim_step fails with it."""
+
+
+class RequestRow(SQLModel, table=True):
+    """A future: what was asked, and once known, the answer. Together the engine's write-ahead log."""
+
+    __tablename__ = "requests"
+    __table_args__ = (
+        Index("ix_requests_open", "position", sqlite_where=text("status = 'open'")),
+        Index("ix_requests_model_effect", "model_id", "effect_order"),
+        Index("ix_requests_fetched", "fetched_at"),
+        {"sqlite_autoincrement": True},  # a position is never given twice: readers keep it as a cursor
+    )
+
+    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    """Order of arrival."""
+    request_id: RequestId = Field(unique=True, sa_type=String)
+    kind: str
+    owner: str
+    session_id: SessionId = Field(foreign_key="sessions.session_id", sa_type=String)
+    model_id: ModelId | None = Field(default=None, sa_type=String)
+    seq_id: int | None = Field(default=None, sa_type=BigInteger)
+    sampling_session_id: SamplingSessionId | None = Field(default=None, sa_type=String)
+    body: bytes
+    digest: bytes
+    status: RequestStatus = Field(default="open", sa_type=String)
+    effect_order: int | None = None
+    attempts: int = 0
+    result: bytes | None = None
+    """None while open, and again once pruned."""
+    created_at: float
+    completed_at: float | None = None
+    fetched_at: float | None = None
+
+
+class SamplingSessionRow(SQLModel, table=True):
+    """What a client samples from: the base model, a checkpoint, or an unnamed save of `model_id`."""
+
+    __tablename__ = "sampling_sessions"
+
+    sampling_session_id: SamplingSessionId = Field(primary_key=True, sa_type=String)
+    session_id: SessionId = Field(foreign_key="sessions.session_id", index=True, sa_type=String)
+    base_model: str
+    model_path: str | None = None
+    sampler_id: SamplerId | None = Field(default=None, sa_type=String)
+    model_id: ModelId | None = Field(default=None, index=True, sa_type=String)
+    created_at: float
+    last_used_at: float
+    request_id: RequestId | None = Field(default=None, sa_type=String)
+
+
+class CheckpointRow(SQLModel, table=True):
+    """A name for an artifact: `tinker://{model_id}/{kind}/{name}`."""
+
+    __tablename__ = "checkpoints"
+
+    model_id: ModelId = Field(primary_key=True, sa_type=String)
+    kind: CheckpointKind = Field(primary_key=True, sa_type=String)
+    name: str = Field(primary_key=True)
+    artifact_id: ArtifactId = Field(sa_type=String)
+    created_at: float
+    expires_at: float | None = Field(default=None, index=True)
+    size_bytes: int = Field(sa_type=BigInteger)
+    public: bool = False
+    user_metadata: Mapping[str, str] | None = Field(default=None, sa_type=_JSON_OR_NULL)
+
+    @property
+    def path(self) -> CheckpointPath:
+        """Where clients find it."""
+        return CheckpointPath(self.model_id, CheckpointKind(self.kind), self.name)
+
+
+class SnapshotRow(SQLModel, table=True):
+    """What a model is restored from after a crash: it contains the effects up to `effect_order`."""
+
+    __tablename__ = "snapshots"
+
+    model_id: ModelId = Field(primary_key=True, sa_type=String)
+    artifact_id: ArtifactId = Field(sa_type=String)
+    effect_order: int
+    created_at: float
+
+
+class EngineStateRow(SQLModel, table=True):
+    """What the engine says of itself, about once a second; one row."""
+
+    __tablename__ = "engine_state"
+
+    id: int = Field(default=1, primary_key=True)
+    boot_id: str
+    pid: int
+    status: EngineStatus = Field(sa_type=String)
+    capabilities: Mapping[str, object] = Field(sa_type=JSON)
+    base_models: list[str] = Field(sa_type=JSON)
+    detail: str = ""
+    updated_at: float

@@ -1,0 +1,137 @@
+"""Group commit: one thread runs what waits to be written, and commits it together."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+from sqlmodel import Session
+
+from skyrl_tx.store.errors import StoreError
+
+T = TypeVar("T")
+Outcome = Callable[[], None]
+_MAX_GROUP = 256
+
+
+class _Job(Generic[T]):
+    """A piece of work and the future of its result."""
+
+    def __init__(self, work: Callable[[Session], T]) -> None:
+        self._work = work
+        self.future: Future[T] = Future()
+
+    def run(self, connection: Connection, ends_group: Callable[[DBAPIError], bool]) -> Outcome:
+        """Run in a savepoint of its own; returns what tells the caller, for when the group is on disk.
+
+        Raises only what ends the whole group.
+        """
+        try:
+            with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as tx:
+                try:
+                    result = self._work(tx)
+                    tx.commit()
+                except DBAPIError as error:
+                    if ends_group(error):
+                        connection.invalidate()  # its transaction, savepoints included, may be gone already
+                        raise _GroupLost(error) from error
+                    raise
+        except _GroupLost:
+            raise
+        except BaseException as error:  # whatever it is belongs to the caller, and must not end this thread
+            return partial(self.future.set_exception, error)
+        return partial(self.future.set_result, result)
+
+    def fail(self, error: BaseException) -> None:
+        self.future.set_exception(error)
+
+
+class _GroupLost(Exception):
+    """The transaction cannot go on; carries the database's error."""
+
+    def __init__(self, error: DBAPIError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class GroupWriter:
+    """The one thread of a process that writes.
+
+    While one group is being committed the next gathers, so that many small writes share one fsync.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        ends_group: Callable[[DBAPIError], bool],
+        explain: Callable[[BaseException], StoreError],
+        committed: Callable[[], None],
+    ) -> None:
+        """`ends_group`: whether an error leaves no transaction to go on in; `committed` runs after each commit."""
+        self._engine = engine
+        self._ends_group = ends_group
+        self._explain = explain
+        self._committed = committed
+        self._queue: SimpleQueue[_Job[object] | None] = SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[Session], T]) -> Future[T]:
+        """Queue work. Raises StoreError once closed."""
+        job = _Job(work)
+        with self._closing:  # so that nothing is queued behind the end
+            if self._is_closed:
+                raise StoreError("the store is closed")
+            self._queue.put(job)  # pyright: ignore[reportArgumentType]
+        return job.future
+
+    def is_own_thread(self) -> bool:
+        """Whether the caller is work that is being written."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Write what was queued, then end."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        is_open = True
+        while is_open:
+            group: list[_Job[object]] = []
+            job = self._queue.get()
+            while job is not None:
+                if job.future.set_running_or_notify_cancel():
+                    group.append(job)
+                if len(group) == _MAX_GROUP:
+                    break
+                try:
+                    job = self._queue.get_nowait()
+                except Empty:
+                    break
+            is_open = job is not None
+            if group:
+                self._write(group)
+
+    def _write(self, group: list[_Job[object]]) -> None:
+        try:
+            with self._engine.connect() as connection, connection.begin():
+                outcomes = [job.run(connection, self._ends_group) for job in group]
+        except BaseException as error:
+            failure = self._explain(error.error if isinstance(error, _GroupLost) else error)
+            failure.__cause__ = error
+            for job in group:
+                job.fail(failure)
+            return
+        self._committed()
+        for tell in outcomes:
+            tell()
