@@ -9,42 +9,31 @@ import math
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.flash_attention import flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues
 
-BLOCK = 512  # queries that see their scores at once; longer rows are cut, so memory grows as T * BLOCK and not as T * T
+DENSE_LENGTH = 512
+"""Up to this many tokens all scores are held at once; longer rows take the blocked road, whose memory grows as T."""
 
 
-def causal_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, block: int = BLOCK) -> jax.Array:
-    """Return attention of each position over itself and what came before it, [B, T, N, H].
+def causal_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+    """Return attention of each position over itself and what came before it, float32 [B, T, N, H].
 
     Needs no padding mask: a row is padded at its right, where no real position looks.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
-    k_BKUH, v_BKUH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    if block >= T:
-        out_BKGTH = _attend(q_BKGTH, k_BKUH, v_BKUH, jnp.int32(0))
-    else:
-        padded = -T % block
-        q_BKGTH = jnp.pad(q_BKGTH, ((0, 0), (0, 0), (0, 0), (0, padded), (0, 0)))
-        starts = jnp.arange(0, T + padded, block, dtype=jnp.int32)
-
-        @jax.checkpoint  # the backward pass makes a block's scores again instead of keeping T * T of them
-        def one_block(start: jax.Array) -> jax.Array:
-            q_block = jax.lax.dynamic_slice_in_dim(q_BKGTH, start, block, axis=3)
-            return _attend(q_block, k_BKUH, v_BKUH, start)
-
-        blocks = jax.lax.map(one_block, starts)  # [blocks, B, K, G, block, H]
-        out_BKGTH = jnp.moveaxis(blocks, 0, 3).reshape(*q_BKGTH.shape)[:, :, :, :T]
+    k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
+    attend = dense_attention if T <= DENSE_LENGTH else flash_attention
+    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH)
     return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
-def _attend(q_BKGTH: jax.Array, k_BKUH: jax.Array, v_BKUH: jax.Array, start: jax.Array) -> jax.Array:
-    """Attend from queries at `start`, `start + 1`, … over all keys that are not after them."""
+def dense_attention(q_BKGTH: jax.Array, k_BKUH: jax.Array, v_BKUH: jax.Array) -> jax.Array:
+    """Return what `flash_attention` returns, from all scores at once."""
     scores = _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH)
-    query_T = start + jnp.arange(q_BKGTH.shape[3])
-    visible_TU = jnp.arange(k_BKUH.shape[2]) <= query_T[:, None]
+    visible_TU = jnp.tri(q_BKGTH.shape[3], dtype=jnp.bool_)
     weights = jax.nn.softmax(jnp.where(visible_TU, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v_BKUH.dtype), v_BKUH, preferred_element_type=jnp.float32)
 

@@ -1,0 +1,129 @@
+"""Causal attention in blocks that never holds the scores of all pairs, forwards or backwards.
+
+Dao et al. 2022, arXiv:2205.14135, written as loops of XLA. Blocks wholly in the future are never visited.
+
+Legend: B batch, K kv heads, G query heads per kv head, T tokens, H head dim, Q queries and U keys of a block.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+QUERY_BLOCK, KEY_BLOCK = 256, 512
+
+Stats = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def flash_attention(
+    q_BKGTH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    *,
+    query_block: int = QUERY_BLOCK,
+    key_block: int = KEY_BLOCK,
+) -> jax.Array:
+    """Return attention of each position over itself and what came before it, float32 [B, K, G, T, H]."""
+    T = q_BKGTH.shape[3]
+    padded = -T % math.lcm(query_block, key_block)  # at the right, where nothing real looks
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padded), (0, 0)])
+
+    out: jax.Array = _flash(query_block, key_block, pad(q_BKGTH), pad(k_BKTH), pad(v_BKTH))
+    return out[:, :, :, :T]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash(query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _forward(query_block, key_block, q, k, v)[0]
+
+
+def _forward(query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: jax.Array):
+    """Return the output, and what the backward pass needs: among it each query's logsumexp of scores [B, K, G, T]."""
+
+    def one_query_block(_: None, start: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        q_BKGQH = _block(q, start, query_block)
+
+        def one_key_block(j: jax.Array, carry: Stats) -> Stats:
+            highest, total, out = carry
+            scores = _scores(q_BKGQH, _block(k, j * key_block, key_block), start, j * key_block)
+            higher = jnp.maximum(highest, scores.max(-1))
+            weights, rescale = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+            v_BKUH = _block(v, j * key_block, key_block)
+            added = _dot("bkgqu,bkuh->bkgqh", weights.astype(v.dtype), v_BKUH)
+            return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
+
+        zeros = jnp.zeros(q_BKGQH.shape, jnp.float32)
+        # The first key block holds position 0, which every query sees: so no maximum stays -inf.
+        first = (jnp.full(zeros.shape[:-1], -jnp.inf), zeros[..., 0], zeros)
+        highest, total, out = jax.lax.fori_loop(0, _num_key_blocks(start, query_block, key_block), one_key_block, first)
+        return None, (out / total[..., None], highest + jnp.log(total))
+
+    starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
+    _, (outs, logsumexps) = jax.lax.scan(one_query_block, None, starts)
+    out = jnp.moveaxis(outs, 0, 3).reshape(q.shape)
+    logsumexp = jnp.moveaxis(logsumexps, 0, 3).reshape(q.shape[:-1])
+    return out, (q, k, v, out, logsumexp)
+
+
+def _backward(query_block: int, key_block: int, kept: tuple[jax.Array, ...], d_out: jax.Array):
+    q, k, v, out, logsumexp = kept
+    delta = (out * d_out).sum(-1, keepdims=True)
+
+    def one_query_block(carry: tuple[jax.Array, jax.Array], start: jax.Array):
+        q_BKGQH, d_out_BKGQH = _block(q, start, query_block), _block(d_out, start, query_block)
+        delta_BKGQ1 = _block(delta, start, query_block)
+        logsumexp_BKGQ1 = _block(logsumexp[..., None], start, query_block)
+
+        def one_key_block(j: jax.Array, carry: Stats) -> Stats:
+            d_q, d_k, d_v = carry
+            k_BKUH, v_BKUH = (_block(x, j * key_block, key_block) for x in (k, v))
+            weights = jnp.exp(_scores(q_BKGQH, k_BKUH, start, j * key_block) - logsumexp_BKGQ1)
+            d_weights = _dot("bkgqh,bkuh->bkgqu", d_out_BKGQH.astype(v.dtype), v_BKUH)
+            d_scores = (weights * (d_weights - delta_BKGQ1) / math.sqrt(q.shape[-1])).astype(k.dtype)
+            d_q = d_q + _dot("bkgqu,bkuh->bkgqh", d_scores, k_BKUH)
+            d_k = _add_block(d_k, _dot("bkgqu,bkgqh->bkuh", d_scores, q_BKGQH.astype(k.dtype)), j * key_block)
+            d_v_BKUH = _dot("bkgqu,bkgqh->bkuh", weights.astype(v.dtype), d_out_BKGQH.astype(v.dtype))
+            return d_q, d_k, _add_block(d_v, d_v_BKUH, j * key_block)
+
+        first = (jnp.zeros(q_BKGQH.shape, jnp.float32), *carry)
+        steps = _num_key_blocks(start, query_block, key_block)
+        d_q, d_k, d_v = jax.lax.fori_loop(0, steps, one_key_block, first)
+        return (d_k, d_v), d_q
+
+    starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
+    zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    (d_k, d_v), d_qs = jax.lax.scan(one_query_block, zeros, starts)
+    d_q = jnp.moveaxis(d_qs, 0, 3).reshape(q.shape)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+_flash.defvjp(_forward, _backward)
+
+
+def _num_key_blocks(start: jax.Array, query_block: int, key_block: int) -> jax.Array:
+    """Return how many key blocks hold something that queries from `start` on may see."""
+    return (start + query_block + key_block - 1) // key_block
+
+
+def _scores(q_BKGQH: jax.Array, k_BKUH: jax.Array, query_start: jax.Array, key_start: jax.Array) -> jax.Array:
+    scores = _dot("bkgqh,bkuh->bkgqu", q_BKGQH.astype(k_BKUH.dtype), k_BKUH) / math.sqrt(q_BKGQH.shape[-1])
+    query_Q1 = query_start + jnp.arange(q_BKGQH.shape[3])[:, None]
+    key_U = key_start + jnp.arange(k_BKUH.shape[2])
+    return jnp.where(key_U <= query_Q1, scores, -jnp.inf)
+
+
+def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+
+def _block(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Return `size` positions of [..., T, H]."""
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 2)
+
+
+def _add_block(x: jax.Array, added: jax.Array, start: jax.Array) -> jax.Array:
+    summed = _block(x, start, added.shape[-2]) + added
+    return jax.lax.dynamic_update_slice_in_dim(x, summed, start, axis=x.ndim - 2)
