@@ -1,0 +1,105 @@
+"""What our server adds to one call of the real SDK, and whether a thousand calls may wait at once.
+
+The same `forward(...).result()` for one short datum goes in turn to `skyrl-tx serve` with the fake backend and to a
+bare HTTP stub that answers at once with the same bytes; the difference of each pair is what the server costs. Bars:
+median at most 10 ms, 95th percentile at most 30 ms.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tinker
+from common import machine, report, summary
+from http_stub import running_stub
+
+from skyrl_tx.listening import raise_file_limit
+from skyrl_tx.testing.live_server import LiveServer
+
+BASE_MODEL = "fake"
+BAR_MEDIAN_MS = 10.0
+BAR_P95_MS = 30.0
+
+
+def one_datum() -> tinker.Datum:
+    tokens = list(range(1, 17))
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData(data=tokens[1:], dtype="int64", shape=[15]),
+            "weights": tinker.TensorData(data=[1.0] * 15, dtype="float32", shape=[15]),
+        },
+    )
+
+
+def training_client(url: str) -> tinker.TrainingClient:
+    return tinker.ServiceClient(base_url=url, api_key="tml-local").create_lora_training_client(BASE_MODEL, rank=8)
+
+
+def forward_ms(client: tinker.TrainingClient, data: list[tinker.Datum]) -> float:
+    start = time.perf_counter()
+    client.forward(data, "cross_entropy").result()
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure_latency(url: str, num_pairs: int) -> dict[str, Any]:
+    data = [one_datum()]
+    with running_stub(url) as stub:
+        ours, floor = training_client(url), training_client(stub.url)
+        for client in (ours, floor):
+            forward_ms(client, data)
+        stub.replay()
+        for _ in range(20):  # connections, imports, caches
+            forward_ms(floor, data)
+            forward_ms(ours, data)
+        pairs = [(forward_ms(ours, data), forward_ms(floor, data)) for _ in range(num_pairs)]
+    added = summary([server - bare for server, bare in pairs])
+    return {
+        "server_ms": summary([server for server, _ in pairs]),
+        "stub_ms": summary([bare for _, bare in pairs]),
+        "added_ms": added,
+        "within_bars": added["median"] <= BAR_MEDIAN_MS and added["p95"] <= BAR_P95_MS,
+    }
+
+
+def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]:
+    """Send all calls before any can be done, then take all results."""
+    client = tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(base_model=BASE_MODEL)
+    params = tinker.SamplingParams(max_tokens=max_tokens, temperature=1.0)
+    start = time.perf_counter()
+    futures = [client.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, params) for _ in range(num_calls)]
+    errors: list[str] = []
+    for future in futures:
+        try:
+            future.result()
+        except Exception as error:  # each is counted and shown
+            errors.append(f"{type(error).__name__}: {error}")
+    return {
+        "calls": num_calls,
+        "errors": len(errors),
+        "first_errors": errors[:3],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=300, help="forward calls to each side")
+    parser.add_argument("--calls", type=int, default=1000, help="sampling calls that wait at once")
+    options = parser.parse_args()
+    raise_file_limit()
+    with tempfile.TemporaryDirectory() as directory:
+        flags = ["--base-model", BASE_MODEL, "--backend", "fake"]
+        with LiveServer(Path(directory) / "latency", flags=flags) as server:
+            latency = measure_latency(server.url, options.pairs)
+        # So slow that the last call is in before the first one is answered.
+        flags += ["--backend-config.step-delay-s", "1.0", "--backend-config.max-sample-tokens", "10000000"]
+        with LiveServer(Path(directory) / "waiting", flags=flags) as server:
+            waiting = measure_waiting(server.url, options.calls, max_tokens=128)
+    report("api", machine("skyrl_tx", "tinker", "uvicorn", "fastapi"), {"latency": latency, "waiting": waiting})
+
+
+if __name__ == "__main__":
+    main()
