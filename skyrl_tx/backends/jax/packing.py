@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from flax import struct
 
+from skyrl_tx.backends.jax.any_loss import INPUTS, NUM_COLUMNS, TARGETS, mean_names, number_of
 from skyrl_tx.backends.jax.buckets import bucket, last_power, next_power
 from skyrl_tx.contract.arrays import Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
@@ -20,16 +21,16 @@ from skyrl_tx.contract.results import MeanTerm, PassResult
 from skyrl_tx.losses import LOSSES, LossOutput
 
 SHORTEST = 32  # below this, padding costs less than another compilation
-TARGETS = "target_tokens"
 
 
 @struct.dataclass
 class MicroBatch:
     """What one call computes, as host arrays. Padding, in rows and positions, is zero everywhere: weightless."""
 
+    loss: Any  # int32 scalar: its number, see any_loss
     tokens_BT: Any  # int32
     targets: Any  # int32 [B, T], or [B, T, K] where examples have several targets per position
-    inputs: dict[str, Any]  # float32: the loss's other inputs, in the shape of `targets`
+    inputs: dict[str, Any]  # float32, in the shape of `targets`: all that any loss reads
     config_BC: Any  # float32
 
 
@@ -76,19 +77,20 @@ def fill(slab: Slab, examples: Sequence[PassExample]) -> MicroBatch:
     shape = (B, T) if K == 1 else (B, T, K)
     loss = LOSSES[examples[slab.rows[0]].loss]
     batch = MicroBatch(
+        loss=number_of(loss.spec.name, len(shape)),
         tokens_BT=np.zeros((B, T), np.int32),
         targets=np.zeros(shape, np.int32),
-        inputs={name: np.zeros(shape, np.float32) for name in loss.spec.inputs if name != TARGETS},
-        config_BC=np.zeros((B, len(loss.columns)), np.float32),
+        inputs={name: np.zeros(shape, np.float32) for name in INPUTS},
+        config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
     )
     for row, index in enumerate(slab.rows):
         example = examples[index]
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
         batch.tokens_BT[row, : example.tokens.size] = example.tokens
         _put(batch.targets[row], example.loss_inputs[TARGETS])
-        for name, array in batch.inputs.items():
-            _put(array[row], example.loss_inputs[name])
-        batch.config_BC[row] = [example.loss_config[column] for column in loss.columns]
+        for name in loss.spec.inputs.keys() - {TARGETS}:
+            _put(batch.inputs[name][row], example.loss_inputs[name])
+        batch.config_BC[row, : len(loss.columns)] = [example.loss_config[column] for column in loss.columns]
     # A loss may divide by its config: 0 / 0 of an empty row would be NaN in the sum, so it gets a valid config.
     batch.config_BC[len(slab.rows) :] = batch.config_BC[0]
     return batch
@@ -101,9 +103,8 @@ def read_results(
     for row, index in enumerate(slab.rows):
         shape = examples[index].loss_inputs[TARGETS].shape
         own = logprobs[row, : shape[0]] if logprobs.ndim == 2 else logprobs[row, : shape[0], : shape[1]]
-        means = {
-            name: MeanTerm(float(mean.total_B[row]), float(mean.count_B[row])) for name, mean in loss.means.items()
-        }
+        named = {name: loss.means[name] for name in mean_names(examples[index].loss)}
+        means = {name: MeanTerm(float(mean.total_B[row]), float(mean.count_B[row])) for name, mean in named.items()}
         # A copy: a view would keep the whole micro-batch alive, padding and all.
         yield index, PassResult(logprobs=own.reshape(shape).copy(), sums={"loss": float(loss.loss_B[row])}, means=means)
 

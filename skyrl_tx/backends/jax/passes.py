@@ -111,14 +111,13 @@ class JaxPass(Pass):
         request = unit.request
         batch = packing.fill(unit.slab, request.examples)
         adapter = self._before[request.model_id].adapter
-        loss = request.examples[0].loss
         if not self._backward:
-            return training.forward(self._params, adapter, batch, config=self._config, loss=loss)
+            return training.forward(self._params, adapter, batch, config=self._config)
         if unit.is_first:
             self._of_request = training.zeros_like(adapter.weights)
         assert self._of_request is not None
         self._of_request, outputs = training.accumulate(
-            self._params, adapter, self._of_request, batch, config=self._config, loss=loss, remat=self._remat
+            self._params, adapter, self._of_request, batch, config=self._config, remat=self._remat
         )
         if unit.is_last:
             summed = self._gradients[request.model_id]

@@ -1,6 +1,6 @@
 """The compiled half of training: one micro-batch of one adapter, with or without its gradient.
 
-Legend: B rows, T positions. All that differs between requests is data; only shapes and the loss's name are static.
+Legend: B rows, T positions. All that differs between requests is data, their loss too; only shapes are static.
 """
 
 from functools import partial
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax import any_loss
 from skyrl_tx.backends.jax.packing import MicroBatch
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
-from skyrl_tx.losses import LOSSES, LossOutput
+from skyrl_tx.losses import LossOutput
 
 
 @struct.dataclass
@@ -29,26 +30,25 @@ def _evaluate(
     params: models.DecoderParams,
     batch: MicroBatch,
     config: models.ModelConfig,
-    loss: str,
     remat: bool,
 ) -> tuple[jax.Array, Outputs]:
     """Return the summed loss, and all that the micro-batch gives."""
     adapter = Adapter(weights=weights, scale=scale)
     hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, remat=remat)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-    output = LOSSES[loss].evaluate(logprobs, batch.inputs, batch.config_BC)
+    output = any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC)
     return output.loss_B.sum(), Outputs(logprobs=logprobs, loss=output)
 
 
-@partial(jax.jit, static_argnames=("config", "loss"))
+@partial(jax.jit, static_argnames="config")
 def forward(
-    params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig, loss: str
+    params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
 ) -> Outputs:
     """Compute one micro-batch."""
-    return _evaluate(adapter.weights, adapter.scale, params, batch, config, loss, remat=False)[1]
+    return _evaluate(adapter.weights, adapter.scale, params, batch, config, remat=False)[1]
 
 
-@partial(jax.jit, static_argnames=("config", "loss", "remat"), donate_argnames="total")
+@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total")
 def accumulate(
     params: models.DecoderParams,
     adapter: Adapter,
@@ -56,12 +56,11 @@ def accumulate(
     batch: MicroBatch,
     *,
     config: models.ModelConfig,
-    loss: str,
     remat: bool,
 ) -> tuple[AdapterWeights, Outputs]:
     """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused."""
     gradient_of = jax.grad(_evaluate, has_aux=True)
-    gradient, outputs = gradient_of(adapter.weights, adapter.scale, params, batch, config, loss, remat)
+    gradient, outputs = gradient_of(adapter.weights, adapter.scale, params, batch, config, remat)
     return add(total, gradient), outputs
 
 
