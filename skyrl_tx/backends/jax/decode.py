@@ -1,6 +1,6 @@
 """The jitted half of sampling: prefill a prompt, insert its keys into slots, decode a slice. The host half: sampler.py.
 
-Legend: S decode slots, T prompt positions (a bucket), M first tokens, N steps of a slice, D embed, V vocab, K top tokens.
+Legend: S decode slots, T prompt positions (a bucket), M first tokens, N steps of a slice, D embed, V vocab, K top-k.
 
 Shapes depend on the config and two buckets: the prompt's length, and how much of the cache is read. All else is data.
 """
@@ -34,12 +34,6 @@ class SliceRows:
 def take_adapter(pool: Adapter | None, slot: jax.Array) -> Adapter | None:
     """Return one adapter of the pool, to be shared by all rows; None of None: the base model."""
     return None if pool is None else jax.tree.map(lambda leaf: leaf[slot], pool)
-
-
-@partial(jax.jit, donate_argnames="pool")
-def put_adapter(pool: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
-    """Copy one adapter into a slot of the pool."""
-    return jax.tree.map(lambda into, leaf: into.at[slot].set(leaf.astype(into.dtype)), pool, adapter)
 
 
 @partial(jax.jit, static_argnames="config")
