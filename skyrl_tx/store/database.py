@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
@@ -28,13 +28,14 @@ _FALLBACK_S = 0.1
 """How late a lost ring is noticed."""
 _WAL_KEPT_BYTES = 64 * 2**20
 
-# After these no transaction can be trusted; SQLite itself rolls back on the first three (sqlite.org/lang_transaction).
-_ENDS_GROUP = frozenset(
+# After these a transaction may be gone, or is not to be trusted (sqlite.org/lang_transaction, "Response To Errors").
+_ENDS_TRANSACTION = frozenset(
     {
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_IOERR,
         sqlite3.SQLITE_NOMEM,
         sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_INTERRUPT,
         sqlite3.SQLITE_CANTOPEN,
         sqlite3.SQLITE_CORRUPT,
         sqlite3.SQLITE_NOTADB,
@@ -85,7 +86,6 @@ class Store:
                 raise _explain(path, error) from error
             writer = GroupWriter(
                 write_engine,
-                ends_group=_ends_group,
                 explain=lambda error: _explain(path, error),
                 committed=bell.ring_peer,
             )
@@ -201,6 +201,8 @@ def _engine(path: Path, busy_timeout_s: float, *, writes: bool) -> Engine:
 
     event.listen(engine, "connect", connected)
     event.listen(engine, "begin", begun)
+    if writes:
+        event.listen(engine, "handle_error", _lose_what_sqlite_lost)
     return engine
 
 
@@ -213,8 +215,15 @@ def _code(error: BaseException | None) -> int | None:
     )
 
 
-def _ends_group(error: DBAPIError) -> bool:
-    return _code(error.orig) in _ENDS_GROUP
+def _lose_what_sqlite_lost(context: ExceptionContext) -> None:
+    """Give up a connection whose transaction SQLite rolled back by itself.
+
+    Otherwise what follows would commit on its own, and what came before would be taken for written.
+    """
+    connection = context.connection.connection.dbapi_connection if context.connection is not None else None
+    if isinstance(connection, sqlite3.Connection):
+        has_no_transaction = not connection.in_transaction
+        context.is_disconnect = has_no_transaction or _code(context.original_exception) in _ENDS_TRANSACTION
 
 
 def _explain(path: Path, error: BaseException) -> StoreError:
@@ -222,6 +231,8 @@ def _explain(path: Path, error: BaseException) -> StoreError:
     match _code(cause):
         case sqlite3.SQLITE_FULL:
             what = "no space left for it on the disk"
+        case sqlite3.SQLITE_IOERR:
+            what = "the disk failed"
         case sqlite3.SQLITE_BUSY:
             what = "another process keeps it locked"
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
