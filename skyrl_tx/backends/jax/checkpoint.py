@@ -57,9 +57,10 @@ class AdapterFormat:
         }
 
     def weights(self, tensors: Tensors, targets: tuple[str, ...], rank: int, prefix: str = "") -> AdapterWeights:
-        """Return the tree that such arrays were made of, padded; raises UserError for one that is absent or unfit."""
+        """Return the tree that such arrays were made of, padded; raises UserError for one that does not fit."""
         shapes = adapter_shapes(self.config, rank).weights
         tree: AdapterWeights = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+        expected: set[str] = set()
         for target in targets:
             for name, into in self._slices(target, tree[target]):
                 found = tensors.get(prefix + name)
@@ -69,6 +70,10 @@ class AdapterFormat:
                     wanted = into.shape[::-1]
                     raise UserError(f"adapter: tensor {prefix + name!r} is {found.shape}, this base needs {wanted}")
                 into[...] = found.T
+                expected.add(prefix + name)
+        unexpected = sorted(name for name in tensors.keys() - expected if name.startswith(prefix))
+        if unexpected:
+            raise UserError(f"adapter: unexpected tensor {unexpected[0]!r}")
         return resize_rank(tree, padded_rank(rank))
 
     def targets(self, target_modules: list[str]) -> tuple[str, ...]:
