@@ -67,11 +67,11 @@ class Store:
         Raises StoreInUse if the role is taken, StoreError if the database cannot serve. `url` names another file
         ("sqlite:///path"); `busy_timeout_s` is how long a write waits while another process writes.
         """
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = _database_path(data_dir, url)
         with ExitStack() as stack:
-            stack.enter_context(role_lock(data_dir, role))
             try:
+                data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                stack.enter_context(role_lock(data_dir, role))
                 write_engine = _engine(path, busy_timeout_s, writes=True)
                 stack.callback(write_engine.dispose)
                 with file_lock(data_dir / "schema.lock"):
@@ -84,11 +84,7 @@ class Store:
                 stack.callback(bell.close)
             except (DBAPIError, sqlite3.Error, OSError) as error:
                 raise _explain(path, error) from error
-            writer = GroupWriter(
-                write_engine,
-                explain=lambda error: _explain(path, error),
-                committed=bell.ring_peer,
-            )
+            writer = GroupWriter(write_engine, explain=lambda error: _explain(path, error), committed=bell.ring_peer)
             stack.callback(writer.close)
             return cls(path=path, reader=reader, writer=writer, bell=bell, watch=watch, resources=stack.pop_all())
 
@@ -186,8 +182,10 @@ def _engine(path: Path, busy_timeout_s: float, *, writes: bool) -> Engine:
 
     def connected(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None  # we say BEGIN ourselves, below: the driver's own comes too late for reads
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        if mode != "wal":
+            raise StoreError(f"database {path}: its file system cannot share memory (journal mode {mode}, not wal)")
         for pragma in (
-            "journal_mode=WAL",
             "synchronous=FULL",
             "foreign_keys=ON",
             f"journal_size_limit={_WAL_KEPT_BYTES}",

@@ -172,3 +172,9 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "skyrl_tx.db").write_bytes(b"not a database, whatever its name says" * 100)
     with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged"):
         Store.open(tmp_path, role="api")
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=f"{tmp_path}/file"):
+        Store.open(tmp_path / "file", role="api")
