@@ -14,6 +14,7 @@ from flax import struct
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import sampling
+from skyrl_tx.backends.jax.buckets import next_power
 from skyrl_tx.backends.jax.decode import take_adapter
 from skyrl_tx.contract.arrays import Float32Array, Int64Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -23,14 +24,13 @@ from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams
 
 WINDOW = 256  # positions whose logits exist at once
-MAX_ALT_TOKENS = 32
 NOT_COMPUTED = -99999.0  # the SDK's filler in rows of top-k (tinker/types/sample_response.py)
 SKIP = -1
 
 
 @struct.dataclass
 class Window:
-    """Scores of P positions; leaves of what was not asked for are zero."""
+    """Scores of P positions; what was not asked for has K = 0 or J = 0."""
 
     target_PQ: jax.Array
     topk_token_PK: jax.Array
@@ -39,7 +39,7 @@ class Window:
     alt_logprob_PJ: jax.Array
 
 
-@partial(jax.jit, static_argnames="max_topk")
+@partial(jax.jit, static_argnames=("max_topk", "max_alt"))
 def score_window(
     params: DecoderParams,
     pool: Adapter | None,
@@ -49,42 +49,33 @@ def score_window(
     target_PQ: jax.Array,
     seed_2: jax.Array,
     temperature: jax.Array,
-    wants_topk: jax.Array,
-    num_alt: jax.Array,
     *,
     max_topk: int,
+    max_alt: int,
 ) -> Window:
-    """Score the rows from `start` on: targets and top-k at temperature 1, `num_alt` draws at the request's own."""
+    """Score the rows from `start` on: targets and top-k at temperature 1, `max_alt` draws at the request's own."""
     P = target_PQ.shape[0]
     hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
     logits_PV = models.logits(params, hidden_PD, take_adapter(pool, slot))
     log_total_P = jax.nn.logsumexp(logits_PV, axis=-1)
-    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, log_total_P, max_topk, wants_topk)
+    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, log_total_P, max_topk, jnp.bool_(True))
+    scaled_PV = sampling.scale(logits_PV, jnp.broadcast_to(temperature, P))
+    weight_PV, scaled_total_P = sampling.weights(scaled_PV)
+    greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
     seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), start + jnp.arange(P, dtype=jnp.int32)
 
-    def draw_all() -> tuple[jax.Array, jax.Array]:
-        temperature_P = jnp.broadcast_to(temperature, P)
-        scaled_PV = sampling.scale(logits_PV, temperature_P)
-        weight_PV, scaled_total_P = sampling.weights(scaled_PV)
-        greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
+    def draw_one(j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        number_P = sampling.uniform(seed_P2, jnp.broadcast_to(sampling.PROMPT_INDEX - j, P), row_P)
+        token_P = jnp.where(temperature > 0, sampling.pick(weight_PV, number_P), greedy_P)
+        return token_P, jnp.take_along_axis(scaled_PV, token_P[:, None], axis=-1)[:, 0] - scaled_total_P
 
-        def draw_one(j: jax.Array, kept: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            index_P = jnp.broadcast_to(sampling.PROMPT_INDEX - j.astype(jnp.uint32), P)
-            drawn_P = sampling.pick(weight_PV, sampling.uniform(seed_P2, index_P, row_P))
-            token_P = jnp.where(temperature > 0, drawn_P, greedy_P)
-            logprob_P = jnp.take_along_axis(scaled_PV, token_P[:, None], axis=-1)[:, 0] - scaled_total_P
-            return kept[0].at[:, j].set(token_P), kept[1].at[:, j].set(logprob_P)
-
-        return jax.lax.fori_loop(0, num_alt, draw_one, nothing)
-
-    nothing = (jnp.zeros((P, MAX_ALT_TOKENS), jnp.int32), jnp.zeros((P, MAX_ALT_TOKENS), jnp.float32))
-    alt_token_PJ, alt_logprob_PJ = jax.lax.cond(num_alt > 0, draw_all, lambda: nothing)
+    alt_token_JP, alt_logprob_JP = jax.lax.map(draw_one, jnp.arange(max_alt, dtype=jnp.uint32))
     return Window(
         target_PQ=jnp.take_along_axis(logits_PV, target_PQ, axis=-1) - log_total_P[:, None],
         topk_token_PK=topk_token_PK,
         topk_logprob_PK=topk_logprob_PK,
-        alt_token_PJ=alt_token_PJ,
-        alt_logprob_PJ=alt_logprob_PJ,
+        alt_token_PJ=alt_token_JP.T,
+        alt_logprob_PJ=alt_logprob_JP.T,
     )
 
 
@@ -116,9 +107,8 @@ def score_prompt(
             target_TQ[start : start + window],
             seed_2,
             np.float32(request.params.temperature),
-            np.bool_(options.topk > 0),
-            np.int32(options.alt_tokens_k),
-            max_topk=max_topk,
+            max_topk=max_topk if options.topk else 0,
+            max_alt=next_power(options.alt_tokens_k) if options.alt_tokens_k else 0,
         )
         for start in starts
     ]
@@ -134,7 +124,7 @@ def _targets(request: SampleRequest, length: int) -> np.ndarray:
     """Return int32 [length, Q]: the next token, then the given targets; Q a power of two, to keep shapes few."""
     given = request.options.target_tokens
     num_given = 0 if given is None else given.shape[1]
-    padded = np.zeros((length, 1 << num_given.bit_length()), np.int32)
+    padded = np.zeros((length, next_power(1 + num_given)), np.int32)
     padded[: request.prompt.size - 1, 0] = request.prompt[1:]
     if given is not None:
         padded[: given.shape[0], 1 : 1 + num_given] = np.maximum(given, 0)

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from skyrl_tx.backends.jax import decode
+from skyrl_tx.backends.jax.buckets import bucket, next_power
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.prompt_scores import score_prompt
 from skyrl_tx.backends.jax.sample_rows import draw_params, seed_words, slice_rows, tokens_of
 from skyrl_tx.backends.jax.sampler_pool import BASE, SamplerPool
-from skyrl_tx.backends.jax.slots import RunningSample, Slots, bucket_of
+from skyrl_tx.backends.jax.slots import CacheShape, RunningSample, Slots, cache_shape, max_tokens, num_cached
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
@@ -30,8 +31,8 @@ from skyrl_tx.models import DecoderParams, ModelConfig
 
 log = logging.getLogger(__name__)
 
-PROMPT_BUCKET = 32  # the shortest; each next is twice as long
-CACHE_BUCKET = 128  # likewise. Another bucket may round otherwise: what is read more coarsely changes more rarely
+PROMPT_BUCKET = 32  # the shortest length that prompts are padded to
+CACHE_BUCKET = 128  # the shortest stretch of the cache to be read; another stretch may round otherwise
 FIRST_ROWS = (1, 8, 64)  # samples whose first tokens are drawn at once; more take turns
 
 
@@ -55,16 +56,11 @@ class Sampler:
         self._config = config
         self._eos = frozenset(eos_token_ids)
         self._pool = SamplerPool(model_config, config.max_sampler_adapters, config.max_lora_rank)
-        self.max_length = cache_length(model_config, config)
-        self._cache = kv_cache.allocate(
-            model_config.num_layers,
-            config.sample_slots,
-            model_config.num_kv_heads,
-            self.max_length,
-            model_config.head_dim,
-            params.embed.dtype,
-        )
-        self._slots = Slots(config.sample_slots)
+        self.max_length = longest_sample(model_config, config)
+        """Prompt and new tokens that one sample may have."""
+        self._shape = self._shape_for(1)
+        self._cache = self._empty_cache()
+        self._slots = Slots(self._shape.num_slots)
         self._prompts: dict[RequestId, SampleRequest] = {}  # in order of arrival
         self._scored: dict[RequestId, SampleRequest] = {}  # of one new token: they need no slot and pass the others
         self._prefilled: PrefilledPrompt | None = None
@@ -81,14 +77,13 @@ class Sampler:
     def begin(self, batch: PreparedSampleBatch) -> None:
         """Queue prompts; none of them when one is refused with UserError."""
         for request in batch.requests:
-            prompt, new = request.prompt.size, _max_tokens(request)
-            if prompt + new > self.max_length:
+            if num_cached(request) > self.max_length:
                 raise UserError(
-                    f"prompt of {prompt} tokens and max_tokens {new} make {prompt + new}, more than the "
-                    f"{self.max_length} that one sample may have here"
+                    f"prompt of {request.prompt.size} tokens and max_tokens {max_tokens(request)} make "
+                    f"{num_cached(request)}, more than the {self.max_length} that one sample may have here"
                 )
         for request in batch.requests:
-            queue = self._scored if _max_tokens(request) == 1 else self._prompts
+            queue = self._scored if max_tokens(request) == 1 else self._prompts
             queue[request.request_id] = request
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
@@ -125,18 +120,40 @@ class Sampler:
         self._fill_slots()
         for queue in (self._scored, self._prompts):
             budget = self._config.prefill_tokens
-            while queue and budget > 0 and (queue is self._scored or self._has_room()):
+            while queue and budget > 0 and (queue is self._scored or self._can_place(next(iter(queue.values())))):
                 request = queue.pop(next(iter(queue)))
                 budget -= self._prompt_bucket(request)
                 deltas += self._prefill_or_fail(request)
                 self._fill_slots()
         return deltas
 
-    def _has_room(self) -> bool:
-        return self._prefilled is None and bool(self._slots.free)
+    def _can_place(self, request: SampleRequest) -> bool:
+        """Whether a sample of the request can have a slot now.
+
+        The cache must have the shape that suits the longest of the running samples and this one. It is given another
+        shape once nothing runs: until then a longer request waits, and so does a shorter one when the longest has left.
+        """
+        if self._prefilled is not None:
+            return False
+        live = self._slots.live.values()
+        wanted = self._shape_for(max([num_cached(request), *(sample.num_cached for sample in live)]))
+        if wanted != self._shape and not live:
+            del self._cache  # before there is another
+            self._shape, self._slots = wanted, Slots(wanted.num_slots)
+            self._cache = self._empty_cache()
+        return wanted == self._shape and bool(self._slots.free)
+
+    def _shape_for(self, needed: int) -> CacheShape:
+        num_slots, max_tokens = self._config.sample_slots, self._config.max_sample_tokens
+        return cache_shape(needed, num_slots=num_slots, max_tokens=max_tokens, max_length=self.max_length)
+
+    def _empty_cache(self) -> KeyValues:
+        model, shape = self._model, self._shape
+        heads = (model.num_kv_heads, shape.length, model.head_dim)
+        return kv_cache.allocate(model.num_layers, shape.num_slots, *heads, self._params.embed.dtype)
 
     def _prompt_bucket(self, request: SampleRequest) -> int:
-        return bucket_of(request.prompt.size, self.max_length, PROMPT_BUCKET)
+        return min(bucket(request.prompt.size, PROMPT_BUCKET), self.max_length)
 
     def _prefill_or_fail(self, request: SampleRequest) -> list[SampleDelta]:
         """Prefill; a failure ends this request alone, since nothing that others use was changed."""
@@ -228,7 +245,7 @@ class Sampler:
                 self._cache,
                 slice_rows(live, adapter_by_slot, len(self._slots)),
                 np.int32(num_steps),
-                bucket=bucket_of(min(longest, self.max_length), self.max_length, CACHE_BUCKET),
+                bucket=min(max(next_power(longest), CACHE_BUCKET), self._shape.length),
                 length=self._config.decode_slice_tokens,
                 max_topk=self._config.max_topk_logprobs,
             )
@@ -251,12 +268,7 @@ class Sampler:
             raise
 
 
-def cache_length(model_config: ModelConfig, config: JaxConfig) -> int:
-    """Return how many tokens one sample may have: the cache is shared out evenly, and the context is the limit."""
-    context = min(model_config.max_context_length, config.max_context_length or model_config.max_context_length)
-    return min(context, config.max_sample_tokens // config.sample_slots)
-
-
-def _max_tokens(request: SampleRequest) -> int:
-    assert request.params.max_tokens is not None
-    return request.params.max_tokens
+def longest_sample(model_config: ModelConfig, config: JaxConfig) -> int:
+    """Return how many tokens, prompt included, one sample may have."""
+    context = model_config.max_context_length
+    return min(context, config.max_context_length or context, config.max_sample_tokens)

@@ -21,6 +21,17 @@ class DrawnTokens:
     topk: TopK
 
 
+def max_tokens(request: SampleRequest) -> int:
+    """Return how many tokens a sample of the request may have."""
+    assert request.params.max_tokens is not None
+    return request.params.max_tokens
+
+
+def num_cached(request: SampleRequest) -> int:
+    """Return how many positions of the cache a sample may come to need."""
+    return request.prompt.size + max_tokens(request)
+
+
 @dataclass(slots=True, kw_only=True)
 class RunningSample:
     """One continuation. `last_token` has been drawn and is not in the cache yet; it goes to `position`."""
@@ -38,10 +49,14 @@ class RunningSample:
         return self.request.prompt.size + self.num_drawn - 1
 
     @property
+    def num_cached(self) -> int:
+        """How many positions of the cache it may come to need."""
+        return num_cached(self.request)
+
+    @property
     def num_left(self) -> int:
         """How many tokens may still come."""
-        assert self.request.params.max_tokens is not None
-        return self.request.params.max_tokens - self.num_drawn
+        return max_tokens(self.request) - self.num_drawn
 
     def take(self, tokens: DrawnTokens, prompt: PromptResult | None = None) -> SampleDelta:
         """Keep what belongs to the sample, up to its end, and report it."""
@@ -99,10 +114,21 @@ class Slots:
         self._samples[slot] = None
 
 
-def bucket_of(length: int, limit: int, smallest: int) -> int:
-    """Return the least of smallest, 2 * smallest, … that is at least `length`, and at most `limit`: few shapes."""
-    assert 0 < length <= limit, f"{length} is not within {limit}"
-    bucket = smallest
-    while bucket < length:
-        bucket *= 2
-    return min(bucket, limit)
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How the cache is shared out: so many slots of so many tokens each."""
+
+    num_slots: int
+    length: int
+
+
+def cache_shape(needed: int, *, num_slots: int, max_tokens: int, max_length: int) -> CacheShape:
+    """Return the shape with the most slots in which a sample of `needed` tokens fits.
+
+    All shapes hold at most `max_tokens`: for each doubling of the length, up to `max_length`, half as many slots.
+    """
+    assert 0 < needed <= max_length <= max_tokens
+    length = min(max(max_tokens // num_slots, 1), max_length)
+    while length < needed:
+        length = min(2 * length, max_length)
+    return CacheShape(num_slots=min(num_slots, max_tokens // length), length=length)

@@ -112,7 +112,7 @@ def greedy(tiny, prompt, num: int, adapter) -> list[int]:
     """Decode by running the whole row again for each token."""
     tokens = prompt.tolist()
     for _ in range(num):
-        padded = np.pad(np.array(tokens, np.int32), (0, LENGTH - len(tokens)))
+        padded = np.pad(np.array(tokens, np.int32), (0, -len(tokens) % LENGTH))
         tokens.append(int(np.argmax(all_logprobs(tiny.params, tiny.config, padded, adapter)[len(tokens) - 1])))
     return tokens[prompt.size :]
 
@@ -254,10 +254,20 @@ def test_nan_of_one_adapter_stays_there(tiny, sampler):
 
 
 def test_what_can_never_fit_is_refused_before_anything_is_queued(sampler):
-    good, bad = ask("good", prompt_of(9)), ask("bad", prompt_of(90), max_tokens=71)
-    with pytest.raises(UserError, match="90 tokens and max_tokens 71 make 161, more than the 160"):
+    good, bad = ask("good", prompt_of(9)), ask("bad", prompt_of(90), max_tokens=423)
+    with pytest.raises(UserError, match="90 tokens and max_tokens 423 make 513, more than the 512"):
         sampler.begin(PreparedSampleBatch(requests=(good, bad)))
     assert sampler.step() == []
+
+
+def test_a_request_longer_than_a_slot_gets_fewer_and_longer_slots(tiny, sampler):
+    before = ask("before", prompt_of(9), temperature=0.0)
+    long = ask("long", prompt_of(150, seed=1), samples=5, temperature=0.0, max_tokens=14)  # four slots of 320
+    after = ask("after", prompt_of(9), temperature=0.0)
+    got = run(sampler, before, long, after)
+    assert got.sequence("before").tokens.tolist() == got.sequence("after").tokens.tolist()
+    expected = greedy(tiny, long.prompt, 14, None)
+    assert [got.sequence("long", index).tokens.tolist() for index in range(5)] == [expected] * 5
 
 
 def test_sample_topk_comes_with_every_token(sampler):

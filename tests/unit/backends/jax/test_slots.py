@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.slots import DrawnTokens, RunningSample, Slots, bucket_of
+from skyrl_tx.backends.jax.slots import CacheShape, DrawnTokens, RunningSample, Slots, cache_shape
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -64,6 +64,12 @@ def test_slots_are_taken_and_freed():
     assert slots.free == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("length", "bucket"), [(1, 32), (32, 32), (33, 64), (64, 64), (65, 100), (100, 100)])
-def test_buckets_double_up_to_the_limit(length, bucket):
-    assert bucket_of(length, 100, 32) == bucket
+@pytest.mark.parametrize(
+    ("needed", "shape"), [(1, (8, 100)), (100, (8, 100)), (101, (4, 200)), (400, (2, 400)), (401, (1, 500))]
+)
+def test_longer_samples_leave_fewer_slots_of_the_same_memory(needed, shape):
+    assert cache_shape(needed, num_slots=8, max_tokens=800, max_length=500) == CacheShape(*shape)
+
+
+def test_a_short_context_needs_no_more_slots_than_were_asked_for():
+    assert cache_shape(9, num_slots=8, max_tokens=80_000, max_length=500) == CacheShape(8, 500)
