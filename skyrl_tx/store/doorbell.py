@@ -43,6 +43,15 @@ class Doorbell:
         """Wake the peer, if it lives."""
         self._ring(self._peer)
 
+    def peer_lives(self) -> bool:
+        """Whether some process listens for the peer's bell."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as cord:
+            try:
+                cord.connect(self._peer)
+            except (FileNotFoundError, ConnectionRefusedError):
+                return False
+        return True
+
     def ring_own(self) -> None:
         """Wake this process's own `wait`."""
         self._ring(self._own)

@@ -6,11 +6,11 @@ These functions run many times a second; they speak in columns and never load a 
 import base64
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import insert, or_, select, update
+from sqlalchemy import func, insert, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
@@ -104,7 +104,7 @@ def request_id(key: str) -> RequestId:
 def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
     """Put a request on disk, or recognise it as one that is there already.
 
-    Raises ConflictingRequest if its ids were used before for another body; the first stays as it is.
+    Raises ConflictingRequest if its ids were used before with another kind or body; the first stays as it is.
     """
     name = request_id(new.key)
     digest = _digest(new)
@@ -137,7 +137,11 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
 
 
 def _digest(new: NewRequest) -> bytes:
-    return hashlib.blake2b(new.body if new.digest_body is None else new.digest_body, digest_size=20).digest()
+    digest = hashlib.blake2b(digest_size=20)
+    for part in (new.kind.encode(), new.body if new.digest_body is None else new.digest_body):
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.digest()
 
 
 def pending(tx: Session, after_position: int, limit: int) -> list[PendingRequest]:
@@ -163,6 +167,23 @@ def mark_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
     attempted = {"attempts": col(RequestRow.attempts) + 1}
     for some in _in_parts(request_ids):
         tx.connection().execute(update(RequestRow).where(col(RequestRow.request_id).in_(some)).values(attempted))
+
+
+def release_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
+    """Take an attempt back: it was given up in good order, and the request is not to blame."""
+    released = {"attempts": col(RequestRow.attempts) - 1}
+    for some in _in_parts(request_ids):
+        tx.connection().execute(update(RequestRow).where(col(RequestRow.request_id).in_(some)).values(released))
+
+
+def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
+    """The highest `seq_id` of a model's answered requests, of certain kinds or of any; 0 if there is none."""
+    wanted = select(func.max(col(RequestRow.seq_id))).where(
+        col(RequestRow.model_id) == model_id, col(RequestRow.status) != "open"
+    )
+    if kinds is not None:
+        wanted = wanted.where(col(RequestRow.kind).in_(kinds))
+    return tx.connection().execute(wanted).scalar_one() or 0
 
 
 def complete(
