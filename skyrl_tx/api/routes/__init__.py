@@ -1,1 +1,0 @@
-"""The endpoints, grouped as the SDK's resources are."""

@@ -1,1 +1,0 @@
-"""The wire as pydantic models: what clients send and what they get."""

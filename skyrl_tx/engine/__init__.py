@@ -1,0 +1,1 @@
+"""The engine process: stored requests in, device work, stored results out."""

@@ -1,0 +1,188 @@
+"""The engine's loop. One turn: take in requests, one step of training, one slice of decoding."""
+
+import logging
+import threading
+import time
+
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.contract.requests import Sample
+from skyrl_tx.engine import sessions
+from skyrl_tx.engine.answers import Answers
+from skyrl_tx.engine.handlers import handle
+from skyrl_tx.engine.jobs import Jobs
+from skyrl_tx.engine.passes import Passes
+from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.engine.residency import Models, Samplers
+from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.sampling import Sampling
+from skyrl_tx.engine.schedule import Place, Schedule, Step
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.state import StatePublisher
+from skyrl_tx.engine.work import BARRIER_KINDS, Work, work_of
+from skyrl_tx.store import futures
+from skyrl_tx.store.database import Store
+
+_log = logging.getLogger(__name__)
+_PAGE = 256
+_LONGEST_WAIT_S = 1.0
+
+
+class Engine:
+    """Runs a backend for a store, on the thread that calls `run`."""
+
+    def __init__(
+        self, settings: EngineSettings, backend: AbstractBackend, store: Store, artifacts: ArtifactStore
+    ) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._store = store
+        self._artifacts = artifacts
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set (then call `store.wake`); what was begun is finished or left for the next start.
+
+        Raises BackendLost or StoreError: nothing can be trusted, and requests not answered run in the next engine.
+        """
+        state = StatePublisher(self._store, self._settings.base_models)
+        state.start()
+        jobs = Jobs(self._store.wake)
+        try:
+            started = time.monotonic()
+            capabilities = self._backend.start()
+            _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
+            answers = Answers(self._store)
+            recovery = Recovery(self._backend, capabilities, self._store, self._artifacts)
+            room = Room(
+                settings=self._settings,
+                backend=self._backend,
+                capabilities=capabilities,
+                store=self._store,
+                answers=answers,
+                jobs=jobs,
+                recovery=recovery,
+                models=Models(self._backend, capabilities, self._store, answers, jobs, recovery),
+                samplers=Samplers(self._backend, capabilities, recovery),
+            )
+            loop = _Loop(room, self._artifacts)
+            state.say("ready", capabilities)
+            while not stop.is_set():
+                if not loop.turn():
+                    self._store.wait(loop.longest_wait())
+            state.say("stopping", capabilities)
+            loop.finish()
+            _log.info("engine stopped in good order")
+        finally:
+            state.close()
+            jobs.close()
+            self._backend.close()
+
+
+class _Loop:
+    """The state of a running engine."""
+
+    def __init__(self, room: Room, artifacts: ArtifactStore) -> None:
+        self._room = room
+        self._artifacts = artifacts
+        self._schedule = Schedule(
+            hole_wait_s=room.settings.hole_wait_s,
+            max_pass_tokens=room.capabilities.max_pass_tokens,
+            max_models=room.capabilities.max_models,
+        )
+        self._passes = Passes(room)
+        self._sampling = Sampling(room)
+        self._clock = _ArrivalClock(room.store)
+        self._position = 0
+        self._housekeeping_at = time.monotonic()
+
+    def turn(self) -> bool:
+        """Do a little of everything; whether there was anything to do."""
+        worked = self._take_in()
+        worked |= self._room.jobs.finish()
+        worked |= self._train()
+        worked |= self._sampling.step()
+        self._room.answers.settle()
+        settings = self._room.settings
+        self._room.models.keep_due(interval_s=settings.snapshot_interval_s, num_effects=settings.snapshot_effects)
+        if time.monotonic() >= self._housekeeping_at and not self._passes.is_active:
+            self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
+            sessions.release_idle_models(self._room, self._schedule)
+            sessions.forget_unneeded(self._room, self._artifacts)
+        return worked
+
+    def longest_wait(self) -> float:
+        """How long there may be nothing to do, if nobody asks."""
+        deadline = self._schedule.next_deadline()
+        if deadline is None:
+            return _LONGEST_WAIT_S
+        return min(_LONGEST_WAIT_S, max(0.0, deadline - self._clock.now()))
+
+    def finish(self) -> None:
+        """End in good order: the batch under way is answered, models are kept, samples are left open."""
+        while self._passes.is_active:
+            self._passes.step()
+        self._sampling.give_up()
+        self._room.jobs.finish(wait=True)
+        for model in self._room.models.resident():
+            self._room.models.keep_now(model)
+        self._room.answers.settle(wait=True)
+
+    def _take_in(self) -> bool:
+        """Read what has arrived."""
+        position = self._position
+        page = self._room.store.read(lambda tx: futures.pending(tx, position, _PAGE))
+        for pending in page:
+            self._position = pending.position
+            work = work_of(pending)
+            if work.model_id is None or isinstance(work.request, Sample):
+                self._sampling.add(work)
+            else:
+                self._line_up(work)
+        return bool(page)
+
+    def _line_up(self, work: Work) -> None:
+        model_id = work.model_id
+        assert model_id is not None
+        if model_id not in self._schedule:
+            store = self._room.store
+            last = store.read(lambda tx: futures.last_answered_seq(tx, model_id))
+            barrier = store.read(lambda tx: futures.last_answered_seq(tx, model_id, BARRIER_KINDS))
+            self._schedule.open(model_id, Place(last + 1, barrier))
+        self._schedule.add(work)
+
+    def _train(self) -> bool:
+        """One step of the batch under way, or begin what is next."""
+        if not self._passes.is_active:
+            step = self._schedule.take(self._clock.now(), self._room.jobs.held)
+            if step is None:
+                return False
+            self._begin(step)
+        if self._passes.is_active:
+            self._passes.step()
+        return True
+
+    def _begin(self, step: Step) -> None:
+        first = step.works[0]
+        _log.debug("%s: %d requests, first %s of %s", first.kind, len(step.works), first.request_id, first.model_id)
+        if step.refusal is not None:
+            self._room.user_failure(first, step.refusal)
+        elif first.model_pass is not None:
+            self._passes.begin(step.works)
+        else:
+            for work in self._room.attempt([first]):
+                handle(self._room, work)
+
+
+class _ArrivalClock:
+    """Seconds during which the API was up, so that a missing request could have arrived."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last = time.monotonic()
+        self._seconds = 0.0
+
+    def now(self) -> float:
+        before, self._last = self._last, time.monotonic()
+        if self._store.peer_lives():
+            self._seconds += self._last - before
+        return self._seconds

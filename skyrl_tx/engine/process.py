@@ -1,0 +1,61 @@
+"""The engine as a process."""
+
+import logging
+import os
+import signal
+import threading
+from enum import IntEnum
+from types import FrameType
+
+from pydantic import BaseModel
+
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.contract.errors import BackendLost, UserError
+from skyrl_tx.engine.engine import Engine
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.store.database import Store, StoreError, StoreInUse
+
+_log = logging.getLogger(__name__)
+
+
+class ExitCode(IntEnum):
+    """How the engine process ended, for whoever watches it."""
+
+    STOPPED = 0
+    """As asked."""
+    LOST = 1
+    """Something broke; a new process goes on where this one was."""
+    CANNOT_START = 2
+    """The settings are wrong or the data directory is in use; a new process would say the same."""
+
+
+def run_engine(settings: EngineSettings, spec: BackendSpec, backend_config: BaseModel) -> ExitCode:
+    """Run an engine until SIGTERM or SIGINT, on the main thread; a second signal ends the process at once."""
+    try:
+        store = Store.open(settings.data_dir, role="engine")
+    except StoreInUse as error:
+        _log.error("%s", error)
+        return ExitCode.CANNOT_START
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        store.wake()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    try:
+        backend = spec.load()(settings.base_model, backend_config)
+        Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts")).run(stop)
+    except UserError as error:
+        _log.error("%s", error.message)
+        return ExitCode.CANNOT_START
+    except (BackendLost, StoreError):
+        _log.exception("the engine cannot go on")
+        return ExitCode.LOST
+    finally:
+        store.close()
+    return ExitCode.STOPPED

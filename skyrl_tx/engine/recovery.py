@@ -1,0 +1,106 @@
+"""Bringing a model back: its newest snapshot, then its answered effects again, in their order.
+
+The requests on disk are the log; an effect is repeated exactly because a backend's arithmetic depends on a model's own
+requests alone (the contract's canonical rule). Saves and forward passes had no effect and are not repeated.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore
+from skyrl_tx.contract import codec, requests
+from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import ServerError
+from skyrl_tx.contract.ids import ArtifactId, ModelId
+from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.engine import prepare
+from skyrl_tx.engine.work import Work, work_of
+from skyrl_tx.store import futures, snapshots
+from skyrl_tx.store.database import Store
+
+_log = logging.getLogger(__name__)
+_FINGERPRINT = "fingerprint."
+
+
+class Recovery:
+    """Snapshots and what follows them."""
+
+    def __init__(
+        self, backend: AbstractBackend, capabilities: Capabilities, store: Store, artifacts: ArtifactStore
+    ) -> None:
+        self._backend = backend
+        self._capabilities = capabilities
+        self._store = store
+        self._artifacts = artifacts
+
+    def write(self, snapshot: Snapshot, extra: Mapping[str, str]) -> Artifact:
+        """Make an artifact of a snapshot; any thread."""
+        fingerprint = {_FINGERPRINT + name: value for name, value in self._capabilities.fingerprint.items()}
+        return self._artifacts.create(snapshot.write, {**fingerprint, **extra})
+
+    def record(self, model_id: ModelId, artifact_id: ArtifactId, effect_order: int) -> None:
+        """Make an artifact the one that a model is brought back from."""
+        self._store.write(lambda tx: snapshots.put(tx, model_id, artifact_id, effect_order, time.time()))
+
+    def bring_back(self, model_id: ModelId, spec: ModelSpec) -> int:
+        """Put a model into the backend as its last answered request left it.
+
+        Returns the effect that its snapshot contains. Raises ServerError where that cannot be done.
+        """
+        started = time.monotonic()
+        row = self._store.read(lambda tx: snapshots.get(tx, model_id))
+        contained = 0 if row is None else row.effect_order
+        effects = self._store.read(lambda tx: futures.effects_since(tx, model_id, contained))
+        try:
+            if row is not None:
+                self._backend.restore(model_id, spec, self.open(row.artifact_id), ALL_PARTS)
+            for effect in effects:
+                self._replay(model_id, work_of(effect), failed=effect.failed)
+        except ServerError:
+            self._backend.delete_model(model_id)
+            raise
+        if row is not None or effects:
+            elapsed = time.monotonic() - started
+            _log.info("brought back model %s: %d effects after its snapshot, %.2f s", model_id, len(effects), elapsed)
+        return contained
+
+    def open(self, artifact_id: ArtifactId) -> Snapshot:
+        """Read weights; raises ServerError if the files are gone or damaged, UserError if they do not fit."""
+        try:
+            snapshot = self._backend.open_snapshot(self._artifacts.open(artifact_id))
+            metadata = self._artifacts.describe(artifact_id).metadata
+        except (ArtifactMissing, ArtifactCorrupt) as error:
+            raise ServerError(f"weights cannot be read: {error}") from error
+        for name, value in self._capabilities.fingerprint.items():
+            if (before := metadata.get(_FINGERPRINT + name, value)) != value:
+                _log.warning(
+                    "artifact %s was made with %s %s, now it is %s: numbers go on, but not bit-equal",
+                    artifact_id,
+                    name,
+                    before,
+                    value,
+                )
+        return snapshot
+
+    def load(self, model_id: ModelId, request: requests.LoadWeights, spec: ModelSpec) -> None:
+        """Put a training checkpoint into a model."""
+        parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.optimizer else {StatePart.WEIGHTS}
+        self._backend.restore(model_id, spec, self.open(request.artifact_id), parts)
+
+    def _replay(self, model_id: ModelId, work: Work, *, failed: bool) -> None:
+        match work.request:
+            case requests.CreateModel(spec=spec):
+                self._backend.create_model(model_id, spec)
+            case requests.LoadWeights() as request:
+                self.load(model_id, request, request.spec)
+            case requests.ModelPass() as request:
+                examples = prepare.pass_examples(work.request_id, model_id, request, self._capabilities)
+                self._backend.forward_backward(prepare.pass_batch([tuple(examples)]))
+            case requests.OptimStep() if failed:
+                self._backend.clear_gradient(model_id)
+            case requests.OptimStep(params=params):
+                self._backend.optim_step(model_id, params)
+            case _:
+                raise ServerError(f"cannot repeat the {codec.kind_of(work.request)} request {work.request_id}")

@@ -1,0 +1,218 @@
+"""What is on the device: models and samplers, the least recently used making room for others.
+
+A model leaves as a recovery snapshot and comes back as after a crash, so there is one way back and it is always used.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from skyrl_tx.artifacts import Artifact
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import ServerError, UserError
+from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
+from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.engine.answers import Answers
+from skyrl_tx.engine.jobs import Jobs
+from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.store import models
+from skyrl_tx.store.database import Store
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveModel:
+    """A model as the engine knows it; `effect_order` counts effects answered, or being written."""
+
+    model_id: ModelId
+    session_id: SessionId
+    spec: ModelSpec
+    effect_order: int
+    poisoned_by: str | None
+    is_resident: bool = False
+    snapshot_order: int = 0
+    """Effects contained in the newest snapshot, on disk or being written."""
+    snapshot_at: float = field(default_factory=time.monotonic)
+    last_used: float = 0.0
+
+    def next_effect(self) -> int:
+        """Number one more effect."""
+        self.effect_order += 1
+        return self.effect_order
+
+
+class Models:
+    """Models in training, on the device or not."""
+
+    def __init__(
+        self,
+        backend: AbstractBackend,
+        capabilities: Capabilities,
+        store: Store,
+        answers: Answers,
+        jobs: Jobs,
+        recovery: Recovery,
+    ) -> None:
+        self._backend = backend
+        self._max_models = capabilities.max_models
+        self._store = store
+        self._answers = answers
+        self._jobs = jobs
+        self._recovery = recovery
+        self._models: dict[ModelId, LiveModel] = {}
+
+    def get(self, model_id: ModelId, *, creating: bool = False) -> LiveModel:
+        """Look a model up. Raises UserError if it cannot be used."""
+        if model_id not in self._models:
+            self._models[model_id] = self._read(model_id, creating)
+        return self._models[model_id]
+
+    def _read(self, model_id: ModelId, creating: bool) -> LiveModel:
+        self._answers.settle(wait=True)
+        row = self._store.read(lambda tx: models.get(tx, model_id))
+        if row is None:
+            raise UserError(f"model_id {model_id!r} does not exist")
+        if row.status != ("creating" if creating else "ready"):
+            states = {
+                "ready": "exists already",
+                "creating": "was never created",
+                "failed": "could not be created",
+                "unloaded": "was unloaded",
+            }
+            raise UserError(f"model_id {model_id!r} {states[row.status]}")
+        spec = codec.decode(row.spec)
+        assert isinstance(spec, ModelSpec)
+        return LiveModel(
+            model_id=model_id,
+            session_id=row.session_id,
+            spec=spec,
+            effect_order=row.effect_order,
+            poisoned_by=row.poisoned_by,
+        )
+
+    def ensure(self, model_ids: Collection[ModelId]) -> None:
+        """Have all of these on the device, which has room for them."""
+        for model_id in model_ids:
+            model = self.get(model_id)
+            if not model.is_resident:
+                self.make_room(model_ids)
+                self._answers.settle(wait=True)  # what is still being written would be missed
+                model.snapshot_order = self._recovery.bring_back(model_id, model.spec)
+                model.is_resident = True
+            self.use(model)
+
+    def use(self, model: LiveModel) -> None:
+        """Note that a model is in use."""
+        model.last_used = time.monotonic()
+
+    def make_room(self, keep: Collection[ModelId] = ()) -> None:
+        """Have a slot free, by letting the least recently used model go that is not in `keep`."""
+        resident = self.resident()
+        if len(resident) < self._max_models:
+            return
+        candidates = [model for model in resident if model.model_id not in keep]
+        if not candidates:
+            raise ServerError(f"all {self._max_models} model slots are in use")
+        self.evict(min(candidates, key=lambda model: model.last_used))
+
+    def evict(self, model: LiveModel) -> None:
+        """Take a model off the device; it comes back when next asked for."""
+        self.keep_now(model)
+        self._backend.delete_model(model.model_id)
+        model.is_resident = False
+        _log.info("model %s left the device", model.model_id)
+
+    def forget(self, model_id: ModelId) -> None:
+        """Drop what is known of a model; of no effect when nothing is."""
+        self._models.pop(model_id, None)
+        self._backend.delete_model(model_id)
+
+    def resident(self) -> list[LiveModel]:
+        """Models on the device."""
+        return [model for model in self._models.values() if model.is_resident]
+
+    def keep_due(self, *, interval_s: float, num_effects: int) -> None:
+        """Begin snapshots of the models whose last one is old or far behind."""
+        now = time.monotonic()
+        for model in self.resident():
+            behind = model.effect_order - model.snapshot_order
+            if behind >= num_effects or (behind and now - model.snapshot_at >= interval_s):
+                self._keep(model)
+
+    def keep_now(self, model: LiveModel) -> None:
+        """Have a model's present state in a snapshot on disk."""
+        if model.effect_order != model.snapshot_order:
+            self._keep(model)
+        self._jobs.finish(wait=True)
+
+    def _keep(self, model: LiveModel) -> None:
+        model_id, effect_order = model.model_id, model.effect_order
+        before, model.snapshot_order, model.snapshot_at = model.snapshot_order, effect_order, time.monotonic()
+        snapshot = self._backend.capture(model_id, ALL_PARTS)
+
+        def record(written: Future[Artifact]) -> None:
+            if model_id not in self._models:  # unloaded meanwhile
+                return
+            try:
+                artifact_id = written.result().artifact_id
+            except OSError:
+                _log.exception("snapshot of model %s at effect %d failed", model_id, effect_order)
+                model.snapshot_order = min(before, model.snapshot_order)
+                return
+            self._answers.settle(wait=True)
+            self._recovery.record(model_id, artifact_id, effect_order)
+
+        extra = {"model_id": model_id, "effect_order": str(effect_order)}
+        self._jobs.start(lambda: self._recovery.write(snapshot, extra), record)
+
+
+class Samplers:
+    """Frozen weights on the device: a cache of artifacts, those in use pinned."""
+
+    def __init__(self, backend: AbstractBackend, capabilities: Capabilities, recovery: Recovery) -> None:
+        self._backend = backend
+        self._max_samplers = capabilities.max_samplers
+        self._recovery = recovery
+        self._loaded: dict[SamplerId, None] = {}  # the least recently used first
+        self._uses: Counter[SamplerId] = Counter()
+
+    def acquire(self, sampler: SamplerId) -> bool:
+        """Have a sampler loaded and pinned; False while all slots are pinned by others.
+
+        Raises ServerError or UserError if its weights cannot be had.
+        """
+        if sampler not in self._loaded:
+            if not self._make_room():
+                return False
+            self._backend.load_sampler(sampler, self._recovery.open(ArtifactId(sampler)))
+        self._loaded[sampler] = self._loaded.pop(sampler, None)
+        self._uses[sampler] += 1
+        return True
+
+    def release(self, sampler: SamplerId) -> None:
+        """Undo one `acquire`."""
+        self._uses[sampler] -= 1
+        if not self._uses[sampler]:
+            del self._uses[sampler]
+
+    def offer(self, sampler: SamplerId, snapshot: Snapshot) -> None:
+        """Load weights that are likely to be asked for soon, if there is room."""
+        if sampler not in self._loaded and self._make_room():
+            self._backend.load_sampler(sampler, snapshot)
+            self._loaded[sampler] = None
+
+    def _make_room(self) -> bool:
+        if len(self._loaded) < self._max_samplers:
+            return True
+        idle = next((sampler for sampler in self._loaded if sampler not in self._uses), None)
+        if idle is None:
+            return False
+        self._backend.drop_sampler(idle)
+        del self._loaded[idle]
+        return True

@@ -1,0 +1,78 @@
+"""What every part of the engine works with."""
+
+import logging
+from dataclasses import dataclass
+
+from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import BackendLost, ErrorCategory, RequestError, ServerError
+from skyrl_tx.contract.requests import ModelPass, Rejected
+from skyrl_tx.contract.results import Failure
+from skyrl_tx.engine.answers import Answer, Answers, failure_of
+from skyrl_tx.engine.jobs import Jobs
+from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.engine.residency import Models, Samplers
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.work import Work
+from skyrl_tx.store import futures, models
+from skyrl_tx.store.database import Store
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The engine's parts, by name."""
+
+    settings: EngineSettings
+    backend: AbstractBackend
+    capabilities: Capabilities
+    store: Store
+    answers: Answers
+    jobs: Jobs
+    recovery: Recovery
+    models: Models
+    samplers: Samplers
+
+    def attempt(self, works: list[Work]) -> list[Work]:
+        """Note on disk that these are begun; those that ended too many engines are answered, the others returned."""
+        fit: list[Work] = []
+        for work in works:
+            if work.attempts < self.settings.max_attempts:
+                fit.append(work)
+            else:
+                self.fail(work, ServerError(f"given up: the engine ended {work.attempts} times while it ran this"))
+        if fit:
+            request_ids = [work.request_id for work in fit]
+            self.store.write(lambda tx: futures.mark_attempt(tx, request_ids))
+        return fit
+
+    def fail(self, work: Work, error: Exception) -> None:
+        """Answer with a failure; a gradient that is missing because of it poisons the model's next optim_step."""
+        if isinstance(error, BackendLost):
+            raise error
+        if not isinstance(error, RequestError):
+            _log.error("%s request %s failed", work.kind, work.request_id, exc_info=error)
+        self.refuse(work, failure_of(error), poisons=_has_gradient(work))
+
+    def refuse(self, work: Work, failure: Failure, *, poisons: bool = False) -> None:
+        """Answer with a failure."""
+        model_id = work.model_id
+        if not poisons or model_id is None:
+            self.answers.give([Answer(work=work, result=failure)])
+            return
+        try:
+            model = self.models.get(model_id)
+        except RequestError:  # there is no model to poison
+            self.answers.give([Answer(work=work, result=failure)])
+            return
+        model.poisoned_by = cause = model.poisoned_by or failure.message
+        self.answers.give([Answer(work=work, result=failure)], lambda tx: models.set_poison(tx, model_id, cause))
+
+    def user_failure(self, work: Work, message: str) -> None:
+        """Answer that the caller made a mistake which costs no gradient."""
+        self.refuse(work, Failure(message=message, category=ErrorCategory.USER))
+
+
+def _has_gradient(work: Work) -> bool:
+    return isinstance(work.request, ModelPass | Rejected) and work.request.backward

@@ -1,0 +1,196 @@
+"""Samples in decoding, slice by slice; sessions take turns."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from sqlmodel import Session
+
+from skyrl_tx.contract.batches import PreparedSampleBatch
+from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError, UserError
+from skyrl_tx.contract.ids import RequestId, SessionId
+from skyrl_tx.contract.requests import Rejected, Sample
+from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.engine import prepare, validate
+from skyrl_tx.engine.answers import Answer
+from skyrl_tx.engine.gather import Gathering
+from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.work import Work
+from skyrl_tx.store import futures, samplers
+
+_log = logging.getLogger(__name__)
+
+
+class _Running:
+    """One request in decoding. `is_suspect`: it was under way when something failed, so it runs alone."""
+
+    def __init__(self, work: Work, gathering: Gathering, is_suspect: bool) -> None:
+        self.work = work
+        self.gathering = gathering
+        self.is_suspect = is_suspect
+        request = gathering.request
+        self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
+
+
+class Sampling:
+    """All requests for samples, waiting and running."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._waiting: dict[SessionId, deque[Work]] = {}  # the session served least recently first
+        self._running: dict[RequestId, _Running] = {}
+        self._suspects: set[RequestId] = set()
+
+    def add(self, work: Work) -> None:
+        """Take up a request; what cannot run is answered at once."""
+        try:
+            if isinstance(work.request, Rejected):
+                self._room.user_failure(work, work.request.message)
+                return
+            if not isinstance(work.request, Sample):
+                raise UserError(f"{work.kind}: model_id is missing")
+            validate.check_sample(work.request, self._room.capabilities)
+            if work.request.params.stop_strings:
+                self._room.backend.text_of([])  # raises where strings cannot be found
+        except RequestError as error:
+            self._room.fail(work, error)
+            return
+        if work.attempts:
+            self._suspects.add(work.request_id)
+        self._waiting.setdefault(work.session_id, deque()).append(work)
+
+    def step(self) -> bool:
+        """Begin what has room and decode one slice of all that runs; whether there was anything to do."""
+        self._admit()
+        if not self._running:
+            return False
+        try:
+            deltas = self._room.backend.step_sample()
+        except BackendLost:
+            raise
+        except Exception as error:
+            self._slice_failed(error)
+            return True
+        self._gather(deltas)
+        return True
+
+    def give_up(self) -> None:
+        """Stop in good order: what runs stays open and runs again later, no attempt counted."""
+        request_ids = list(self._running)
+        self._drop_all()
+        self._room.store.write(lambda tx: futures.release_attempt(tx, request_ids))
+
+    def _admit(self) -> None:
+        begun: list[Work] = []
+        while (work := self._next()) is not None and self._has_room(work):
+            try:
+                if not self._has_sampler(work):
+                    break
+            except RequestError as error:
+                self._take(work)
+                self._room.fail(work, error)
+                continue
+            self._take(work)
+            request = prepare.sample_request(work.request_id, _sample(work), self._room.capabilities)
+            is_suspect = work.request_id in self._suspects
+            gathering = Gathering(request, self._room.backend.text_of)
+            self._running[work.request_id] = _Running(work, gathering, is_suspect)
+            begun.append(work)
+        if begun:
+            self._begin(begun)
+
+    def _next(self) -> Work | None:
+        """The head of the session that was served least recently."""
+        return next((queue[0] for queue in self._waiting.values()), None)
+
+    def _take(self, work: Work) -> None:
+        queue = self._waiting.pop(work.session_id)
+        queue.popleft()
+        if queue:
+            self._waiting[work.session_id] = queue
+
+    def _has_room(self, work: Work) -> bool:
+        if not self._running:
+            return True
+        if work.request_id in self._suspects or any(running.is_suspect for running in self._running.values()):
+            return False
+        used = sum(running.num_tokens for running in self._running.values())
+        return used < self._room.capabilities.max_sample_tokens
+
+    def _has_sampler(self, work: Work) -> bool:
+        sampler = _sample(work).sampler
+        return sampler is None or self._room.samplers.acquire(sampler)
+
+    def _begin(self, works: list[Work]) -> None:
+        fit = {work.request_id for work in self._room.attempt(works)}
+        for work in works:
+            running = self._running[work.request_id]
+            if work.request_id not in fit:
+                self._drop(running)
+                continue
+            try:
+                self._room.backend.begin_sample(PreparedSampleBatch(requests=(running.gathering.request,)))
+            except BackendLost:
+                raise
+            except Exception as error:
+                self._end(running, error)
+
+    def _slice_failed(self, error: Exception) -> None:
+        """Run each again alone, from its recorded seed, so that only the culprit fails."""
+        failed = list(self._running.values())
+        if len(failed) == 1:
+            self._end(failed[0], error)
+            return
+        _log.warning("a slice of %d requests failed; each runs alone now: %s", len(failed), error)
+        self._drop_all()
+        for running in reversed(failed):
+            self._suspects.add(running.work.request_id)
+            self._waiting.setdefault(running.work.session_id, deque()).appendleft(running.work)
+
+    def _gather(self, deltas: Sequence[SampleDelta]) -> None:
+        for delta in deltas:
+            running = self._running.get(delta.request_id)
+            if running is None:
+                continue
+            if delta.error is not None:
+                self._end(running, ServerError(delta.error))
+                continue
+            try:
+                running.gathering.add(delta)
+            except RequestError as error:
+                self._end(running, error)
+        for running in [running for running in self._running.values() if running.gathering.is_complete]:
+            self._end(running, None)
+
+    def _end(self, running: _Running, error: Exception | None) -> None:
+        work = running.work
+        self._drop(running)
+        self._suspects.discard(work.request_id)
+        if error is not None:
+            self._room.fail(work, error)
+            return
+
+        def touch(tx: Session) -> None:
+            name = work.sampling_session_id
+            if name is not None and samplers.get(tx, name) is not None:
+                samplers.touch(tx, name, time.time())
+
+        self._room.answers.give([Answer(work=work, result=running.gathering.output())], touch)
+
+    def _drop_all(self) -> None:
+        for running in list(self._running.values()):
+            self._drop(running)
+
+    def _drop(self, running: _Running) -> None:
+        """Have a request run no more."""
+        request = running.gathering.request
+        del self._running[request.request_id]
+        self._room.backend.cancel_sample([request.request_id])  # of no effect where all had ended
+        if request.sampler is not None:
+            self._room.samplers.release(request.sampler)
+
+
+def _sample(work: Work) -> Sample:
+    assert isinstance(work.request, Sample)
+    return work.request

@@ -1,0 +1,41 @@
+"""What the engine process is told."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineSettings(BaseModel):
+    """Settings of the engine process; the command line composes them with the other components'."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data_dir: Path = Field(description="directory of the database and all weights")
+    base_model: str = Field(description="hub id or local directory of the model that is served")
+    served_model_name: str | None = Field(
+        default=None, description="name that clients use; default: base_model as given"
+    )
+    hole_wait_s: float = Field(
+        default=10.0, ge=0, description="how long a training pass waits for one that comes before it"
+    )
+    snapshot_interval_s: float = Field(
+        default=60.0, ge=0, description="how often a model in training is kept for recovery"
+    )
+    snapshot_effects: int = Field(
+        default=100, ge=1, description="keep a model for recovery after so many steps at the latest"
+    )
+    max_attempts: int = Field(default=3, ge=1, description="a request that ended the engine so many times fails")
+    session_timeout_s: float = Field(
+        3600.0, gt=0, description="models of a client silent so long leave the device; they return when asked for"
+    )
+    sampler_retention_s: float = Field(
+        86_400.0, gt=0, description="how long an unnamed sampler is kept unused, if four newer ones exist"
+    )
+    housekeeping_interval_s: float = Field(
+        default=60.0, gt=0, description="how often what nobody needs any more is removed"
+    )
+
+    @property
+    def base_models(self) -> list[str]:
+        """The names that clients may ask for, the public one first."""
+        return list(dict.fromkeys(name for name in (self.served_model_name, self.base_model) if name))

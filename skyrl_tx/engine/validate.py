@@ -1,0 +1,217 @@
+"""What makes a request the caller's mistake: pure checks against what the backend can do.
+
+Each function raises UserError with a text that names the field as the SDK does, and its value.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from skyrl_tx.contract.arrays import NumberArray
+from skyrl_tx.contract.capabilities import Capabilities, LossInput, LossSpec
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import checkpoint_name
+from skyrl_tx.contract.requests import (
+    CreateModel,
+    Datum,
+    LoadWeights,
+    LoraSpec,
+    ModelPass,
+    ModelSpec,
+    OptimizerParams,
+    PromptOptions,
+    Sample,
+    SamplingParams,
+    SaveWeights,
+)
+
+
+def check_create(request: CreateModel, capabilities: Capabilities, base_models: Collection[str]) -> None:
+    """Check `create_model`."""
+    _check_base_model(request.base_model, base_models)
+    _check_spec(request.spec, capabilities)
+
+
+def check_load(
+    request: LoadWeights, capabilities: Capabilities, base_models: Collection[str], current: ModelSpec | None
+) -> None:
+    """Check `load_weights`; `current` is what the model is made of, None when the load makes it."""
+    if request.base_model is not None:
+        _check_base_model(request.base_model, base_models)
+    _check_spec(request.spec, capabilities)
+    if current is None:
+        return
+    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        theirs, ours = getattr(request.spec.lora, name), getattr(current.lora, name)
+        if theirs != ours:
+            raise UserError(f"path {request.path!r}: its lora_config.{name} is {theirs}, the model's is {ours}")
+
+
+def check_save(request: SaveWeights) -> None:
+    """Check a save of either kind."""
+    if request.name is not None:
+        checkpoint_name(request.name)
+    elif request.kind != "sampler_weights" or request.sampling_session_id is None:
+        raise UserError("path: a name is needed to save weights")
+    if request.ttl_s is not None and request.ttl_s <= 0:
+        raise UserError(f"ttl_seconds {request.ttl_s} must be positive")
+
+
+def check_optim(params: OptimizerParams) -> None:
+    """Check `optim_step`."""
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        value = getattr(params, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise UserError(f"adam_params.{name} {value} must be a finite number, 0 or more")
+    for name in ("beta1", "beta2"):
+        value = getattr(params, name)
+        if not 0 <= value < 1:
+            raise UserError(f"adam_params.{name} {value} must be in [0, 1)")
+
+
+def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
+    """Check `forward` or `forward_backward`."""
+    spec = capabilities.losses.get(request.loss)
+    if spec is None:
+        raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
+    for name, value in request.loss_config.items():
+        if name not in spec.config:
+            raise UserError(f"loss_fn_config.{name}: {spec.name} takes {_listed(spec.config)}")
+        if isinstance(value, str) or not math.isfinite(value):
+            raise UserError(f"loss_fn_config.{name} {value!r} must be a finite number")
+    if not request.data:
+        raise UserError("data is empty")
+    for index, datum in enumerate(request.data):
+        _check_datum(f"data[{index}]", datum, spec, capabilities)
+
+
+def check_sample(request: Sample, capabilities: Capabilities) -> None:
+    """Check `sample`."""
+    _check_tokens("prompt", request.prompt, capabilities)
+    if request.num_samples <= 0:
+        raise UserError(f"num_samples {request.num_samples} must be 1 or more")
+    _check_sampling(request.params, capabilities.vocab_size)
+    length, limit = request.prompt.size, capabilities.max_context_length
+    max_tokens = request.params.max_tokens
+    if max_tokens is None:
+        if length >= limit:
+            raise UserError(f"prompt has {length} tokens: no room for a new one in the context of {limit}")
+        max_tokens = limit - length
+    if max_tokens <= 0:
+        raise UserError(f"sampling_params.max_tokens {max_tokens} must be 1 or more")
+    if length + max_tokens > limit:
+        raise UserError(
+            f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds the context of {limit} tokens"
+        )
+    if length + max_tokens > capabilities.max_sample_tokens:
+        raise UserError(
+            f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds the room for samples, "
+            f"{capabilities.max_sample_tokens} tokens"
+        )
+    _check_options(request.options, length, capabilities)
+
+
+def _check_base_model(name: str, base_models: Collection[str]) -> None:
+    if name not in base_models:
+        raise UserError(f"base_model {name[:200]!r} is not served here; served is {_listed(base_models)}")
+
+
+def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
+    if spec.optimizer not in capabilities.optimizers:
+        raise UserError(f"optimizer {spec.optimizer!r} is not one of {_listed(capabilities.optimizers)}")
+    lora: LoraSpec = spec.lora
+    if not 1 <= lora.rank <= capabilities.max_lora_rank:
+        raise UserError(f"lora_config.rank {lora.rank} must be from 1 to {capabilities.max_lora_rank}")
+    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    if not any(wanted.values()):
+        raise UserError("lora_config: train_attn, train_mlp and train_unembed are all false: nothing to train")
+    for target, is_wanted in wanted.items():
+        if is_wanted and target not in capabilities.lora_targets:
+            raise UserError(f"lora_config.train_{target} True: this server cannot train it")
+
+
+def _check_tokens(field: str, tokens: NumberArray, capabilities: Capabilities) -> None:
+    if tokens.size == 0:
+        raise UserError(f"{field} has no tokens")
+    _check_vocabulary(field, tokens, capabilities.vocab_size)
+    if tokens.size > capabilities.max_context_length:
+        raise UserError(f"{field} has {tokens.size} tokens; the context is {capabilities.max_context_length}")
+
+
+def _check_vocabulary(field: str, tokens: NumberArray, vocab_size: int, lowest: int = 0) -> None:
+    outside = (tokens < lowest) | (tokens >= vocab_size)
+    if outside.any():
+        raise UserError(f"{field}: token {int(tokens[outside][0])} is outside the vocabulary of {vocab_size} tokens")
+
+
+def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabilities) -> None:
+    _check_tokens(f"{field}.model_input", datum.tokens, capabilities)
+    for name in datum.loss_inputs:
+        if name not in spec.inputs:
+            raise UserError(f"{field}.loss_fn_inputs[{name!r}]: {spec.name} takes {_listed(spec.inputs)}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, expected in spec.inputs.items():
+        array = datum.loss_inputs.get(name)
+        if array is not None:
+            _check_input(f"{field}.loss_fn_inputs[{name!r}]", array, expected, datum.tokens.size, capabilities)
+            shapes[name] = array.shape
+        elif expected.fill is None:
+            raise UserError(f"{field}.loss_fn_inputs[{name!r}] is missing: {spec.name} needs it")
+    if len(set(shapes.values())) > 1:
+        raise UserError(f"{field}.loss_fn_inputs disagree in shape: {_shapes(shapes)}")
+
+
+def _check_input(field: str, array: NumberArray, expected: LossInput, length: int, capabilities: Capabilities) -> None:
+    if not 1 <= array.ndim <= expected.max_ndim or array.size == 0:
+        raise UserError(f"{field} has shape {list(array.shape)}; expected is [{length}]")
+    if array.shape[0] != length:
+        raise UserError(f"{field} has length {array.shape[0]}, model_input has {length} tokens")
+    if expected.is_integer:
+        if array.dtype.kind not in "iu":
+            raise UserError(f"{field} is of dtype {array.dtype.name}; expected are whole numbers (int64)")
+        _check_vocabulary(field, array, capabilities.vocab_size)
+    elif not np.isfinite(array).all():
+        raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
+
+
+def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise UserError(f"sampling_params.temperature {params.temperature} must be a finite number, 0 or more")
+    if not 0 < params.top_p <= 1:
+        raise UserError(f"sampling_params.top_p {params.top_p} must be in (0, 1]")
+    if params.top_k < -1:
+        raise UserError(f"sampling_params.top_k {params.top_k} must be -1 (off) or more")
+    if "" in params.stop_strings:
+        raise UserError("sampling_params.stop holds an empty string")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"sampling_params.stop: token {token} is outside the vocabulary of {vocab_size} tokens")
+
+
+def _check_options(options: PromptOptions, length: int, capabilities: Capabilities) -> None:
+    limits = (
+        ("topk_prompt_logprobs", options.topk, capabilities.max_topk_logprobs),
+        ("topk_sample_logprobs", options.sample_topk, capabilities.max_topk_logprobs),
+        ("prompt_alt_tokens_k", options.alt_tokens_k, capabilities.max_alt_tokens),
+    )
+    for name, value, limit in limits:
+        if not 0 <= value <= limit:
+            raise UserError(f"{name} {value} must be from 0 to {limit}")
+    if options.last_n is not None and not 1 <= options.last_n <= length - 1:
+        raise UserError(f"prompt_logprobs_last_n {options.last_n} must be from 1 to {length - 1} for this prompt")
+    targets = options.target_tokens
+    if targets is not None:
+        if not capabilities.offers_target_logprobs:
+            raise UserError("target_prompt_logprobs is not offered by this server")
+        if targets.ndim != 2 or targets.shape[0] != length - 1:
+            raise UserError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected is [{length - 1}, K]")
+        _check_vocabulary("target_prompt_logprobs", targets, capabilities.vocab_size, lowest=-1)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

@@ -1,0 +1,70 @@
+"""A stored request as the engine holds it."""
+
+from dataclasses import dataclass
+
+from skyrl_tx.contract import codec, requests
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
+from skyrl_tx.store.futures import PendingRequest
+
+_PASS_KINDS = frozenset({"model_pass"})
+BARRIER_KINDS = frozenset({"optim_step", "save_weights", "load_weights", "unload_model"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One request, decoded. `attempts` counts how often it was begun by engines that then ended."""
+
+    position: int
+    request_id: RequestId
+    session_id: SessionId
+    model_id: ModelId | None
+    seq_id: int | None
+    sampling_session_id: SamplingSessionId | None
+    attempts: int
+    request: requests.Request
+
+    @property
+    def kind(self) -> str:
+        """The request's kind; for a rejected one, the kind it would have had."""
+        return self.request.kind if isinstance(self.request, requests.Rejected) else codec.kind_of(self.request)
+
+    @property
+    def is_pass(self) -> bool:
+        """Whether it has a place among a model's passes, which may wait for one another."""
+        return self.kind in _PASS_KINDS
+
+    @property
+    def is_barrier(self) -> bool:
+        """Whether the client sends it only once all before it has been acknowledged."""
+        return self.kind in BARRIER_KINDS
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a pass; 0 for anything else."""
+        return sum(datum.tokens.size for datum in self.model_pass.data) if self.model_pass else 0
+
+    @property
+    def model_pass(self) -> requests.ModelPass | None:
+        """The request, if it is a pass that can be run."""
+        return self.request if isinstance(self.request, requests.ModelPass) else None
+
+
+def work_of(pending: PendingRequest) -> Work:
+    """Decode a stored request; one that this release cannot read becomes one that fails with the reason."""
+    request: requests.Request
+    try:
+        decoded = codec.decode(pending.body)
+        assert not isinstance(decoded, requests.ModelSpec)
+        request = decoded  # pyright: ignore[reportAssignmentType]
+    except codec.CodecError as error:
+        request = requests.Rejected(kind=pending.kind, message=str(error), backward=pending.kind == "model_pass")
+    return Work(
+        position=pending.position,
+        request_id=pending.request_id,
+        session_id=pending.session_id,
+        model_id=pending.model_id,
+        seq_id=pending.seq_id,
+        sampling_session_id=pending.sampling_session_id,
+        attempts=pending.attempts,
+        request=request,
+    )

@@ -1,0 +1,203 @@
+"""For tests of the engine: a data directory, the API's side of its store, and engines that run on it."""
+
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sqlmodel import Session
+
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.contract import codec, requests
+from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
+from skyrl_tx.contract.batches import PreparedModelPassBatch
+from skyrl_tx.contract.errors import BackendLost
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams, OptimStep, Sample
+from skyrl_tx.contract.results import Metrics, SampleDelta
+from skyrl_tx.engine.engine import Engine
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.store import futures, models, sessions
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.futures import NewRequest
+
+SPEC = ModelSpec(lora=LoraSpec(rank=2, seed=5))
+OWNER = "local"
+
+
+class Perishable(FakeBackend):
+    """A fake backend that loses its device in its n-th call, before or after that call did its work."""
+
+    def __init__(self, config: FakeConfig, calls_left: int) -> None:
+        super().__init__("tiny", config)
+        self.calls_left = calls_left
+
+    def _count(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise BackendLost("unplugged")
+
+    def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
+        """See AbstractBackend."""
+        self._count()
+        return super().begin_pass(batch, backward=backward)
+
+    def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
+        """See AbstractBackend."""
+        self._count()
+        metrics = super().optim_step(model_id, params)
+        self._count()
+        return metrics
+
+    def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
+        """See AbstractBackend."""
+        self._count()
+        return super().capture(model_id, parts)
+
+    def step_sample(self) -> list[SampleDelta]:
+        """See AbstractBackend."""
+        deltas = super().step_sample()
+        if deltas:
+            self._count()
+        return deltas
+
+
+class House:
+    """What a client, the API and one engine after the other do to one data directory."""
+
+    def __init__(self, data_dir: Path, **settings: Any) -> None:
+        self.data_dir = data_dir
+        self.config = FakeConfig(vocab_size=128)
+        self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{"hole_wait_s": 0.3, **settings})
+        self.api = Store.open(data_dir, role="api")
+        self.artifacts = ArtifactStore(data_dir / "artifacts")
+        self.session_id = self.new_session()
+
+    def close(self) -> None:
+        """Close the API's side."""
+        self.api.close()
+
+    def new_session(self) -> SessionId:
+        """Begin a client session."""
+        return self.api.write(
+            lambda tx: sessions.create(
+                tx,
+                owner=OWNER,
+                tags=[],
+                user_metadata=None,
+                sdk_version=None,
+                project_id=None,
+                display_name=None,
+                now=time.time(),
+            )
+        )
+
+    def submit(
+        self,
+        request: requests.Request,
+        *,
+        model_id: ModelId | None = None,
+        seq_id: int | None = None,
+        sampling_session_id: SamplingSessionId | None = None,
+    ) -> RequestId:
+        """Store a request as the API does."""
+        return self.api.write(
+            lambda tx: self._submit(
+                tx, request, model_id=model_id, seq_id=seq_id, sampling_session_id=sampling_session_id
+            )
+        )
+
+    def _submit(self, tx: Session, request: requests.Request, **where: Any) -> RequestId:
+        new = NewRequest(
+            key="",
+            kind=codec.kind_of(request),
+            owner=OWNER,
+            session_id=self.session_id,
+            body=codec.encode(request),
+            **where,
+        )
+        return futures.submit(tx, new, time.time()).request_id
+
+    def make(self, request: requests.CreateModel | requests.LoadWeights, name: str = "m") -> tuple[ModelId, RequestId]:
+        """Submit a create_model, or a load that makes a model."""
+        model_id = ModelId(f"{self.session_id}:train:{name}")
+
+        def work(tx: Session) -> RequestId:
+            models.create(
+                tx,
+                model_id=model_id,
+                session_id=self.session_id,
+                base_model="tiny",
+                spec=codec.encode(request.spec),
+                user_metadata=None,
+                now=time.time(),
+            )
+            return self._submit(tx, request, model_id=model_id)
+
+        return model_id, self.api.write(work)
+
+    def create(self, name: str = "m", spec: ModelSpec = SPEC) -> tuple[ModelId, RequestId]:
+        """Submit a create_model."""
+        return self.make(requests.CreateModel(base_model="tiny", spec=spec), name)
+
+    def run(self, *until: RequestId, backend: AbstractBackend | None = None) -> None:
+        """Run an engine until these requests are answered."""
+        stop = threading.Event()
+        store = Store.open(self.data_dir, role="engine")
+
+        def watch() -> None:
+            while not stop.is_set():
+                if len(self.api.read(lambda tx: futures.statuses(tx, until))) == len(until):
+                    stop.set()
+                    store.wake()
+                else:
+                    self.api.wait(5.0)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            Engine(self.settings, backend or FakeBackend("tiny", self.config), store, self.artifacts).run(stop)
+        finally:
+            stop.set()
+            self.api.wake()
+            watcher.join()
+            store.close()
+
+    def result(self, request_id: RequestId) -> Any:
+        """What a request was answered."""
+        state = self.api.read(lambda tx: futures.result(tx, request_id, OWNER))
+        assert state.result is not None, state
+        return codec.decode(state.result)
+
+    def answer(self, request: requests.Request, **where: Any) -> Any:
+        """Submit one request, run an engine for it, and return its result."""
+        request_id = self.submit(request, **where)
+        self.run(request_id)
+        return self.result(request_id)
+
+
+def datum(seed: int = 0, length: int = 6, **inputs: Any) -> Datum:
+    """A random sequence, to be predicted shifted by one."""
+    tokens = np.random.default_rng(seed).integers(1, 128, length, dtype=np.int32)
+    return Datum(tokens=tokens, loss_inputs={"target_tokens": np.roll(tokens, -1).astype(np.int64), **inputs})
+
+
+def forward_backward(seed: int = 0, **changes: Any) -> ModelPass:
+    """Two sequences."""
+    data = (datum(seed), datum(seed + 1000, 4))
+    return ModelPass(**{"data": data, "loss": "cross_entropy", "loss_config": {}, "backward": True, **changes})
+
+
+def optim_step(learning_rate: float = 0.05) -> OptimStep:
+    """A step with weight decay."""
+    return OptimStep(params=OptimizerParams(learning_rate=learning_rate, weight_decay=0.1))
+
+
+def sample(prompt: tuple[int, ...] = (65, 66), sampler: SamplerId | None = None, **params: Any) -> Sample:
+    """A greedy sample of eight tokens."""
+    settled = requests.SamplingParams(**{"seed": 3, "max_tokens": 8, "temperature": 0.0, **params})
+    return Sample(prompt=np.array(prompt, np.int32), num_samples=1, sampler=sampler, params=settled)
