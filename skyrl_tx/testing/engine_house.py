@@ -183,7 +183,8 @@ class House:
 def datum(seed: int = 0, length: int = 6, **inputs: Any) -> Datum:
     """A random sequence, to be predicted shifted by one."""
     tokens = np.random.default_rng(seed).integers(1, 128, length, dtype=np.int32)
-    return Datum(tokens=tokens, loss_inputs={"target_tokens": np.roll(tokens, -1).astype(np.int64), **inputs})
+    targets = np.roll(tokens, -1).astype(np.int64)
+    return Datum(tokens=tokens, loss_inputs={"target_tokens": targets, **inputs})
 
 
 def forward_backward(seed: int = 0, **changes: Any) -> ModelPass:

@@ -1,0 +1,113 @@
+"""Requests into batches, results into outputs."""
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, TopK
+from skyrl_tx.engine import prepare
+from skyrl_tx.engine.gather import Gathering
+from skyrl_tx.testing.engine_house import datum, forward_backward, sample
+
+CAPABILITIES = FakeBackend("tiny", FakeConfig(max_context_length=32)).start()
+REQUEST, MODEL = RequestId("r"), ModelId("m")
+
+
+def test_examples_are_complete():
+    floats = np.ones(6, np.float32)
+    request = forward_backward(
+        data=(datum(logprobs=floats, advantages=floats),), loss="ppo", loss_config={"clip_low_threshold": 0}
+    )
+    [example] = prepare.pass_examples(REQUEST, MODEL, request, CAPABILITIES)
+    assert example.loss_config == {"clip_low_threshold": 0.0, "clip_high_threshold": 1.2}
+    assert {name: (array.dtype.name, array.shape) for name, array in example.loss_inputs.items()} == {
+        "target_tokens": ("int32", (6,)),
+        "logprobs": ("float32", (6,)),
+        "advantages": ("float32", (6,)),
+        "weights": ("float32", (6,)),
+    }
+    assert (example.loss_inputs["weights"] == 1).all()
+
+
+def test_absent_inputs_take_the_shape_of_the_targets():
+    request = forward_backward(data=(datum(target_tokens=np.zeros((6, 3), np.int64)),))
+    [example] = prepare.pass_examples(REQUEST, MODEL, request, CAPABILITIES)
+    assert example.loss_inputs["weights"].shape == (6, 3)
+
+
+def test_metrics_are_folded_as_the_sdk_folds_chunks():
+    def result(loss, total, count):
+        logprobs = np.zeros(2, np.float32)
+        return PassResult(logprobs=logprobs, sums={"loss": loss}, means={"clip": MeanTerm(total, count)})
+
+    output = prepare.pass_output([result(1.0, 1, 4), result(2.5, 2, 2)], num_tokens=6)
+    assert output.metrics == {
+        "loss:sum": 3.5,
+        "num_tokens:sum": 6.0,
+        "num_datums:sum": 2.0,
+        "clip:mean": pytest.approx(0.5),
+    }
+    assert all(name.count(":") == 1 for name in output.metrics)
+    assert prepare.pass_output([result(1.0, 0, 0)], num_tokens=2).metrics["clip:mean"] == 0.0
+
+
+def test_no_max_tokens_means_up_to_the_context():
+    assert prepare.sample_request(REQUEST, sample(max_tokens=None), CAPABILITIES).params.max_tokens == 30
+    assert prepare.sample_request(REQUEST, sample(), CAPABILITIES).params.max_tokens == 8
+
+
+def request_of(num_samples, **params):
+    return SampleRequest(
+        request_id=REQUEST,
+        sampler=None,
+        prompt=np.array([1], np.int32),
+        num_samples=num_samples,
+        params=SamplingParams(seed=0, max_tokens=9, **params),
+        options=PromptOptions(sample_topk=1),
+    )
+
+
+def delta(index, text, stop_reason=None, prompt=None):
+    tokens = np.array([ord(char) for char in text], np.int32)
+    logprobs = -tokens.astype(np.float32)
+    return SampleDelta(
+        request_id=REQUEST,
+        index=index,
+        tokens=tokens,
+        logprobs=logprobs,
+        stop_reason=stop_reason,
+        topk=TopK(token_ids=tokens[:, None], logprobs=logprobs[:, None]),
+        prompt=prompt,
+    )
+
+
+def text_of(tokens):
+    return "".join(map(chr, tokens))
+
+
+def test_deltas_are_joined_by_index():
+    gathering = Gathering(request_of(2), text_of)
+    prompt = PromptResult(logprobs=np.array([np.nan], np.float32))
+    for each in (delta(1, "xy"), delta(0, "a", prompt=prompt), delta(1, "z", "stop")):
+        gathering.add(each)
+    assert not gathering.is_complete
+    gathering.add(delta(0, "b", "length"))
+    assert gathering.is_complete
+    output = gathering.output()
+    assert [text_of(each.tokens) for each in output.sequences] == ["ab", "xyz"]
+    assert [each.stop_reason for each in output.sequences] == ["length", "stop"]
+    assert output.prompt is prompt
+
+
+def test_a_stop_string_cuts_tokens_logprobs_and_topk_alike():
+    gathering = Gathering(request_of(1, stop_strings=("bc",)), text_of)
+    gathering.add(delta(0, "ab"))
+    gathering.add(delta(0, "cde"))
+    gathering.add(delta(0, "fgh", "length"))
+    [sequence] = gathering.output().sequences
+    assert text_of(sequence.tokens) == "abc" and sequence.stop_reason == "stop"
+    assert len(sequence.logprobs) == len(sequence.topk.token_ids) == len(sequence.topk.logprobs) == 3

@@ -1,0 +1,66 @@
+"""What silent and finished sessions lose, and what is swept away."""
+
+import time
+
+import pytest
+
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.contract.ids import SamplingSessionId
+from skyrl_tx.contract.requests import SaveWeights
+from skyrl_tx.store import samplers, sessions
+from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
+
+
+@pytest.fixture
+def quick_house(tmp_path):
+    house = House(tmp_path, housekeeping_interval_s=0.001, session_timeout_s=3600.0)
+    yield house
+    house.close()
+
+
+class Counting(FakeBackend):
+    """Counts how many models it was told to delete."""
+
+    num_deleted = 0
+
+    def delete_model(self, model_id):
+        self.num_deleted += model_id in self._models
+        super().delete_model(model_id)
+
+
+def test_a_finished_sessions_models_leave_the_device_and_come_back(quick_house):
+    house = quick_house
+    model_id, _ = house.create()
+    house.submit(forward_backward(), model_id=model_id, seq_id=1)
+    house.submit(optim_step(), model_id=model_id, seq_id=2)
+    house.answer(forward_backward(backward=False), model_id=model_id)
+    house.api.write(lambda tx: sessions.finish(tx, house.session_id, "done", time.time()))
+    backend = Counting("tiny", house.config)
+    first = house.submit(forward_backward(3), model_id=model_id, seq_id=3)
+    house.run(first, house.submit(sample(max_tokens=200, eos_stops=False)), backend=backend)
+    assert backend.num_deleted == 1
+    step = house.answer(optim_step(), model_id=model_id, seq_id=4)
+    assert step.metrics["unclipped_grad_l2:mean"] > 0
+
+
+def test_models_of_a_living_session_stay(quick_house):
+    house = quick_house
+    model_id, _ = house.create()
+    backend = Counting("tiny", house.config)
+    last = house.submit(forward_backward(), model_id=model_id, seq_id=1)
+    house.run(last, house.submit(sample(max_tokens=200, eos_stops=False)), backend=backend)
+    assert backend.num_deleted == 0
+
+
+def test_unused_unnamed_samplers_are_let_go(tmp_path):
+    house = House(tmp_path, housekeeping_interval_s=0.001, sampler_retention_s=0.001)
+    model_id, _ = house.create()
+    saves = []
+    for n in range(6):
+        save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=SamplingSessionId(f"s:sample:{n}"))
+        saves.append(house.submit(save, model_id=model_id, seq_id=n + 1))
+    house.run(*saves)
+    house.run(house.submit(sample(max_tokens=200, eos_stops=False)))
+    rows = [house.api.read(lambda tx, n=n: samplers.get(tx, SamplingSessionId(f"s:sample:{n}"))) for n in range(6)]
+    assert [row.sampler_id is not None for row in rows] == [False] * 2 + [True] * 4
+    house.close()

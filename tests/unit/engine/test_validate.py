@@ -1,0 +1,205 @@
+"""Bad input: which text names which field."""
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.contract.requests import (
+    CreateModel,
+    LoadWeights,
+    LoraSpec,
+    ModelSpec,
+    OptimizerParams,
+    PromptOptions,
+    SaveWeights,
+)
+from skyrl_tx.engine import validate
+from skyrl_tx.testing.engine_house import SPEC, datum, forward_backward, sample
+
+CAPABILITIES = FakeBackend("tiny", FakeConfig(vocab_size=128, max_context_length=32, max_lora_rank=8)).start()
+
+
+def raises(text):
+    return pytest.raises(UserError, match=re.escape(text))
+
+
+def floats(*values):
+    return np.array(values, np.float32)
+
+
+POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"data": ()}, "data is empty"),
+        ({"data": (datum(), datum(0, 0))}, "data[1].model_input has no tokens"),
+        ({"data": (datum(0, 33),)}, "data[0].model_input has 33 tokens; the context is 32"),
+        ({"loss": "hinge"}, "loss_fn 'hinge' is not one of cispo, cross_entropy, dro"),
+        ({"loss_config": {"beta": 1.0}}, "loss_fn_config.beta: cross_entropy takes nothing"),
+        ({"loss": "dro", "loss_config": {"beta": math.nan}}, "loss_fn_config.beta nan must be a finite number"),
+        ({"loss": "dro", "loss_config": {"beta": "x"}}, "loss_fn_config.beta 'x' must be a finite number"),
+        ({"data": (datum(mask=floats(*[1] * 6)),)}, "data[0].loss_fn_inputs['mask']: cross_entropy takes"),
+        ({"loss": "ppo"}, "data[0].loss_fn_inputs['logprobs'] is missing: ppo needs it"),
+        ({"data": (datum(weights=floats(1, 2)),)}, "data[0].loss_fn_inputs['weights'] has length 2, model_input has 6"),
+        (
+            {"data": (datum(weights=floats(1, 1, math.nan, 1, 1, 1)),)},
+            "data[0].loss_fn_inputs['weights'] holds nan; numbers must be finite",
+        ),
+        (
+            {"loss": "ppo", "data": (datum(**POLICY | {"advantages": floats(*[math.inf] * 6)}),)},
+            "data[0].loss_fn_inputs['advantages'] holds inf",
+        ),
+        (
+            {"loss": "ppo", "data": (datum(**POLICY | {"logprobs": floats(*[-math.inf] * 6)}),)},
+            "data[0].loss_fn_inputs['logprobs'] holds -inf",
+        ),
+        (
+            {"data": (datum(target_tokens=np.array([1, 2, 3, 4, 5, 128])),)},
+            "data[0].loss_fn_inputs['target_tokens']: token 128 is outside the vocabulary of 128 tokens",
+        ),
+        ({"data": (datum(target_tokens=np.array([1, 2, 3, 4, 5, -1])),)}, "token -1 is outside the vocabulary"),
+        ({"data": (datum(target_tokens=floats(*[1] * 6)),)}, "is of dtype float32; expected are whole numbers"),
+        ({"data": (datum(weights=np.ones((6, 2, 2), np.float32)),)}, "['weights'] has shape [6, 2, 2]"),
+        (
+            {"data": (datum(weights=np.ones((6, 2), np.float32)),)},
+            "data[0].loss_fn_inputs disagree in shape: target_tokens [6], weights [6, 2]",
+        ),
+        ({"data": (datum(target_tokens=np.zeros((6, 0), np.int64)),)}, "['target_tokens'] has shape [6, 0]"),
+        ({"data": (replace(datum(), tokens=np.array([1, -5, 3, 4, 5, 6], np.int32)),)}, "model_input: token -5"),
+    ],
+)
+def test_bad_passes(changes, text):
+    with raises(text):
+        validate.check_pass(forward_backward(**changes), CAPABILITIES)
+
+
+def test_good_passes():
+    validate.check_pass(forward_backward(), CAPABILITIES)
+    top_k = np.zeros((6, 3), np.int64)
+    validate.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
+    config = {"clip_low_threshold": 0.5}
+    validate.check_pass(forward_backward(data=(datum(**POLICY),), loss="ppo", loss_config=config), CAPABILITIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"learning_rate": math.nan}, "adam_params.learning_rate nan"),
+        ({"learning_rate": math.inf}, "adam_params.learning_rate inf"),
+        ({"learning_rate": -1.0}, "adam_params.learning_rate -1.0"),
+        ({"beta1": 1.0}, "adam_params.beta1 1.0 must be in [0, 1)"),
+        ({"beta2": math.nan}, "adam_params.beta2 nan"),
+        ({"eps": -1.0}, "adam_params.eps -1.0"),
+        ({"weight_decay": math.inf}, "adam_params.weight_decay inf"),
+        ({"grad_clip_norm": -1.0}, "adam_params.grad_clip_norm -1.0"),
+    ],
+)
+def test_bad_steps(changes, text):
+    with raises(text):
+        validate.check_optim(OptimizerParams(**changes))
+
+
+@pytest.mark.parametrize(
+    ("lora", "text"),
+    [
+        ({"rank": 0}, "lora_config.rank 0 must be from 1 to 8"),
+        ({"rank": -3}, "lora_config.rank -3"),
+        ({"rank": 9}, "lora_config.rank 9"),
+        ({"train_attn": False, "train_mlp": False, "train_unembed": False}, "nothing to train"),
+    ],
+)
+def test_bad_models(lora, text):
+    spec = ModelSpec(lora=LoraSpec(**{"rank": 2, "seed": 0, **lora}))
+    with raises(text):
+        validate.check_create(CreateModel(base_model="tiny", spec=spec), CAPABILITIES, ["tiny"])
+
+
+def test_other_bad_models():
+    with raises("base_model 'huge' is not served here; served is tiny"):
+        validate.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
+    with raises("optimizer 'dimuon' is not one of adamw"):
+        validate.check_create(
+            CreateModel(base_model="tiny", spec=replace(SPEC, optimizer="dimuon")), CAPABILITIES, ["tiny"]
+        )
+    with raises("lora_config.train_mlp True: this server cannot train it"):
+        validate.check_create(
+            CreateModel(base_model="tiny", spec=SPEC),
+            replace(CAPABILITIES, lora_targets=frozenset({"attn", "unembed"})),
+            ["tiny"],
+        )
+    load = LoadWeights(
+        path="tinker://a/weights/b",
+        artifact_id=ArtifactId("x"),
+        spec=SPEC,
+        optimizer=True,
+        create=True,
+        base_model="huge",
+    )
+    with raises("base_model 'huge'"):
+        validate.check_load(load, CAPABILITIES, ["tiny"], None)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a\0b", "x" * 300, "-a"])
+def test_bad_checkpoint_names(name):
+    with raises("checkpoint name"):
+        validate.check_save(SaveWeights(kind="weights", name=name))
+
+
+def test_other_bad_saves():
+    with raises("path: a name is needed to save weights"):
+        validate.check_save(SaveWeights(kind="weights", name=None))
+    with raises("ttl_seconds -1 must be positive"):
+        validate.check_save(SaveWeights(kind="weights", name="a", ttl_s=-1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"prompt": ()}, "prompt has no tokens"),
+        ({"prompt": (1, 128)}, "prompt: token 128 is outside the vocabulary"),
+        ({"prompt": (1, -1)}, "prompt: token -1"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens 0 must be 1 or more"),
+        ({"max_tokens": 31}, "prompt of 2 tokens + sampling_params.max_tokens 31 exceeds the context of 32 tokens"),
+        ({"prompt": (1,) * 32, "max_tokens": None}, "prompt has 32 tokens: no room"),
+        ({"temperature": -0.5}, "sampling_params.temperature -0.5"),
+        ({"temperature": math.nan}, "sampling_params.temperature nan"),
+        ({"top_p": 0.0}, "sampling_params.top_p 0.0 must be in (0, 1]"),
+        ({"top_p": 1.5}, "sampling_params.top_p 1.5"),
+        ({"top_k": -2}, "sampling_params.top_k -2"),
+        ({"stop_strings": ("a", "")}, "sampling_params.stop holds an empty string"),
+        ({"stop_token_ids": (500,)}, "sampling_params.stop: token 500"),
+    ],
+)
+def test_bad_samples(changes, text):
+    with raises(text):
+        validate.check_sample(sample(**changes), CAPABILITIES)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"topk": 21}, "topk_prompt_logprobs 21 must be from 0 to 20"),
+        ({"sample_topk": -1}, "topk_sample_logprobs -1"),
+        ({"alt_tokens_k": 99}, "prompt_alt_tokens_k 99"),
+        ({"logprobs": True, "last_n": 2}, "prompt_logprobs_last_n 2 must be from 1 to 1"),
+        ({"target_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs has shape [2, 1]; expected is [1, K]"),
+        ({"target_tokens": np.array([[-2]])}, "target_prompt_logprobs: token -2"),
+    ],
+)
+def test_bad_prompt_options(options, text):
+    with raises(text):
+        validate.check_sample(replace(sample(), options=PromptOptions(**options)), CAPABILITIES)
+
+
+def test_no_samples_asked():
+    with raises("num_samples 0 must be 1 or more"):
+        validate.check_sample(replace(sample(), num_samples=0), CAPABILITIES)
