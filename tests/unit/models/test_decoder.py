@@ -134,3 +134,20 @@ def test_compiled_size_does_not_grow_with_layers(loaded):
         return len(lowered.as_text().splitlines())
 
     assert lines(2) == lines(24)
+
+
+def test_bfloat16_weights_keep_float32_results(loaded):
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), loaded.params)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low)
+    adapter, x = loaded.adapter(1), tokens(2, 10)
+    hidden, prefilled = prefill(low, loaded.config, x, adapter)
+    assert hidden.dtype == jnp.float32 and prefilled.k.dtype == jnp.bfloat16
+    expected = forward(rounded, loaded.config, x, adapter)
+    error = jnp.abs(hidden - expected).max() / jnp.abs(expected).max()
+    assert 0 < float(error) < 0.03  # activations are rounded to 8 bits of mantissa at each product, sums are not
+
+    cache = kv_cache.allocate(2, 2, loaded.config.num_kv_heads, 12, loaded.config.head_dim, jnp.bfloat16)
+    cache = kv_cache.insert(cache, prefilled, jnp.array([0, 1]), jnp.array([0, 1]))
+    decoded, cache = decode_step(low, loaded.config, x[:, 9], jnp.array([9, 9]), cache, adapter)
+    assert decoded.dtype == jnp.float32 and cache.k.dtype == jnp.bfloat16
+    assert float(jnp.abs(decoded - expected[:, 9]).max() / jnp.abs(expected).max()) < 0.03
