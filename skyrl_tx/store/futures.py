@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import func, insert, or_, select, update
+from sqlalchemy import bindparam, func, insert, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
@@ -94,6 +94,14 @@ _PENDING = (
     (col(RequestRow.status) == "failed").label("failed"),
 )
 
+# Built once: the engine asks at every turn, and building it takes longer than running it.
+_OPEN_AFTER = (
+    select(*_PENDING)
+    .where(col(RequestRow.status) == "open", col(RequestRow.position) > bindparam("after_position"))
+    .order_by(col(RequestRow.position))
+    .limit(bindparam("limit"))
+)
+
 
 def request_id(key: str) -> RequestId:
     """The id of the request with these deduplication ids; a new random one for ""."""
@@ -146,13 +154,8 @@ def _digest(new: NewRequest) -> bytes:
 
 def pending(tx: Session, after_position: int, limit: int) -> list[PendingRequest]:
     """Open requests that arrived after a position, in order of arrival."""
-    wanted = (
-        select(*_PENDING)
-        .where(col(RequestRow.status) == "open", col(RequestRow.position) > after_position)
-        .order_by(col(RequestRow.position))
-        .limit(limit)
-    )
-    return [PendingRequest(**row) for row in tx.connection().execute(wanted).mappings()]
+    rows = tx.connection().execute(_OPEN_AFTER, {"after_position": after_position, "limit": limit})
+    return [PendingRequest(**row) for row in rows.mappings()]
 
 
 def effects_since(tx: Session, model_id: ModelId, effect_order: int) -> list[PendingRequest]:
