@@ -11,12 +11,14 @@ from sqlmodel import Session
 
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory, RequestError
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import Failure, Result
 from skyrl_tx.engine.work import Work
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
+_TOUCH_PERIOD_S = 5.0  # "last used" is for people; a row less to write matters to the latency of each answer
 Rows = Callable[[Session], None]
 
 
@@ -42,6 +44,7 @@ class Answers:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._writing: deque[Future[None]] = deque()
+        self._touched: dict[ModelId, float] = {}
 
     def give(self, answers: Sequence[Answer], rows: Rows | None = None) -> None:
         """Answer requests, all in one transaction with `rows`; returns at once."""
@@ -78,5 +81,7 @@ class Answers:
             assert counted == answer.effect_order, f"effect {answer.effect_order} of {work.model_id} is no. {counted}"
         is_first = futures.complete(tx, work.request_id, data, failed=failed, effect_order=answer.effect_order, now=now)
         assert is_first, f"request {work.request_id} was answered before"
-        if work.model_id is not None and models.get(tx, work.model_id) is not None:
-            models.touch(tx, work.model_id, now)
+        if work.model_id is not None and now - self._touched.get(work.model_id, 0.0) >= _TOUCH_PERIOD_S:
+            self._touched[work.model_id] = now
+            if models.get(tx, work.model_id) is not None:
+                models.touch(tx, work.model_id, now)
