@@ -37,7 +37,7 @@ class JaxConfig(BaseModel):
 
     # Training
     max_lora_adapters: int = Field(default=16, gt=0, description="Models resident for training at once.")
-    max_lora_rank: int = Field(default=128, gt=0, description="Largest LoRA rank a client may ask for.")
+    max_lora_rank: int = Field(default=64, gt=0, description="Largest LoRA rank a client may ask for.")
     micro_batch_tokens: int = Field(
         default=2048,
         gt=0,

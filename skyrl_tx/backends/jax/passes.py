@@ -1,0 +1,145 @@
+"""A pass over whole requests: micro-batches are dispatched one by one, and nothing is kept until all have succeeded."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import jax
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import packing, training
+from skyrl_tx.backends.jax.adapters import AdapterPool, TrainingState
+from skyrl_tx.contract.backend import Pass
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.results import PassResult
+from skyrl_tx.layers.lora import AdapterWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The examples of one request, and where in the batch they begin."""
+
+    model_id: ModelId
+    start: int
+    examples: tuple[PassExample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One micro-batch, and its place among those of its request."""
+
+    request: _Request
+    slab: packing.Slab
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """A micro-batch whose outputs may still be under way."""
+
+    unit: _Unit
+    outputs: training.Outputs
+
+
+class JaxPass(Pass):
+    """See Pass. The gradient of a request is summed by itself, in the order of its plan, then added to its model's."""
+
+    def __init__(
+        self,
+        batch: PreparedModelPassBatch,
+        *,
+        backward: bool,
+        params: models.DecoderParams,
+        config: models.ModelConfig,
+        pool: AdapterPool,
+        micro_batch_tokens: int,
+        remat: bool,
+    ) -> None:
+        self._params = params
+        self._config = config
+        self._pool = pool
+        self._backward = backward
+        self._remat = remat
+        requests = _group(batch.examples)
+        self._before: dict[ModelId, TrainingState] = {r.model_id: pool.take(r.model_id) for r in requests}
+        self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
+        self._of_request: AdapterWeights | None = None
+        self._waiting = deque(_cut(requests, micro_batch_tokens))
+        self._dispatched: list[_Dispatched] = []
+        self._is_over = False
+
+    def step(self) -> bool:
+        """See Pass."""
+        assert not self._is_over, "this pass has ended"
+        if self._waiting:
+            unit = self._waiting.popleft()
+            self._dispatched.append(_Dispatched(unit, self._dispatch(unit)))
+        return not self._waiting
+
+    def results(self) -> list[PassResult]:
+        """See Pass."""
+        while not self.step():
+            pass
+        results: dict[int, PassResult] = {}
+        outputs = jax.device_get([dispatched.outputs for dispatched in self._dispatched])
+        for dispatched, output in zip(self._dispatched, outputs, strict=True):
+            request, slab = dispatched.unit.request, dispatched.unit.slab
+            for index, result in packing.read_results(slab, request.examples, output.logprobs, output.loss):
+                results[request.start + index] = result
+        if self._backward:
+            self._commit()
+        self.abort()
+        return [results[index] for index in range(len(results))]
+
+    def abort(self) -> None:
+        """See Pass."""
+        self._is_over = True
+        self._waiting.clear()
+        self._dispatched, self._gradients, self._of_request = [], {}, None
+
+    def _commit(self) -> None:
+        jax.block_until_ready(self._gradients)
+        for model_id, before in self._before.items():
+            assert self._pool.take(model_id) is before, "a model must not change while a pass over it runs"
+        for model_id, before in self._before.items():
+            self._pool.put(model_id, before.with_gradient(self._gradients[model_id]))
+
+    def _dispatch(self, unit: _Unit) -> training.Outputs:
+        request = unit.request
+        batch = packing.fill(unit.slab, request.examples)
+        adapter = self._before[request.model_id].adapter
+        if not self._backward:
+            return training.forward(self._params, adapter, batch, config=self._config)
+        if unit.is_first:
+            self._of_request = training.zeros_like(adapter.weights)
+        assert self._of_request is not None
+        self._of_request, outputs = training.accumulate(
+            self._params, adapter, self._of_request, batch, config=self._config, remat=self._remat
+        )
+        if unit.is_last:
+            summed = self._gradients[request.model_id]
+            new = self._of_request
+            self._gradients[request.model_id] = new if summed is None else training.sum_gradients(summed, new)
+            self._of_request = None
+        return outputs
+
+
+def _group(examples: tuple[PassExample, ...]) -> list[_Request]:
+    requests: list[_Request] = []
+    start = 0
+    for _, group in groupby(examples, key=lambda example: example.request_id):
+        members = tuple(group)
+        requests.append(_Request(members[0].model_id, start, members))
+        start += len(members)
+    assert len({request.examples[0].request_id for request in requests}) == len(requests), "a request lies apart"
+    return requests
+
+
+def _cut(requests: list[_Request], micro_batch_tokens: int) -> Iterator[_Unit]:
+    for request in requests:
+        slabs = packing.plan(request.examples, micro_batch_tokens)
+        for position, slab in enumerate(slabs):
+            yield _Unit(request, slab, is_first=position == 0, is_last=position == len(slabs) - 1)

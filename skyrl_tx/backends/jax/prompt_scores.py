@@ -1,0 +1,177 @@
+"""What a request asks about its prompt: log-probabilities, top-k, given targets, alternative tokens.
+
+Legend: T prompt positions (a bucket), P positions of a window, Q targets of each, J alternatives, D embed, V vocab.
+
+Row i speaks of the token at position i + 1. All comes from the prefill's hidden states, one window of logits at a time.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import sampling
+from skyrl_tx.backends.jax.buckets import next_power
+from skyrl_tx.backends.jax.decode import take_adapter
+from skyrl_tx.contract.arrays import Float32Array, Int64Array
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.requests import PromptOptions
+from skyrl_tx.contract.results import PromptResult, TopK
+from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.models import DecoderParams
+
+WINDOW = 256  # positions whose logits exist at once
+NOT_COMPUTED = -99999.0  # the SDK's filler in rows of top-k (tinker/types/sample_response.py)
+SKIP = -1
+
+
+@struct.dataclass
+class Window:
+    """Scores of P positions; what was not asked for has K = 0 or J = 0."""
+
+    target_PQ: jax.Array
+    topk_token_PK: jax.Array
+    topk_logprob_PK: jax.Array
+    alt_token_PJ: jax.Array
+    alt_logprob_PJ: jax.Array
+
+
+@partial(jax.jit, static_argnames=("max_topk", "max_alt"))
+def score_window(
+    params: DecoderParams,
+    pool: Adapter | None,
+    slot: jax.Array,
+    hidden_TD: jax.Array,
+    start: jax.Array,
+    target_PQ: jax.Array,
+    seed_2: jax.Array,
+    temperature: jax.Array,
+    *,
+    max_topk: int,
+    max_alt: int,
+) -> Window:
+    """Score the rows from `start` on: targets and top-k at temperature 1, `max_alt` draws at the request's own."""
+    P = target_PQ.shape[0]
+    hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
+    logits_PV = models.logits(params, hidden_PD, take_adapter(pool, slot))
+    log_total_P = jax.nn.logsumexp(logits_PV, axis=-1)
+    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, log_total_P, max_topk, jnp.bool_(True))
+    scaled_PV = sampling.scale(logits_PV, jnp.broadcast_to(temperature, P))
+    weight_PV, scaled_total_P = sampling.weights(scaled_PV)
+    greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
+    seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), start + jnp.arange(P, dtype=jnp.int32)
+
+    def draw_one(j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        number_P = sampling.uniform(seed_P2, jnp.broadcast_to(sampling.PROMPT_INDEX - j, P), row_P)
+        token_P = jnp.where(temperature > 0, sampling.pick(weight_PV, number_P), greedy_P)
+        return token_P, jnp.take_along_axis(scaled_PV, token_P[:, None], axis=-1)[:, 0] - scaled_total_P
+
+    alt_token_JP, alt_logprob_JP = jax.lax.map(draw_one, jnp.arange(max_alt, dtype=jnp.uint32))
+    return Window(
+        target_PQ=jnp.take_along_axis(logits_PV, target_PQ, axis=-1) - log_total_P[:, None],
+        topk_token_PK=topk_token_PK,
+        topk_logprob_PK=topk_logprob_PK,
+        alt_token_PJ=alt_token_JP.T,
+        alt_logprob_PJ=alt_logprob_JP.T,
+    )
+
+
+def score_prompt(
+    params: DecoderParams,
+    pool: Adapter | None,
+    slot: int,
+    hidden_TD: jax.Array,
+    request: SampleRequest,
+    seed_2: np.ndarray,
+    *,
+    max_topk: int,
+) -> PromptResult:
+    """Answer `request.options` about the prompt from its hidden states, in windows of one shape."""
+    options, num_rows = request.options, request.prompt.size - 1
+    first = 0 if options.last_n is None else max(0, num_rows - options.last_n)
+    target_TQ = _targets(request, hidden_TD.shape[0])
+    window = min(WINDOW, hidden_TD.shape[0])
+    starts = range(0 if _wants_every_row(options) else first, num_rows, window)
+    # The last window may reach back into its predecessor: those rows are computed twice, with equal results.
+    starts = [min(start, hidden_TD.shape[0] - window) for start in starts]
+    windows = [
+        score_window(
+            params,
+            pool,
+            np.int32(slot),
+            hidden_TD,
+            np.int32(start),
+            target_TQ[start : start + window],
+            seed_2,
+            np.float32(request.params.temperature),
+            max_topk=max_topk if options.topk else 0,
+            max_alt=next_power(options.alt_tokens_k) if options.alt_tokens_k else 0,
+        )
+        for start in starts
+    ]
+    rows = _join(windows, starts, hidden_TD.shape[0], window)
+    return _result(rows, options, first, num_rows)
+
+
+def _wants_every_row(options: PromptOptions) -> bool:
+    return options.target_tokens is not None or options.alt_tokens_k > 0
+
+
+def _targets(request: SampleRequest, length: int) -> np.ndarray:
+    """Return int32 [length, Q]: the next token, then the given targets; Q a power of two, to keep shapes few."""
+    given = request.options.target_tokens
+    num_given = 0 if given is None else given.shape[1]
+    padded = np.zeros((length, next_power(1 + num_given)), np.int32)
+    padded[: request.prompt.size - 1, 0] = request.prompt[1:]
+    if given is not None:
+        padded[: given.shape[0], 1 : 1 + num_given] = np.maximum(given, 0)
+    return padded
+
+
+def _join(windows: list[Window], starts: list[int], length: int, window: int) -> Window | None:
+    if not windows:
+        return None
+
+    def join(*parts: np.ndarray) -> np.ndarray:
+        joined = np.zeros((length, *parts[0].shape[1:]), parts[0].dtype)
+        for start, part in zip(starts, parts, strict=True):
+            joined[start : start + window] = part
+        return joined
+
+    return jax.tree.map(join, *jax.device_get(windows))
+
+
+def _result(rows: Window | None, options: PromptOptions, first: int, num_rows: int) -> PromptResult:
+    """Lay the rows out as the contract says; `rows` None: the prompt is one token, of which nothing is known."""
+    logprobs = np.full(num_rows + 1, np.nan, np.float32)
+    topk = TopK(
+        token_ids=np.zeros((num_rows + 1, options.topk), np.int32),
+        logprobs=np.full((num_rows + 1, options.topk), NOT_COMPUTED, np.float32),
+    )
+    alt_tokens = TopK(
+        token_ids=np.zeros((num_rows, options.alt_tokens_k), np.int32),
+        logprobs=np.zeros((num_rows, options.alt_tokens_k), np.float32),
+    )
+    if rows is not None:
+        asked = slice(first, num_rows)
+        logprobs[first + 1 :] = rows.target_PQ[asked, 0]
+        topk.token_ids[first + 1 :] = rows.topk_token_PK[asked, : options.topk]
+        topk.logprobs[first + 1 :] = rows.topk_logprob_PK[asked, : options.topk]
+        alt_tokens.token_ids[:] = rows.alt_token_PJ[:num_rows, : options.alt_tokens_k]
+        alt_tokens.logprobs[:] = rows.alt_logprob_PJ[:num_rows, : options.alt_tokens_k]
+    return PromptResult(
+        logprobs=logprobs if options.logprobs else None,
+        topk=topk if options.topk else None,
+        targets=_given_targets(rows, options.target_tokens),
+        alt_tokens=alt_tokens if options.alt_tokens_k else None,
+    )
+
+
+def _given_targets(rows: Window | None, asked: Int64Array | None) -> Float32Array | None:
+    if asked is None or rows is None:
+        return None if asked is None else np.zeros(asked.shape, np.float32)
+    num_rows, num_targets = asked.shape
+    return np.where(asked == SKIP, np.float32(0.0), rows.target_PQ[:num_rows, 1 : 1 + num_targets])

@@ -1,0 +1,74 @@
+"""Three steps of training equal those of transformers with peft and torch.optim.AdamW, from peft's own file on."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.optimizer import adamw, coefficients, fresh_state
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+
+PARAMS = OptimizerParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.1)
+RANK, ALPHA, STEPS = 4, 32, 3  # as in reference/transformers_reference.py
+
+
+def test_adamw_on_the_gradients_of_torch(reference):
+    weights = reference.adapter("weights0").weights
+    state = fresh_state(weights)
+    for step in range(STEPS):
+        gradient = reference.adapter(f"gradients{step}").weights
+        weights, state, _ = adamw(weights, state, gradient, coefficients(PARAMS, step + 1))
+        expected = jax.tree.leaves(reference.adapter(f"weights{step + 1}").weights)
+        for ours, theirs in zip(jax.tree.leaves(weights), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", ["qwen3-untied", "llama3-tied"])
+def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
+    directory, model_id = directories[variant], ModelId("m")
+    with np.load(directory / "inputs.npz") as file:
+        inputs = dict(file)
+    with np.load(directory / "reference.npz") as file:
+        arrays = dict(file)
+    tensors = {
+        f"base_model.model.{name.removeprefix('weights0/')}.weight": array
+        for name, array in arrays.items()
+        if name.startswith("weights0/")
+    }
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    backend = JaxBackend(str(directory), JaxConfig(compile_cache_dir=None, sample_slots=1, max_lora_rank=8))
+    backend.start()
+    lora = LoraSpec(rank=RANK, seed=0, train_unembed="lm_head" in modules)
+    source = backend.open_snapshot(tmp_path)
+    backend.restore(model_id, ModelSpec(lora=lora), source, {StatePart.WEIGHTS})
+    examples = tuple(
+        PassExample(
+            request_id=RequestId("r"),
+            model_id=model_id,
+            tokens=inputs["tokens"][row].astype(np.int32),
+            loss="cross_entropy",
+            loss_inputs={"target_tokens": inputs["targets"][row].astype(np.int32), "weights": inputs["weights"][row]},
+            loss_config={},
+        )
+        for row in range(len(inputs["tokens"]))
+    )
+    for step in range(STEPS):
+        results = backend.forward_backward(PreparedModelPassBatch(examples=examples))
+        assert sum(result.sums["loss"] for result in results) == pytest.approx(float(arrays[f"loss{step}"]), rel=1e-4)
+        for result, expected in zip(results, arrays[f"logprobs{step}"], strict=True):
+            np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
+        norm = backend.optim_step(model_id, PARAMS)["unclipped_grad_l2:mean"]
+        gradients = [array for name, array in arrays.items() if name.startswith(f"gradients{step}/")]
+        assert norm == pytest.approx(float(np.sqrt(sum((g**2).sum() for g in gradients))), rel=1e-4)
+    backend.close()

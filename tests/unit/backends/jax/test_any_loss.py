@@ -1,0 +1,45 @@
+"""Choosing the loss by number gives what the loss itself gives: value, means and gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax import any_loss
+from skyrl_tx.losses import LOSSES
+
+CASES = [(name, 2) for name in LOSSES] + [("cross_entropy", 3)]
+evaluate = jax.jit(any_loss.evaluate)
+
+
+@pytest.mark.parametrize(("name", "ndim"), CASES)
+def test_the_number_chooses_the_loss(name, ndim):
+    draw = np.random.default_rng(0)
+    shape = (2, 5, 3)[:ndim]
+    loss = LOSSES[name]
+    logprobs = -draw.random(shape, np.float32)
+    inputs = {each: draw.random(shape, np.float32) - 0.5 for each in any_loss.INPUTS}
+    config_BC = np.tile([*(loss.spec.config[c] for c in loss.columns), 7.0, 7.0, 7.0], (2, 1))
+    config_BC = config_BC[:, : any_loss.NUM_COLUMNS].astype(np.float32)
+    number = any_loss.number_of(name, ndim)
+
+    def ours(x):
+        return evaluate(number, x, inputs, config_BC)
+
+    def theirs(x):
+        own = {each: inputs[each] for each in loss.spec.inputs if each != any_loss.TARGETS}
+        return loss.evaluate(x, own, config_BC[:, : len(loss.columns)])
+
+    expected = theirs(logprobs)
+    got = ours(logprobs)
+    np.testing.assert_allclose(got.loss_B, expected.loss_B, rtol=1e-6)
+    assert any_loss.mean_names(name) == set(expected.means)
+    for each, mean in expected.means.items():
+        np.testing.assert_allclose(got.means[each].total_B, mean.total_B, rtol=1e-6)
+    gradient = jax.grad(lambda x: ours(x).loss_B.sum())(jnp.asarray(logprobs))
+    wanted = jax.grad(lambda x: theirs(x).loss_B.sum())(jnp.asarray(logprobs))
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+def test_only_losses_of_several_targets_take_them():
+    assert [loss.spec.name for loss in any_loss.losses_for(3)] == ["cross_entropy"]

@@ -1,0 +1,156 @@
+"""Files of an adapter: PEFT's names and shapes, the true rank, and clear refusals."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import checkpoint
+from skyrl_tx.backends.jax.adapters import AdapterPool, fresh_training_state, padded_rank
+from skyrl_tx.backends.jax.optimizer import OptimizerState
+from skyrl_tx.contract.backend import ALL_PARTS, StatePart
+from skyrl_tx.contract.errors import CapacityError, UserError
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights import hf
+from skyrl_tx.weights.weight_map import adapter_modules
+
+WEIGHTS = {StatePart.WEIGHTS}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def form(request, tmp_path_factory) -> checkpoint.AdapterFormat:
+    directory = write_model(tmp_path_factory.mktemp("model"), tied_embeddings=request.param)
+    content = hf.read_json(directory, "config.json")
+    family = models.find_family(content)
+    modules = adapter_modules(family.weights, tied_embeddings=request.param)
+    return checkpoint.AdapterFormat(base_model="tiny", config=family.config_from_hf(content), modules=modules)
+
+
+def trained(form: checkpoint.AdapterFormat, **lora) -> checkpoint.TrainingState:
+    """Return a state with other numbers in every part, zero where padding is."""
+    spec = LoraSpec(**{"rank": 5, "seed": 3, **lora})
+    state = fresh_training_state(form.config, spec, jax.device_put)
+    weights = jax.tree.map(np.array, state.adapter.weights)
+    for name in checkpoint.adapter_spec(spec).targets:
+        weights[name].b[..., : spec.rank, :] = np.random.default_rng(0).normal(
+            size=weights[name].b[..., : spec.rank, :].shape
+        )
+
+    def scaled(factor: float):
+        return jax.tree.map(lambda leaf: jax.numpy.asarray(leaf * np.float32(factor)), weights)
+
+    return checkpoint.TrainingState(
+        lora=spec,
+        adapter=state.adapter.replace(weights=scaled(1)),
+        optimizer=OptimizerState(first=scaled(2), second=scaled(3), step=jax.numpy.int32(4)),
+        gradient=scaled(5),
+    )
+
+
+def assert_same(left, right):
+    for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_names_and_shapes_are_those_of_peft(form, tmp_path):
+    checkpoint.capture(trained(form), WEIGHTS, form).write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert tensors["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (5, 64)
+    assert tensors["base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"].shape == (32, 5)
+    unembed = "model.unembed_tokens" if form.config.tied_embeddings else "lm_head"
+    assert tensors[f"base_model.model.{unembed}.lora_A.weight"].shape == (5, 32)
+    assert len(tensors) == 2 * (2 * 7 + 1)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (5, 32, "LORA")
+    assert unembed.rpartition(".")[2] in config["target_modules"] and "q_proj" in config["target_modules"]
+
+
+def test_what_is_not_trained_is_not_written(form, tmp_path):
+    checkpoint.capture(trained(form, train_mlp=False, train_unembed=False), WEIGHTS, form).write(tmp_path)
+    names = {name.split(".")[-3] for name in load_file(tmp_path / "adapter_model.safetensors")}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8])
+@pytest.mark.parametrize("pending", [True, False])
+def test_all_parts_come_back_to_the_last_bit(form, tmp_path, rank, pending):
+    state = trained(form, rank=rank)
+    state = state if pending else state.with_gradient(None)
+    checkpoint.capture(state, ALL_PARTS, form).write(tmp_path)
+    fresh = fresh_training_state(form.config, state.lora, jax.device_put)
+    opened = checkpoint.open_snapshot(tmp_path, form)
+    restored = checkpoint.restore(fresh, opened, ALL_PARTS, jax.device_put)
+    for part in ("adapter", "optimizer", "gradient"):
+        assert_same(getattr(restored, part), getattr(state, part))
+    only_weights = checkpoint.restore(fresh, opened, WEIGHTS, jax.device_put)
+    assert_same(only_weights.adapter, state.adapter)
+    assert_same(only_weights.optimizer, fresh.optimizer)
+    assert only_weights.gradient is None
+
+
+def test_a_sampler_gets_its_own_rank(form):
+    state = trained(form, rank=2)
+    adapter = checkpoint.capture(state, WEIGHTS, form).adapter(6)
+    assert adapter.weights["q_proj"].a.shape[-1] == 6 and float(adapter.scale) == 16.0
+    np.testing.assert_array_equal(adapter.weights["q_proj"].a, np.asarray(state.adapter.weights["q_proj"].a)[..., :6])
+
+
+def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
+    checkpoint.capture(trained(form), ALL_PARTS, form).write(tmp_path)
+    file, name = tmp_path / "adapter_model.safetensors", "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    tensors = load_file(file)
+
+    def refused(match: str) -> None:
+        with pytest.raises(UserError, match=match):
+            checkpoint.open_snapshot(tmp_path, form)
+
+    save_file({**tensors, name: np.zeros((5, 31), np.float32)}, file)
+    refused(rf"{name}.*\(5, 31\).*\(5, 32\)")
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, file)
+    refused(f"lacks tensor '{name}'")
+    save_file({**tensors, "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": tensors[name]}, file)
+    refused("unexpected tensor .*layers.9")
+    file.write_bytes(b"not safetensors")
+    refused("adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["experts"]}))
+    refused("'experts'")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 0}))
+    refused("r = 0")
+    (tmp_path / "adapter_config.json").unlink()
+    refused("adapter_config.json")
+
+
+def test_a_snapshot_of_another_kind_of_model_is_refused(form):
+    source = checkpoint.capture(trained(form, rank=2), WEIGHTS, form)
+    other = fresh_training_state(form.config, LoraSpec(rank=3, seed=0), jax.device_put)
+    with pytest.raises(UserError, match="rank is 2, the model's 3"):
+        checkpoint.restore(other, source, WEIGHTS, jax.device_put)
+    fewer = fresh_training_state(form.config, LoraSpec(rank=2, seed=0, train_mlp=False), jax.device_put)
+    with pytest.raises(UserError, match="targets"):
+        checkpoint.restore(fewer, source, WEIGHTS, jax.device_put)
+    same = fresh_training_state(form.config, LoraSpec(rank=2, seed=0), jax.device_put)
+    with pytest.raises(UserError, match="holds no optimizer"):
+        checkpoint.restore(same, source, {StatePart.OPTIMIZER}, jax.device_put)
+
+
+def test_a_full_pool_takes_no_new_model(form):
+    pool, state = AdapterPool(1), trained(form)
+    pool.put(ModelId("a"), state)
+    pool.put(ModelId("a"), state)
+    with pytest.raises(CapacityError, match="all 1 places"):
+        pool.put(ModelId("b"), state)
+    pool.drop(ModelId("a"))
+    pool.drop(ModelId("a"))
+    with pytest.raises(UserError, match="'a'"):
+        pool.take(ModelId("a"))
+
+
+def test_ranks_share_a_few_sizes():
+    assert [padded_rank(rank) for rank in (1, 8, 9, 16, 17, 32, 33, 64)] == [8, 8, 12, 16, 24, 32, 48, 64]

@@ -1,0 +1,120 @@
+"""Drawing tokens: the exact distribution, filters, ties, independence of company."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax import sampling
+
+VOCAB = 300  # three blocks, the last one padded
+draw = jax.jit(partial(sampling.draw, max_topk=5))
+
+
+def params(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7) -> sampling.DrawParams:
+    def fill(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), rows))
+
+    return sampling.DrawParams(
+        seed_S2=jnp.broadcast_to(jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), (rows, 2)),
+        index_S=jnp.arange(rows, dtype=jnp.uint32),
+        temperature_S=fill(temperature, np.float32),
+        top_k_S=fill(top_k, np.int32),
+        top_p_S=fill(top_p, np.float32),
+    )
+
+
+def random_logits(seed=0, spread=2.0) -> np.ndarray:
+    return (spread * np.random.default_rng(seed).standard_normal(VOCAB)).astype(np.float32)
+
+
+def exact(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The distribution, the slow and obvious way, in float64."""
+    scaled = logits.astype(np.float64) / temperature
+    p = np.exp(scaled - scaled.max())
+    order = np.argsort(-p, kind="stable")
+    if top_k > 0:
+        p[order[top_k:]] = 0
+    p /= p.sum()
+    if top_p < 1:
+        enough = int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1
+        p[order[enough:]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, -1, 1.0), (1.5, 0, 1.0), (1.0, 20, 1.0), (1.0, 0, 0.8), (0.8, 40, 0.6)],
+)
+def test_tokens_follow_the_exact_distribution(temperature, top_k, top_p):
+    rows, logits = 4096, random_logits()
+    drawn = []
+    for position in range(5):
+        how = params(rows, temperature=temperature, top_k=top_k, top_p=top_p)
+        drawn.append(draw(np.tile(logits, (rows, 1)), how, jnp.full(rows, position), wants_topk=False).token_S)
+    counts = np.bincount(np.concatenate(drawn), minlength=VOCAB)
+    expected = exact(logits, temperature, top_k, top_p) * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 8  # pooled, as the chi-square approximation wants
+    observed, wanted = counts[~rare], expected[~rare]
+    if expected[rare].sum() >= 8:
+        observed, wanted = np.append(observed, counts[rare].sum()), np.append(wanted, expected[rare].sum())
+    statistic, freedom = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    assert abs(statistic - freedom) < 4 * np.sqrt(2 * freedom), (statistic, freedom)
+
+
+def test_greedy_takes_the_lowest_of_equal_tokens_and_reports_temperature_one():
+    logits = random_logits()
+    logits[[17, 250]] = 9.0
+    got = draw(logits[None], params(1, temperature=0.0, top_k=5, top_p=0.1), jnp.zeros(1, jnp.int32), wants_topk=True)
+    assert got.token_S.tolist() == [17]
+    np.testing.assert_allclose(got.logprob_S[0], np.log(exact(logits, 1.0, 0, 1.0)[17]), atol=1e-5)
+
+
+def test_logprobs_are_of_the_scaled_distribution_before_any_filter():
+    logits = random_logits()
+    got = draw(
+        np.tile(logits, (64, 1)), params(64, temperature=0.5, top_k=3), jnp.zeros(64, jnp.int32), wants_topk=True
+    )
+    expected = np.log(exact(logits, 0.5, 0, 1.0))
+    np.testing.assert_allclose(got.logprob_S, expected[np.asarray(got.token_S)], atol=2e-5)
+    best = np.argsort(-logits, kind="stable")[:5]
+    assert (np.asarray(got.topk_token_SK) == best).all()
+    np.testing.assert_allclose(got.topk_logprob_SK[0], expected[best], atol=2e-5)
+
+
+def test_filters_break_ties_by_the_lowest_id_and_never_keep_nothing():
+    weight = jnp.array([[0.5, 1.0, 0.5, 0.5, 0.25]])
+    kept = sampling.keep_top_k(weight, jnp.array([3]))
+    assert kept.tolist() == [[0.5, 1.0, 0.5, 0.0, 0.0]]
+    assert sampling.keep_top_k(weight, jnp.array([99])).tolist() == weight.tolist()
+    assert sampling.keep_top_p(weight, jnp.array([0.5])).tolist() == [[0.5, 1.0, 0.0, 0.0, 0.0]]
+    assert sampling.keep_top_p(weight, jnp.array([0.0])).tolist() == [[0.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))])
+def test_a_token_of_no_weight_is_never_picked(number):
+    weight = np.zeros((1, VOCAB), np.float32)
+    weight[0, [129, 131]] = [1e-30, 1.0]
+    assert sampling.pick(weight, jnp.array([number]))[0] in (129, 131)
+
+
+def test_company_changes_no_row():
+    logits = np.stack([random_logits(seed) for seed in range(4)])
+    position = jnp.arange(4)
+    plain = draw(logits, params(4), position, wants_topk=False)
+    mixed = draw(logits, params(4, top_k=[0, 3, 0, 9], top_p=[1.0, 0.3, 1.0, 0.9]), position, wants_topk=True)
+    for row in (0, 2):
+        assert plain.token_S[row] == mixed.token_S[row]
+        assert plain.logprob_S[row] == mixed.logprob_S[row]
+
+
+def test_seed_sample_and_position_each_change_the_number():
+    numbers = sampling.uniform(
+        jnp.array([[0, 1], [0, 1], [0, 1], [1, 0], [0, 2]], jnp.uint32),
+        jnp.array([0, 1, 0, 0, 0], jnp.uint32),
+        jnp.array([0, 0, 1, 0, 0]),
+    )
+    assert len(set(numbers.tolist())) == 5

@@ -1,0 +1,75 @@
+"""The planning half, without a device."""
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.slots import CacheShape, DrawnTokens, RunningSample, Slots, cache_shape
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.contract.results import TopK
+
+
+def running(max_tokens: int = 5, stops: frozenset[int] = frozenset(), topk: int = 0) -> RunningSample:
+    request = SampleRequest(
+        request_id=RequestId("r"),
+        sampler=None,
+        prompt=np.arange(4, dtype=np.int32),
+        num_samples=1,
+        params=SamplingParams(seed=0, max_tokens=max_tokens),
+        options=PromptOptions(sample_topk=topk),
+    )
+    return RunningSample(request=request, index=0, stops=stops)
+
+
+def drawn(*tokens: int) -> DrawnTokens:
+    topk = TopK(
+        token_ids=np.tile(np.array(tokens, np.int32)[:, None], 3), logprobs=np.zeros((len(tokens), 3), np.float32)
+    )
+    return DrawnTokens(
+        token_N=np.array(tokens, np.int32), logprob_N=-np.arange(len(tokens), dtype=np.float32), topk=topk
+    )
+
+
+def test_a_sample_goes_on_until_its_length():
+    sample = running()
+    first = sample.take(drawn(7))
+    assert (first.tokens.tolist(), first.stop_reason, sample.position, sample.num_left) == ([7], None, 4, 4)
+    second = sample.take(drawn(8, 9))
+    assert (second.stop_reason, sample.position, sample.last_token) == (None, 6, 9)
+    last = sample.take(drawn(10, 11, 12, 13))
+    assert (last.tokens.tolist(), last.logprobs.tolist(), last.stop_reason) == ([10, 11], [0.0, -1.0], "length")
+
+
+def test_a_stop_token_cuts_and_wins_over_the_length():
+    sample = running(max_tokens=3, stops=frozenset({9}))
+    delta = sample.take(drawn(7, 8, 9, 9))
+    assert (delta.tokens.tolist(), delta.stop_reason) == ([7, 8, 9], "stop")
+    late = running(max_tokens=2, stops=frozenset({9})).take(drawn(7, 8, 9))
+    assert (late.tokens.tolist(), late.stop_reason) == ([7, 8], "length")
+
+
+def test_topk_is_cut_as_the_tokens_are():
+    delta = running(max_tokens=2, topk=2).take(drawn(7, 8, 9))
+    assert delta.topk is not None and delta.topk.token_ids.tolist() == [[7, 7], [8, 8]]
+    assert running().take(drawn(7)).topk is None
+
+
+def test_slots_are_taken_and_freed():
+    slots = Slots(3)
+    sample = running()
+    slots.place(sample, 1)
+    assert (slots.free, slots.live) == ([0, 2], {1: sample})
+    slots.release(1)
+    assert slots.free == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("needed", "shape"), [(1, (8, 100)), (100, (8, 100)), (101, (4, 200)), (400, (2, 400)), (401, (1, 500))]
+)
+def test_longer_samples_leave_fewer_slots_of_the_same_memory(needed, shape):
+    assert cache_shape(needed, num_slots=8, max_tokens=800, max_length=500) == CacheShape(*shape)
+
+
+def test_a_short_context_needs_no_more_slots_than_were_asked_for():
+    assert cache_shape(9, num_slots=8, max_tokens=80_000, max_length=500) == CacheShape(8, 500)
