@@ -18,6 +18,7 @@ from skyrl_tx.backends.jax.adapters import (
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.passes import JaxPass
 from skyrl_tx.backends.jax.sampler import Sampler
+from skyrl_tx.backends.jax.warmup import warm_up
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -62,7 +63,10 @@ class JaxBackend(AbstractBackend):
         self._pool = AdapterPool(config.max_lora_adapters)
         self._sampler = Sampler(self._params, self._model, config, hf.read_eos_token_ids(self._directory))
         self._is_started = True
-        return self._capabilities()
+        capabilities = self._capabilities()
+        if config.warmup:
+            warm_up(self, config, capabilities.max_context_length)
+        return capabilities
 
     def close(self) -> None:
         """See AbstractBackend."""
@@ -190,9 +194,7 @@ class JaxBackend(AbstractBackend):
     def _capabilities(self) -> Capabilities:
         config, device = self._config, self._mesh.devices.flat[0]
         return Capabilities(
-            max_context_length=min(
-                config.max_context_length or self._model.max_context_length, self._model.max_context_length
-            ),
+            max_context_length=self._sampler.max_length,
             vocab_size=self._model.vocab_size,
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),
@@ -213,6 +215,7 @@ class JaxBackend(AbstractBackend):
                 "dtype": self._dtype.name,
                 "mesh": "x".join(map(str, self._mesh.devices.shape)),
                 "micro_batch_tokens": str(config.micro_batch_tokens),
+                "sample_slots": f"{config.sample_slots} of {config.max_sample_tokens} tokens",
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },
         )

@@ -25,14 +25,18 @@ class JaxConfig(BaseModel):
         "Adapters, gradients and moments are float32 always.",
     )
     max_context_length: int | None = Field(
-        default=None, gt=1, description="Longest sequence, prompt and continuation; unset: what the model allows."
+        default=None,
+        gt=1,
+        description="Longest sequence, prompt and continuation; unset: what the model allows. "
+        "Never more than max_sample_tokens.",
     )
     compile_cache_dir: Path | None = Field(
         default_factory=_default_compile_cache,
         description="Where compiled programs are kept, so that a restart need not compile again; null: nowhere.",
     )
     warmup: bool = Field(
-        default=False, description="Compile the most common shapes before the server is ready, not on first use."
+        default=False,
+        description="Compile every common shape before the server is ready, not on first use: minutes, once per cache.",
     )
 
     # Training

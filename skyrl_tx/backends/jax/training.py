@@ -75,7 +75,6 @@ def sum_gradients(x: AdapterWeights, y: AdapterWeights) -> AdapterWeights:
     return add(x, y)
 
 
-@jax.jit
 def zeros_like(weights: AdapterWeights) -> AdapterWeights:
-    """Return a gradient of zeros."""
-    return jax.tree.map(jnp.zeros_like, weights)
+    """Return a gradient of zeros, placed as the weights are: placed otherwise, it would compile `accumulate` twice."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), weights)

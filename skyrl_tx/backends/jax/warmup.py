@@ -1,0 +1,86 @@
+"""Run every common shape once, so that no request waits for a compiler.
+
+Common is: one target per position, the SDK's default rank, every length and number of rows of a micro-batch; and in
+sampling every prompt and cache length, from the base model and from an adapter.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from skyrl_tx.backends.jax.buckets import bucket, last_power
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.packing import SHORTEST
+from skyrl_tx.contract.backend import AbstractBackend, StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+
+DEFAULT_RANK = 32  # tinker/lib/public_interfaces/service_client.py, create_lora_training_client
+NAME = "warm-up"
+
+log = logging.getLogger(__name__)
+
+
+def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int) -> None:
+    """Train and sample once in every shape, with a model that is gone afterwards."""
+    began = time.monotonic()
+    model, sampler = ModelId(NAME), SamplerId(NAME)
+    backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(DEFAULT_RANK, config.max_lora_rank), seed=0)))
+    backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+    num_shapes = 0
+    for num_rows, length in training_shapes(config, max_length):
+        batch = _training_batch(model, num_rows, length)
+        backend.forward(batch)
+        backend.forward_backward(batch)
+        num_shapes += 1
+    backend.optim_step(model, OptimizerParams())
+    for length in _lengths(max_length):
+        for each in (None, sampler):
+            backend.sample(PreparedSampleBatch(requests=(_sample_request(each, length, config.sample_slots),)))
+    backend.drop_sampler(sampler)
+    backend.delete_model(model)
+    log.info("warm-up: %d training shapes in %.1f s", num_shapes, time.monotonic() - began)
+
+
+def training_shapes(config: JaxConfig, max_length: int) -> Iterator[tuple[int, int]]:
+    """Yield rows and the longest length of every micro-batch shape with one target per position."""
+    for length in _lengths(max_length):
+        num_rows = last_power(max(1, config.micro_batch_tokens // bucket(length, SHORTEST)))
+        while num_rows:
+            yield num_rows, length
+            num_rows //= 2
+
+
+def _lengths(max_length: int) -> Iterator[int]:
+    length = SHORTEST
+    while length < max_length:
+        yield length
+        length = bucket(length + 1, SHORTEST)
+    yield max_length
+
+
+def _training_batch(model: ModelId, num_rows: int, length: int) -> PreparedModelPassBatch:
+    example = PassExample(
+        request_id=RequestId(NAME),
+        model_id=model,
+        tokens=np.zeros(length, np.int32),
+        loss="cross_entropy",
+        loss_inputs={"target_tokens": np.zeros(length, np.int32), "weights": np.ones(length, np.float32)},
+        loss_config={},
+    )
+    return PreparedModelPassBatch(examples=(example,) * num_rows)
+
+
+def _sample_request(sampler: SamplerId | None, length: int, num_samples: int) -> SampleRequest:
+    """Ask for two tokens, one by prefill and one by decoding, after a prompt that leaves room for them."""
+    return SampleRequest(
+        request_id=RequestId(NAME),
+        sampler=sampler,
+        prompt=np.zeros(max(1, length - 2), np.int32),
+        num_samples=num_samples,
+        params=SamplingParams(seed=0, max_tokens=min(2, length - 1), eos_stops=False),
+        options=PromptOptions(),
+    )

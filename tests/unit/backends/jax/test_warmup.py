@@ -1,0 +1,50 @@
+"""After a warm-up, common requests compile nothing."""
+
+import jax
+import numpy as np
+
+from skyrl_tx.backends.jax import warmup
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.testing.tiny_models import write_model
+
+CONFIG = JaxConfig(
+    compile_cache_dir=None,
+    max_context_length=32,
+    micro_batch_tokens=64,
+    max_sample_tokens=64,
+    max_lora_rank=8,
+    max_lora_adapters=1,
+    warmup=True,
+)
+
+
+def test_shapes_are_those_of_the_plan():
+    assert list(warmup.training_shapes(CONFIG, 64)) == [(2, 32), (1, 32), (1, 48), (1, 64)]
+
+
+def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
+    backend = JaxBackend(str(write_model(tmp_path, num_layers=1)), CONFIG)
+    capabilities = backend.start()
+    assert (capabilities.max_context_length, capabilities.max_sample_tokens) == (32, 64)
+    model = ModelId("m")
+    backend.create_model(model, ModelSpec(lora=LoraSpec(rank=8, seed=1)))  # the only place is free again
+    compiled: list[str] = []
+
+    def note(event: str, _: float, **labels: str) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(labels["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for num_rows, length in ((2, 7), (1, 30), (3, 20), (5, 32)):
+            batch = warmup._training_batch(model, num_rows, length)
+            assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
+            backend.forward(batch)
+            backend.optim_step(model, OptimizerParams())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert compiled == []
+    backend.close()
