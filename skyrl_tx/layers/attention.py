@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from skyrl_tx.layers.flash_attention import flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues
 
-DENSE_LENGTH = 512
-"""Up to this many tokens all scores are held at once; longer rows take the blocked road, whose memory grows as T."""
+DENSE_LENGTH = 64
+"""Up to this many tokens all scores are held at once; beyond, blocks are faster and their memory grows as T only."""
 
 
 def causal_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:

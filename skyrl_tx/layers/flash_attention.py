@@ -11,7 +11,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-QUERY_BLOCK, KEY_BLOCK = 256, 512
+BLOCK = 128
+"""Queries, and keys, of a block. On CPU 64 to 256 were within a third of each other, and all ahead of dense attention
+from 128 tokens on: with gradient 1.8 times at 8 x 256 tokens, 5.8 times at 1 x 2,048."""
 
 Stats = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -21,8 +23,8 @@ def flash_attention(
     k_BKTH: jax.Array,
     v_BKTH: jax.Array,
     *,
-    query_block: int = QUERY_BLOCK,
-    key_block: int = KEY_BLOCK,
+    query_block: int = BLOCK,
+    key_block: int = BLOCK,
 ) -> jax.Array:
     """Return attention of each position over itself and what came before it, float32 [B, K, G, T, H]."""
     T = q_BKGTH.shape[3]

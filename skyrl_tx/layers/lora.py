@@ -50,9 +50,7 @@ class RowAdapter:
         """Return the update for `x` [B, ..., I]: float32 [B, ..., O], factors multiplied in `dtype`."""
         a, b = self.pair.a.astype(dtype), self.pair.b.astype(dtype)
         if self.scale.ndim == 0:
-            inner = jnp.einsum("...i,ir->...r", x.astype(dtype), a, preferred_element_type=jnp.float32)
-            outer = jnp.einsum("...r,ro->...o", inner.astype(dtype), b, preferred_element_type=jnp.float32)
-            return outer * self.scale
+            return multiply(multiply(x, a), b) * self.scale
         inner = jnp.einsum("b...i,bir->b...r", x.astype(dtype), a, preferred_element_type=jnp.float32)
         outer = jnp.einsum("b...r,bro->b...o", inner.astype(dtype), b, preferred_element_type=jnp.float32)
         return outer * self.scale.reshape(self.scale.shape + (1,) * (x.ndim - 1))
@@ -61,12 +59,23 @@ class RowAdapter:
 RowAdapters = Mapping[str, RowAdapter]
 
 
+def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return `x` [..., I] times `weight` [I, O] in the weight's type, accumulated in float32.
+
+    As one matrix product, whatever the dims before: XLA on CPU was measured to take twice as long for the gradient of
+    an MLP with adapters when rows and tokens stay two dims.
+    """
+    flat = x.astype(weight.dtype).reshape(-1, x.shape[-1])
+    y = jnp.dot(flat, weight, preferred_element_type=jnp.float32)
+    return y.reshape(*x.shape[:-1], weight.shape[-1])
+
+
 def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: jax.Array | None = None) -> jax.Array:
     """Return `x` [B, ..., I] times `weight` [I, O] plus the adapter's update and the bias.
 
     Multiplies in the weight's type and accumulates in float32, which is also the type of the result.
     """
-    y = jnp.einsum("...i,io->...o", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+    y = multiply(x, weight)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     if adapter is not None:
