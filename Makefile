@@ -19,5 +19,7 @@ format:
 	ruff format .
 	ruff check --fix .
 
-proto:  ## regenerate the wire module from its .proto
-	python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/api/proto/wire.proto
+proto:  ## regenerate the wire module; by an older compiler, whose output runs with every protobuf runtime we allow
+	python -m venv build/protoc
+	build/protoc/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<80"
+	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/api/proto/wire.proto

@@ -112,7 +112,7 @@ def request_id(key: str) -> RequestId:
 def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
     """Put a request on disk, or recognise it as one that is there already.
 
-    Raises ConflictingRequest if its ids were used before with another kind or body; the first stays as it is.
+    Raises ConflictingRequest if its ids were used before for another body; the first stays as it is.
     """
     name = request_id(new.key)
     digest = _digest(new)
@@ -145,11 +145,7 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
 
 
 def _digest(new: NewRequest) -> bytes:
-    digest = hashlib.blake2b(digest_size=20)
-    for part in (new.kind.encode(), new.body if new.digest_body is None else new.digest_body):
-        digest.update(len(part).to_bytes(8, "big"))
-        digest.update(part)
-    return digest.digest()
+    return hashlib.blake2b(new.body if new.digest_body is None else new.digest_body, digest_size=20).digest()
 
 
 def pending(tx: Session, after_position: int, limit: int) -> list[PendingRequest]:

@@ -8,54 +8,43 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
 from skyrl_tx.store.errors import StoreError
 
 T = TypeVar("T")
-Outcome = Callable[[], None]
 _MAX_GROUP = 256
 
 
 class _Job(Generic[T]):
-    """A piece of work and the future of its result."""
+    """A piece of work, what came of it, and who waits for that."""
 
     def __init__(self, work: Callable[[Session], T]) -> None:
         self._work = work
+        self._tell: Callable[[], None] | None = None
+        self.error: BaseException | None = None
         self.future: Future[T] = Future()
 
-    def run(self, connection: Connection, ends_group: Callable[[DBAPIError], bool]) -> Outcome:
-        """Run in a savepoint of its own; returns what tells the caller, for when the group is on disk.
-
-        Raises only what ends the whole group.
-        """
+    def run(self, connection: Connection) -> None:
+        """Run in a savepoint of its own; never raises."""
         try:
             with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as tx:
-                try:
-                    result = self._work(tx)
-                    tx.commit()
-                except DBAPIError as error:
-                    if ends_group(error):
-                        connection.invalidate()  # its transaction, savepoints included, may be gone already
-                        raise _GroupLost(error) from error
-                    raise
-        except _GroupLost:
-            raise
+                result = self._work(tx)
+                tx.commit()
+            self._tell = partial(self.future.set_result, result)
         except BaseException as error:  # whatever it is belongs to the caller, and must not end this thread
-            return partial(self.future.set_exception, error)
-        return partial(self.future.set_result, result)
+            self.error = error
 
-    def fail(self, error: BaseException) -> None:
-        self.future.set_exception(error)
+    def tell(self) -> None:
+        """Give the caller what came of it."""
+        if self._tell is not None:
+            self._tell()
+        else:
+            self.future.set_exception(self.error)
 
 
 class _GroupLost(Exception):
-    """The transaction cannot go on; carries the database's error."""
-
-    def __init__(self, error: DBAPIError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """The transaction is gone, and with it all that the group wrote."""
 
 
 class GroupWriter:
@@ -65,16 +54,13 @@ class GroupWriter:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        ends_group: Callable[[DBAPIError], bool],
-        explain: Callable[[BaseException], StoreError],
-        committed: Callable[[], None],
+        self, engine: Engine, *, explain: Callable[[BaseException], StoreError], committed: Callable[[], None]
     ) -> None:
-        """`ends_group`: whether an error leaves no transaction to go on in; `committed` runs after each commit."""
+        """Start the thread. `committed` runs after each commit.
+
+        The engine must invalidate its connection on any error that ends a transaction.
+        """
         self._engine = engine
-        self._ends_group = ends_group
         self._explain = explain
         self._committed = committed
         self._queue: SimpleQueue[_Job[object] | None] = SimpleQueue()
@@ -125,13 +111,16 @@ class GroupWriter:
     def _write(self, group: list[_Job[object]]) -> None:
         try:
             with self._engine.connect() as connection, connection.begin():
-                outcomes = [job.run(connection, self._ends_group) for job in group]
+                for job in group:
+                    job.run(connection)
+                    if connection.invalidated:
+                        raise _GroupLost from job.error
         except BaseException as error:
-            failure = self._explain(error.error if isinstance(error, _GroupLost) else error)
+            failure = self._explain(error.__cause__ if isinstance(error, _GroupLost) and error.__cause__ else error)
             failure.__cause__ = error
             for job in group:
-                job.fail(failure)
+                job.future.set_exception(failure)
             return
         self._committed()
-        for tell in outcomes:
-            tell()
+        for job in group:
+            job.tell()

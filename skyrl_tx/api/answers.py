@@ -1,0 +1,183 @@
+"""Stored results as the answer of `retrieve_future`: protobuf or JSON, by what the caller accepts."""
+
+import math
+from collections.abc import Sequence
+from typing import assert_never, cast
+
+import msgspec
+import numpy as np
+from fastapi import Response
+
+from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.api.tensors import batched, to_proto
+from skyrl_tx.api.wire import PROTOBUF
+from skyrl_tx.contract import results
+from skyrl_tx.contract.arrays import Float32Array, NumberArray
+
+_OUTPUT_TYPE = "ArrayRecord"
+_NOT_COMPUTED = -99999.0
+_STOP_REASONS: dict[results.StopReason, wire_pb2.StopReason] = {
+    "stop": wire_pb2.STOP_REASON_STOP,
+    "length": wire_pb2.STOP_REASON_LENGTH,
+}
+
+
+def answer(result: results.Result, accept: str) -> Response:
+    """Write a result. A failure is a success of HTTP: any other status would be polled again."""
+    if PROTOBUF in accept:
+        if isinstance(result, results.ForwardBackwardOutput):
+            return Response(pass_message(result).SerializeToString(), media_type=PROTOBUF)
+        if isinstance(result, results.SampleOutput):
+            return Response(sample_message(result).SerializeToString(), media_type=PROTOBUF)
+    return Response(msgspec.json.encode(as_json(result)), media_type="application/json")
+
+
+def pass_message(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwardOutput:
+    """One record for each run of datums with one trailing shape."""
+    message = wire_pb2.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE, metrics=dict(output.metrics))
+    for run in _runs_of_one_shape(output.logprobs):
+        record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(run))
+        record.fields["logprobs"].CopyFrom(batched(run))
+    return message
+
+
+def sample_message(output: results.SampleOutput) -> wire_pb2.SampleResponse:
+    """An absent optional field means that it was not asked for."""
+    prompt = output.prompt
+    message = wire_pb2.SampleResponse(prompt_cache_hit_tokens=prompt.cache_hit_tokens)
+    for sequence in output.sequences:
+        part = message.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=sequence.tokens.tobytes(),
+            logprobs=sequence.logprobs.tobytes(),
+        )
+        if sequence.topk is not None:
+            part.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = prompt.logprobs.tobytes()
+    if prompt.topk is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+    if prompt.targets is not None:
+        tensor = _csr(prompt.targets) if output.target_is_csr else to_proto(prompt.targets)
+        message.target_prompt_logprobs.CopyFrom(tensor)
+    if prompt.alt_tokens is not None:
+        message.prompt_alt_tokens.tokens.CopyFrom(to_proto(prompt.alt_tokens.token_ids))
+        message.prompt_alt_tokens.logprobs.CopyFrom(to_proto(prompt.alt_tokens.logprobs))
+    return message
+
+
+def as_json(result: results.Result) -> dict[str, object]:
+    """A result as a JSON object; a key `error` is there exactly for failures, whatever its value."""
+    match result:
+        case results.Failure():
+            return {"error": result.message, "category": result.category.value}
+        case results.CreateModelOutput():
+            return {"type": "create_model", "model_id": result.model_id}
+        case results.ForwardBackwardOutput():
+            outputs = [{"logprobs": _tensor_json(logprobs)} for logprobs in result.logprobs]
+            return {
+                "loss_fn_output_type": _OUTPUT_TYPE,
+                "loss_fn_outputs": outputs,
+                "metrics": _finite_metrics(result.metrics),
+            }
+        case results.OptimStepOutput():
+            return {"type": "optim_step", "metrics": _finite_metrics(result.metrics)}
+        case results.SaveWeightsOutput():
+            if result.kind == "weights":
+                return {"type": "save_weights", "path": result.path}
+            return {
+                "type": "save_weights_for_sampler",
+                "path": result.path,
+                "sampling_session_id": result.sampling_session_id,
+            }
+        case results.LoadWeightsOutput():
+            return {"type": "load_weights", "path": result.path, "model_id": result.model_id}
+        case results.UnloadModelOutput():
+            return {"type": "unload_model", "model_id": result.model_id}
+        case results.SampleOutput():
+            return _sample_json(result)
+        case _:
+            assert_never(result)
+
+
+def _sample_json(output: results.SampleOutput) -> dict[str, object]:
+    sequences: list[dict[str, object]] = []
+    for sequence in output.sequences:
+        part: dict[str, object] = {
+            "stop_reason": sequence.stop_reason,
+            "tokens": sequence.tokens.tolist(),
+            "logprobs": _numbers(sequence.logprobs),
+        }
+        if sequence.topk is not None:
+            part["topk_logprobs"] = _topk_json(sequence.topk)
+        sequences.append(part)
+    prompt = output.prompt
+    answer: dict[str, object] = {"type": "sample", "sequences": sequences}
+    if prompt.logprobs is not None:
+        answer["prompt_logprobs"] = _numbers(prompt.logprobs)
+    if prompt.topk is not None:
+        answer["topk_prompt_logprobs"] = _topk_json(prompt.topk)
+    if prompt.targets is not None:
+        answer["target_prompt_logprobs"] = _tensor_json(prompt.targets)
+    if prompt.alt_tokens is not None:
+        answer["prompt_alt_tokens"] = {
+            "tokens": _tensor_json(prompt.alt_tokens.token_ids),
+            "logprobs": _tensor_json(prompt.alt_tokens.logprobs),
+        }
+    return answer
+
+
+def _runs_of_one_shape(arrays: Sequence[Float32Array]) -> list[list[Float32Array]]:
+    """Cut a sequence where the trailing shape changes; the order stays."""
+    runs: list[list[Float32Array]] = []
+    for array in arrays:
+        if runs and runs[-1][0].shape[1:] == array.shape[1:]:
+            runs[-1].append(array)
+        else:
+            runs.append([array])
+    return runs
+
+
+def _topk(topk: results.TopK) -> wire_pb2.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return wire_pb2.TopkLogprobs(
+        token_ids=topk.token_ids.tobytes(), logprobs=topk.logprobs.tobytes(), k=k, length=length
+    )
+
+
+def _csr(matrix: Float32Array) -> wire_pb2.Tensor:
+    """Write a matrix as sparse as it is: cells that were skipped are 0."""
+    rows, columns = np.nonzero(matrix)
+    crow = np.zeros(matrix.shape[0] + 1, dtype=np.int64)
+    np.cumsum(np.bincount(rows, minlength=matrix.shape[0]), out=crow[1:])
+    message = wire_pb2.Tensor(dtype=wire_pb2.DTYPE_FLOAT32, shape=matrix.shape)
+    message.sparse_csr.values = matrix[rows, columns].tobytes()
+    message.sparse_csr.crow_indices = crow.tobytes()
+    message.sparse_csr.col_indices = columns.astype(np.int64).tobytes()
+    return message
+
+
+def _topk_json(topk: results.TopK) -> list[list[tuple[int, float]] | None]:
+    rows: list[list[tuple[int, float]] | None] = []
+    for token_ids, logprobs in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True):
+        pairs = [pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] != _NOT_COMPUTED]
+        rows.append(pairs or None)
+    return rows
+
+
+def _tensor_json(array: NumberArray) -> dict[str, object]:
+    dtype = "float32" if array.dtype.kind == "f" else "int64"
+    return {"data": _numbers(array.reshape(-1)), "dtype": dtype, "shape": list(array.shape)}
+
+
+def _numbers(array: NumberArray) -> list[float | None]:
+    """Numbers as JSON has them: there is no NaN."""
+    values = cast(list[float | None], array.tolist())
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return [value if value is not None and math.isfinite(value) else None for value in values]
+    return values
+
+
+def _finite_metrics(metrics: results.Metrics) -> dict[str, float]:
+    """Leave out what JSON cannot say; a client takes no null for a number."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,76 @@
+"""What every route has at hand."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from skyrl_tx.api.principal import Principal, principal
+from skyrl_tx.api.schemas.base import WireModel
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.api.translate.translated import UnknownFields
+from skyrl_tx.api.waiters import Waiters
+from skyrl_tx.api.wire import Body, read_body
+from skyrl_tx.store import engine_state
+from skyrl_tx.store.database import Store
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """The parts of one HTTP process. None of them holds a truth that is not in the store."""
+
+    settings: ApiSettings
+    store: Store
+    waiters: Waiters
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+    def engine_trouble(self) -> str | None:
+        """Why no work is being done at the moment; None while the engine is up."""
+        state = self.store.read(engine_state.get)
+        if state is None:
+            return "the engine has not started yet"
+        silence_s = time.time() - state.updated_at
+        if silence_s > self.settings.engine_silence_s:
+            return f"the engine has been silent for {silence_s:.0f} s"
+        if state.status != "ready":
+            return f"the engine is {state.status}" + (f": {state.detail}" if state.detail else "")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call as a route sees it: who asks, with what, and the parts of this process."""
+
+    parts: ApiContext
+    caller: Principal
+    body: Body
+    sdk_version: str
+
+    @property
+    def settings(self) -> ApiSettings:
+        """What this process was told."""
+        return self.parts.settings
+
+    @property
+    def store(self) -> Store:
+        """Where all truth is."""
+        return self.parts.store
+
+    def check_unknown(self, model: WireModel) -> None:
+        """Raise UserError for an unknown field that may change the maths; log the others."""
+        self.parts.unknown_fields.check(model, self.sdk_version)
+
+
+async def incoming(request: Request, caller: Annotated[Principal, Depends(principal)]) -> Call:
+    """Receive a call in full."""
+    parts = cast(ApiContext, request.app.state.context)
+    return Call(
+        parts=parts,
+        caller=caller,
+        body=await read_body(request, parts.settings.max_request_bytes),
+        sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
+    )
+
+
+Incoming = Annotated[Call, Depends(incoming)]

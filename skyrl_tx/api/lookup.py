@@ -1,0 +1,79 @@
+"""Rows by the ids that clients send; someone else's are as unknown as those that never existed."""
+
+from dataclasses import dataclass
+
+from sqlmodel import Session
+
+from skyrl_tx.api.errors import bad_request, not_found
+from skyrl_tx.api.principal import Principal
+from skyrl_tx.api.schemas.base import shown
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplingSessionId, SessionId
+from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.store import checkpoints, models, samplers, sessions
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow, SessionRow
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """A checkpoint, and what it was made from."""
+
+    checkpoint: CheckpointRow
+    base_model: str
+    spec: ModelSpec
+
+    @property
+    def artifact_id(self) -> ArtifactId:
+        """Where the files are."""
+        return self.checkpoint.artifact_id
+
+
+def session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRow:
+    """Find a session."""
+    row = sessions.get(tx, session_id)
+    if row is None or row.owner != caller.owner:
+        raise not_found(f"session {shown(session_id)} does not exist")
+    return row
+
+
+def open_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRow:
+    """Find a session in which something new may begin."""
+    row = session(tx, caller, session_id)
+    if row.finished_at is not None:
+        raise bad_request(f"session {shown(session_id)} has finished ({row.finish_reason})")
+    return row
+
+
+def model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
+    """Find a model."""
+    row = models.get(tx, model_id)
+    if row is None or models.owner(tx, model_id) != caller.owner:
+        raise not_found(f"model {shown(model_id)} does not exist")
+    return row
+
+
+def sampling_session(tx: Session, caller: Principal, sampling_session_id: SamplingSessionId) -> SamplingSessionRow:
+    """Find a sampling session."""
+    row = samplers.get(tx, sampling_session_id)
+    owning = None if row is None else sessions.get(tx, row.session_id)
+    if row is None or owning is None or owning.owner != caller.owner:
+        raise not_found(f"sampling session {shown(sampling_session_id)} does not exist")
+    return row
+
+
+def saved_weights(tx: Session, caller: Principal, path: CheckpointPath, now: float) -> SavedWeights:
+    """Find a checkpoint; raises UserError, because it is named in requests whose mistakes the future tells."""
+    row = checkpoints.get(tx, path, now)
+    maker = models.get(tx, path.model_id)
+    may_read = row is not None and (row.public or models.owner(tx, path.model_id) == caller.owner)
+    if row is None or maker is None or not may_read:
+        raise UserError(f"path {shown(str(path))}: there is no such checkpoint")
+    return SavedWeights(row, maker.base_model, spec_of(maker))
+
+
+def spec_of(row: ModelRow) -> ModelSpec:
+    """What a model is made of."""
+    spec = codec.decode(row.spec)
+    assert isinstance(spec, ModelSpec)
+    return spec

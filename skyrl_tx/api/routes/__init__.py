@@ -1,0 +1,1 @@
+"""The endpoints, grouped as the SDK's resources are."""

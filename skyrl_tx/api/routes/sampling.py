@@ -1,0 +1,132 @@
+"""Sampling sessions and prompts."""
+
+import time
+
+from fastapi import APIRouter
+from sqlmodel import Session
+
+from skyrl_tx.api import lookup, submission
+from skyrl_tx.api.context import Call, Incoming
+from skyrl_tx.api.errors import bad_request, not_found
+from skyrl_tx.api.schemas.addresses import SampleAddress
+from skyrl_tx.api.schemas.base import shown
+from skyrl_tx.api.schemas.sampling import (
+    CreateSamplingSessionAnswer,
+    CreateSamplingSessionRequest,
+    SamplerAnswer,
+    SampleRequest,
+)
+from skyrl_tx.api.schemas.training import Promise
+from skyrl_tx.api.submission import Encoded
+from skyrl_tx.api.translate import sampling, weights
+from skyrl_tx.api.translate.translated import Translated, translated
+from skyrl_tx.api.wire import parse
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
+from skyrl_tx.store import futures, samplers
+from skyrl_tx.store.tables import SamplingSessionRow
+
+router = APIRouter()
+
+
+@router.post("/create_sampling_session", response_model_exclude_none=True)
+def create_sampling_session(call: Incoming) -> CreateSamplingSessionAnswer:
+    """Begin to sample from the base model, or from saved weights."""
+    request = call.body.model(CreateSamplingSessionRequest)
+    if request.model_path is None and request.base_model is None:
+        raise bad_request("base_model: missing, and model_path too; one of them must say what to sample from")
+    try:
+        base_model = call.settings.known_model_name(request.base_model or call.settings.public_model_name)
+        path = None if request.model_path is None else weights.sampler_path(request.model_path)
+    except UserError as error:
+        raise bad_request(error.message) from error
+    session_id = SessionId(request.session_id)
+    name = sampling_session_id_of(session_id, request.sampling_session_seq_id)
+
+    def work(tx: Session) -> None:
+        lookup.open_session(tx, call.caller, session_id)
+        existing = samplers.get(tx, name)
+        if existing is None:
+            _begin(tx, call, session_id, name, base_model, path)
+        elif existing.model_path != request.model_path or existing.base_model != base_model:
+            raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
+
+    call.store.write(work)
+    return CreateSamplingSessionAnswer(sampling_session_id=name)
+
+
+@router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
+def get_sampler(sampler_id: str, call: Incoming) -> SamplerAnswer:
+    """Say what a sampling session samples from."""
+    row = call.store.read(lambda tx: lookup.sampling_session(tx, call.caller, SamplingSessionId(sampler_id)))
+    return SamplerAnswer(sampler_id=sampler_id, base_model=row.base_model, model_path=row.model_path)
+
+
+@router.post("/asample", response_model_exclude_none=True)
+def asample(call: Incoming) -> Promise:
+    """Queue a prompt; the ids of the sequences to come are settled here."""
+    value = call.body.mapping()
+    address = parse(SampleAddress, value)
+    if address.sampling_session_id is None:
+        raise bad_request("sampling_session_id: missing; create_sampling_session gives one for a base model or a path")
+    session_id = SamplingSessionId(address.sampling_session_id)
+    row = call.store.read(lambda tx: lookup.sampling_session(tx, call.caller, session_id))
+    sequence_ids = _sequence_ids(submission.sampling_key(session_id, address.seq_id), address.num_samples)
+
+    def translate(schema: SampleRequest) -> Translated:
+        limit = call.settings.max_request_bytes
+        return sampling.sample(schema, _weights_of(row), sequence_ids, limit)
+
+    encoded = Encoded.of(translated("sample", SampleRequest, value, translate, call.check_unknown))
+    request_id = call.store.write(
+        lambda tx: submission.to_sampler(tx, call.caller, session_id, address.seq_id, encoded)
+    )
+    return Promise(request_id=request_id, sample_sequence_ids=sequence_ids)
+
+
+def _begin(
+    tx: Session,
+    call: Call,
+    session_id: SessionId,
+    name: SamplingSessionId,
+    base_model: str,
+    path: CheckpointPath | None,
+) -> None:
+    now = time.time()
+    sampler_id = None
+    if path is not None:
+        try:
+            saved = lookup.saved_weights(tx, call.caller, path, now)
+        except UserError as error:
+            raise not_found(error.message) from error
+        sampler_id = SamplerId(saved.artifact_id)
+    samplers.create_session(
+        tx,
+        SamplingSessionRow(
+            sampling_session_id=name,
+            session_id=session_id,
+            base_model=base_model,
+            model_path=None if path is None else str(path),
+            sampler_id=sampler_id,
+            created_at=now,
+            last_used_at=now,
+        ),
+    )
+
+
+def _weights_of(row: SamplingSessionRow) -> SamplerId | None:
+    """What a sampling session samples from: None is the base model; an unnamed save may have been dropped."""
+    if row.sampler_id is None and row.model_id is not None:
+        raise UserError(
+            f"sampling_session_id {shown(row.sampling_session_id)}: its unnamed weights were not used for long "
+            "and have been dropped; save weights to sample from with a name to keep them"
+        )
+    return row.sampler_id
+
+
+def _sequence_ids(key: str, num_samples: int) -> list[str]:
+    """Name the sequences to come; a repeated request gets the same names. None where the request cannot succeed."""
+    stem = futures.request_id(key).replace("req-", "seq-", 1)
+    count = num_samples if num_samples <= sampling.MAX_SAMPLES else 0
+    return [f"{stem}-{index}" for index in range(count)]

@@ -1,0 +1,71 @@
+"""Client sessions."""
+
+import time
+from http import HTTPStatus
+
+from fastapi import APIRouter
+from sqlmodel import Session
+
+from skyrl_tx.api import lookup
+from skyrl_tx.api.context import Incoming
+from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.schemas.service import (
+    CreateSessionAnswer,
+    CreateSessionRequest,
+    FinishRequest,
+    HeartbeatAnswer,
+    HeartbeatRequest,
+)
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store import sessions
+
+router = APIRouter()
+
+
+@router.post("/create_session", response_model_exclude_none=True)
+def create_session(call: Incoming) -> CreateSessionAnswer:
+    """Begin a session."""
+    request = call.body.model(CreateSessionRequest)
+
+    def work(tx: Session) -> SessionId:
+        return sessions.create(
+            tx,
+            owner=call.caller.owner,
+            tags=request.tags,
+            user_metadata=request.user_metadata,
+            sdk_version=request.sdk_version,
+            project_id=request.project_id,
+            display_name=request.display_name,
+            now=time.time(),
+        )
+
+    return CreateSessionAnswer(session_id=call.store.write(work))
+
+
+@router.post("/session_heartbeat")
+def heartbeat(call: Incoming) -> HeartbeatAnswer:
+    """Keep a session; 410 tells the client that it has finished, and to stop."""
+    session_id = SessionId(call.body.model(HeartbeatRequest).session_id)
+
+    def work(tx: Session) -> None:
+        row = lookup.session(tx, call.caller, session_id)
+        if row.finished_at is not None:
+            raise ApiError(HTTPStatus.GONE, f"session {session_id!r} has finished ({row.finish_reason})")
+        sessions.heartbeat(tx, session_id, time.time())
+
+    call.store.write(work)
+    return HeartbeatAnswer()
+
+
+@router.post("/sessions/{session_id}/finish")
+def finish(session_id: str, call: Incoming) -> dict[str, str]:
+    """End a session; the first reason stays."""
+    request = call.body.model(FinishRequest)
+    reason = request.reason.type + (f": {request.detail}" if request.detail else "")
+
+    def work(tx: Session) -> None:
+        row = lookup.session(tx, call.caller, SessionId(session_id))
+        sessions.finish(tx, row.session_id, reason, time.time())
+
+    call.store.write(work)
+    return {}

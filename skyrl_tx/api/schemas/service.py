@@ -1,0 +1,113 @@
+"""Sessions, flags, health."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from skyrl_tx.api.schemas.base import Answer, WireModel
+
+
+class ClientConfigRequest(WireModel):
+    """Who is asking for flags."""
+
+    sdk_version: str | None = None
+
+
+class ClientConfigAnswer(Answer):
+    """The flags that this server sets, right for every release; the SDK has defaults for the rest."""
+
+    pjwt_auth_enabled: bool = False
+    parallel_fwdbwd_chunks: bool = True
+    proto_write_fwdbwd: bool = True
+    proto_compress_fwdbwd: bool = True
+    fwd_via_fwdbwd: bool = True
+    create_model_via_load_weights: bool = True
+
+
+class DynamicConfigAnswer(Answer):
+    """Flags that the SDK asks for again and again."""
+
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+
+
+class CreateSessionRequest(WireModel):
+    """A client process begins."""
+
+    tags: list[str] = Field(default_factory=list[str])
+    user_metadata: dict[str, object] | None = None
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+    type: str | None = None
+
+
+class CreateSessionAnswer(Answer):
+    """A session exists; messages are logged by the client."""
+
+    type: Literal["create_session"] = "create_session"
+    session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+
+
+class HeartbeatRequest(WireModel):
+    """A session is still wanted."""
+
+    session_id: str
+    type: str | None = None
+
+
+class HeartbeatAnswer(Answer):
+    """Heard."""
+
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(WireModel):
+    """How a client process ended."""
+
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishRequest(WireModel):
+    """A session ends."""
+
+    reason: FinishReason
+    detail: str | None = None
+
+
+class SupportedModel(Answer):
+    """A name that may be given as `base_model`."""
+
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class CapabilitiesAnswer(Answer):
+    """What this server serves."""
+
+    supported_models: list[SupportedModel]
+
+
+class HealthAnswer(Answer):
+    """`ok`, or which half is not; `detail` is for people."""
+
+    status: str
+    detail: str | None = None
+
+
+class TelemetryAnswer(Answer):
+    """Telemetry is taken and dropped."""
+
+    status: Literal["accepted"] = "accepted"
+
+
+class RetrieveFutureRequest(WireModel):
+    """A poll for a result."""
+
+    request_id: str
+    allow_metadata_only: bool | None = None

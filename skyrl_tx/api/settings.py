@@ -1,0 +1,53 @@
+"""What the HTTP process is told."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from skyrl_tx.contract.errors import UserError
+
+_HUB_NAME_SLASHES = 2
+
+
+class ApiSettings(BaseModel):
+    """Settings of the HTTP process; the command line composes them with the other components'."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    data_dir: Path = Field(description="directory of the database and all weights")
+    base_model: str = Field(description="hub id or local directory of the model that is served")
+    served_model_name: str | None = Field(None, description="name that clients use; default: base_model as given")
+    tokenizer_id: str | None = Field(None, description="what clients load the tokenizer from; default: base_model")
+    max_request_bytes: int = Field(256 * 2**20, ge=1024, description="longest body taken, and its length decompressed")
+    retrieve_hold_s: float = Field(30.0, gt=0, le=40, description="how long a poll for a result is held open")
+    engine_silence_s: float = Field(
+        10.0, gt=0, description="clients are told to wait when the engine is silent so long"
+    )
+    request_threads: int = Field(100, ge=1, description="requests worked on at once; each may wait for a commit")
+
+    @property
+    def public_model_name(self) -> str:
+        """The name that answers carry."""
+        return self.served_model_name or self.base_model
+
+    def known_model_name(self, name: str) -> str:
+        """Return the public name of the base model that a client asks for; raises UserError for another model."""
+        if name not in (self.served_model_name, self.base_model):
+            raise UserError(f"base_model {name[:200]!r}: this server serves {self.public_model_name!r}")
+        return self.public_model_name
+
+    @property
+    def client_tokenizer_id(self) -> str:
+        """What `AutoTokenizer` resolves on the client.
+
+        The SDK takes a name of exactly two slashes for `organisation/model/variant` and cuts it, so a short local
+        path is written in a longer, equivalent form.
+        """
+        name = self.tokenizer_id or self.base_model
+        if not Path(name).is_dir():
+            return name
+        path = str(Path(name).absolute())
+        missing = _HUB_NAME_SLASHES + 1 - path.count("/")
+        return "/" + "./" * max(missing, 0) + path.removeprefix("/")

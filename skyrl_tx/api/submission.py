@@ -1,0 +1,134 @@
+"""Requests into the store: once each, however often they are sent."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlmodel import Session
+
+from skyrl_tx.api import lookup
+from skyrl_tx.api.errors import bad_request
+from skyrl_tx.api.principal import Principal
+from skyrl_tx.api.schemas.training import Promise
+from skyrl_tx.api.translate.translated import Translated
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import model_id as model_id_of
+from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.store import futures, models, samplers
+
+_TOUCH_MODEL_EVERY_S = 1.0
+_TOUCH_SAMPLER_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A request in bytes, made before the writer's turn; `identity` is what a repetition must agree in."""
+
+    kind: str
+    body: bytes
+    identity: bytes
+
+    @classmethod
+    def of(cls, request: Translated) -> "Encoded":
+        """Encode a request, once if nothing in it was drawn or looked up."""
+        body = codec.encode(request.request)
+        identity = body if request.identity is request.request else codec.encode(request.identity)
+        return cls(codec.kind_of(request.request), body, identity)
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    """What is noted of a model that is to be made."""
+
+    base_model: str
+    spec: ModelSpec
+    user_metadata: Mapping[str, str] | None
+
+
+def to_model(tx: Session, caller: Principal, model_id: ModelId, seq_id: int | None, request: Encoded) -> Promise:
+    """Queue work for a model. `seq_id` makes it one of a kind; 0 and None do not."""
+    now = time.time()
+    row = lookup.model(tx, caller, model_id)
+    new = futures.NewRequest(
+        key=f"model/{model_id}/{seq_id}" if seq_id else "",
+        kind=request.kind,
+        owner=caller.owner,
+        session_id=row.session_id,
+        body=request.body,
+        digest_body=request.identity,
+        model_id=model_id,
+        seq_id=seq_id,
+    )
+    request_id = _submit(tx, new, now)
+    if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
+        models.touch(tx, model_id, now)
+    return Promise(request_id=request_id, model_id=model_id)
+
+
+def creation(
+    tx: Session, caller: Principal, session_id: SessionId, model_seq_id: int, request: Encoded, model: NewModel | None
+) -> Promise:
+    """Queue the making of a model; without `model` the request is one that will fail, and there will be none.
+
+    `create_model` and `load_weights` share the count of a session's models, so they share its keys.
+    """
+    now = time.time()
+    lookup.open_session(tx, caller, session_id)
+    model_id = model_id_of(session_id, model_seq_id)
+    new = futures.NewRequest(
+        key=f"create/{session_id}/{model_seq_id}",
+        kind=request.kind,
+        owner=caller.owner,
+        session_id=session_id,
+        body=request.body,
+        digest_body=request.identity,
+        model_id=None if model is None else model_id,
+        seq_id=0,
+    )
+    request_id = _submit(tx, new, now)
+    if model is not None:
+        models.create(
+            tx,
+            model_id=model_id,
+            session_id=session_id,
+            base_model=model.base_model,
+            spec=codec.encode(model.spec),
+            user_metadata=model.user_metadata,
+            now=now,
+        )
+    return Promise(request_id=request_id, model_id=model_id)
+
+
+def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None) -> str:
+    """What makes a prompt one of a kind; its sequence ids are derived from it too."""
+    return "" if seq_id is None else f"sample/{sampling_session_id}/{seq_id}"
+
+
+def to_sampler(
+    tx: Session, caller: Principal, sampling_session_id: SamplingSessionId, seq_id: int | None, request: Encoded
+) -> RequestId:
+    """Queue a prompt."""
+    now = time.time()
+    row = lookup.sampling_session(tx, caller, sampling_session_id)
+    new = futures.NewRequest(
+        key=sampling_key(sampling_session_id, seq_id),
+        kind=request.kind,
+        owner=caller.owner,
+        session_id=row.session_id,
+        body=request.body,
+        digest_body=request.identity,
+        seq_id=seq_id,
+        sampling_session_id=sampling_session_id,
+    )
+    request_id = _submit(tx, new, now)
+    if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
+        samplers.touch(tx, sampling_session_id, now)
+    return request_id
+
+
+def _submit(tx: Session, new: futures.NewRequest, now: float) -> RequestId:
+    try:
+        return futures.submit(tx, new, now).request_id
+    except futures.ConflictingRequest as error:
+        raise bad_request(str(error)) from error

@@ -1,0 +1,151 @@
+"""Arrays to and from the wire, without a Python object per token where the wire is binary."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.api.schemas.base import shown
+from skyrl_tx.api.schemas.inputs import TensorData
+from skyrl_tx.contract.arrays import Float32Array, Int64Array, NumberArray
+from skyrl_tx.contract.errors import UserError
+
+_BFLOAT16 = "bfloat16"
+_DTYPES: dict[int, str] = {
+    wire_pb2.DTYPE_FLOAT32: "float32",
+    wire_pb2.DTYPE_INT64: "int64",
+    wire_pb2.DTYPE_INT32: "int32",
+    wire_pb2.DTYPE_BFLOAT16: _BFLOAT16,
+}
+_DTYPE_CODES = {name: code for code, name in _DTYPES.items()}
+_MAX_DIMS = 8
+
+
+@dataclass(slots=True)
+class DenseBudget:
+    """Bytes that the sparse tensors of one request may still take once they are dense.
+
+    A sparse tensor of a few bytes may claim any width, so the claim is checked before memory is taken for it.
+    """
+
+    remaining_bytes: int
+
+    def take(self, rows: int, columns: int, itemsize: int, where: str) -> None:
+        """Reserve a dense matrix; raises UserError when the request asks for too much."""
+        if rows * columns * itemsize > self.remaining_bytes:
+            raise UserError(f"{where}: shape [{rows}, {columns}] is more than this server makes dense for one request")
+        self.remaining_bytes -= rows * columns * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Csr:
+    """Compressed sparse rows: row i lists columns[crow[i]:crow[i + 1]]."""
+
+    values: NumberArray
+    crow: Int64Array
+    columns: Int64Array
+
+
+def from_bytes(data: bytes, dtype: str, where: str) -> NumberArray:
+    """View bytes as numbers; bfloat16 is widened. Raises UserError for a broken last element."""
+    stored = np.dtype("uint16" if dtype == _BFLOAT16 else dtype)
+    if len(data) % stored.itemsize:
+        raise UserError(f"{where}: {len(data)} bytes are not a whole number of {dtype} values")
+    array: NumberArray = np.frombuffer(data, dtype=stored)
+    if dtype == _BFLOAT16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array
+
+
+def from_proto(message: wire_pb2.Tensor, budget: DenseBudget, where: str) -> NumberArray:
+    """Read a tensor, dense in any case."""
+    dtype = _DTYPES.get(int(message.dtype))
+    if dtype is None:
+        raise UserError(f"{where}: dtype {int(message.dtype)} is not one of {', '.join(_DTYPES.values())}")
+    shape = tuple(message.shape)
+    if message.WhichOneof("layout") != "sparse_csr":
+        values = from_bytes(message.dense, dtype, where)
+        return _shaped(values, shape or values.shape, where)
+    csr = message.sparse_csr
+    parts = _Csr(
+        values=from_bytes(csr.values, dtype, f"{where}.values"),
+        crow=from_bytes(csr.crow_indices, "int64", f"{where}.crow_indices"),
+        columns=from_bytes(csr.col_indices, "int64", f"{where}.col_indices"),
+    )
+    return _dense(parts, shape, budget, where)
+
+
+def from_json(tensor: TensorData, budget: DenseBudget, where: str, *, fill: int = 0) -> NumberArray:
+    """Read a tensor, dense in any case; `fill` stands where a sparse one lists nothing."""
+    values = _numbers(tensor.data, "float32" if tensor.dtype == _BFLOAT16 else tensor.dtype, where)
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
+        return _shaped(values, tuple(tensor.shape) if tensor.shape is not None else values.shape, where)
+    parts = _Csr(
+        values=values,
+        crow=_numbers(tensor.sparse_crow_indices or [], "int64", f"{where}.sparse_crow_indices"),
+        columns=_numbers(tensor.sparse_col_indices or [], "int64", f"{where}.sparse_col_indices"),
+    )
+    return _dense(parts, tuple(tensor.shape or ()), budget, where, fill)
+
+
+def to_proto(array: NumberArray) -> wire_pb2.Tensor:
+    """Write a dense tensor."""
+    message = wire_pb2.Tensor(dtype=cast(wire_pb2.DType, _DTYPE_CODES[array.dtype.name]), shape=array.shape)
+    message.dense = array.tobytes()
+    return message
+
+
+def batched(arrays: Sequence[Float32Array]) -> wire_pb2.BatchedTensor:
+    """Write one float32 array per datum, all of one trailing shape, as one run of bytes with byte offsets."""
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
+    return wire_pb2.BatchedTensor(
+        data=b"".join(array.tobytes() for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=wire_pb2.DTYPE_FLOAT32,
+        trailing_shape=arrays[0].shape[1:] if arrays else (),
+    )
+
+
+def int32_tokens(values: list[int], where: str) -> NumberArray:
+    """Read token ids of JSON; raises UserError for one that no int32 holds."""
+    return _numbers(values, "int32", where)
+
+
+def _numbers(values: Sequence[float], dtype: str, where: str) -> NumberArray:
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, dtype=dtype)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise UserError(f"{where}: not all values are {dtype}: {error}") from error
+
+
+def _shaped(values: NumberArray, shape: tuple[int, ...], where: str) -> NumberArray:
+    if len(shape) > _MAX_DIMS or any(size < 0 for size in shape) or math.prod(shape) != values.size:
+        raise UserError(f"{where}: shape {shown(list(shape))} does not fit {values.size} values")
+    return values.reshape(shape)
+
+
+def _dense(parts: _Csr, shape: tuple[int, ...], budget: DenseBudget, where: str, fill: int = 0) -> NumberArray:
+    if len(shape) != 2 or min(shape) < 0:
+        raise UserError(f"{where}: a sparse tensor has a shape of two sizes, not {shown(list(shape))}")
+    rows, columns = shape
+    count = parts.values.size
+    crow = parts.crow
+    if crow.size != rows + 1 or parts.columns.size != count:
+        raise UserError(
+            f"{where}: shape [{rows}, {columns}] with {crow.size} row pointers, {parts.columns.size} column indices "
+            f"and {count} values"
+        )
+    lengths = np.diff(crow)
+    if crow[0] != 0 or crow[-1] != count or (lengths < 0).any():
+        raise UserError(f"{where}: row pointers must rise from 0 to {count}")
+    if ((parts.columns < 0) | (parts.columns >= columns)).any():
+        raise UserError(f"{where}: a column index is outside [0, {columns})")
+    budget.take(rows, columns, parts.values.itemsize, where)
+    dense = np.full((rows, columns), fill, dtype=parts.values.dtype)
+    dense[np.repeat(np.arange(rows), lengths), parts.columns] = parts.values
+    return dense

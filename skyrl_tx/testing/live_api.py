@@ -1,0 +1,74 @@
+"""The API on a real socket, for tests and benchmarks."""
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from skyrl_tx.api.server import ApiServer
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.contract import codec, requests
+from skyrl_tx.store import futures
+from skyrl_tx.store.database import Store
+
+
+@dataclass
+class Server:
+    """A server that listens, and what listens to it."""
+
+    url: str
+    settings: ApiSettings
+    store: Store
+    client: httpx.Client
+    api: ApiServer
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        """Call an endpoint with JSON."""
+        return self.client.post(f"/api/v1/{path}", json=body)
+
+    def session(self) -> str:
+        """Begin a session."""
+        return self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
+
+    def model(self, session_id: str | None = None, model_seq_id: int = 0) -> str:
+        """Ask for a model, without waiting for it."""
+        answer = self.post(
+            "create_model",
+            session_id=session_id or self.session(),
+            model_seq_id=model_seq_id,
+            base_model=self.settings.public_model_name,
+            lora_config={"rank": 8},
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()["model_id"]
+
+    def stored(self, request_id: str) -> requests.Request:
+        """What the engine will get."""
+        pending = self.store.read(lambda tx: futures.pending(tx, 0, 10_000))
+        body = next(request.body for request in pending if request.request_id == request_id)
+        request = codec.decode(body)
+        assert isinstance(request, requests.Request)
+        return request
+
+
+@contextmanager
+def live_api(settings: ApiSettings) -> Generator[Server]:
+    """Serve on a thread of its own, over the store in `settings.data_dir`."""
+    store = Store.open(settings.data_dir, role="api")
+    api = ApiServer(settings, store)
+    thread = threading.Thread(target=api.run)
+    thread.start()
+    try:
+        while not api.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.005)
+        url = f"http://127.0.0.1:{api.servers[0].sockets[0].getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=30) as client:
+            yield Server(url=url, settings=settings, store=store, client=client, api=api)
+    finally:
+        api.should_exit = True
+        thread.join()
+        store.close()

@@ -1,0 +1,77 @@
+"""A writer killed at a random moment: what it acknowledged is there, and nothing by halves."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from sqlalchemy import text
+
+from skyrl_tx.store.database import Store
+
+NUM_KILLS = 10
+WRITER = """
+import itertools, os, sys
+from pathlib import Path
+from skyrl_tx.store import futures, models, sessions
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.futures import NewRequest
+
+store = Store.open(Path(sys.argv[1]), role="engine")
+life = sys.argv[2]
+
+def begin(tx):
+    session_id = sessions.create(tx, owner="ann", tags=[], user_metadata=None, sdk_version=None, project_id=None,
+                                 display_name=None, now=1.0)
+    models.create(tx, model_id=life, session_id=session_id, base_model="b", spec=b"", user_metadata=None, now=1.0)
+    return session_id
+
+session_id = store.write(begin)
+
+def effect(tx, number):
+    '''One work, three rows: a request, its answer, the count of its model's effects.'''
+    new = NewRequest(key=f"{life}/{number}", kind="model_pass", owner="ann", session_id=session_id,
+                     body=os.urandom(5000), model_id=life)
+    request_id = futures.submit(tx, new, 1.0).request_id
+    futures.complete(tx, request_id, b"result", failed=False, effect_order=models.next_effect(tx, life), now=2.0)
+    return number
+
+def acknowledge(future):
+    os.write(1, f"{future.result()}\\n".encode())
+
+for number in itertools.count(1):
+    write = store.write_soon(lambda tx, number=number: effect(tx, number))
+    write.add_done_callback(acknowledge)
+    if number % 7 == 0:  # groups of up to seven
+        write.result()
+"""
+
+
+def test_every_acknowledged_write_survives_a_kill_and_none_is_half_done(tmp_path: Path) -> None:
+    Store.open(tmp_path, role="engine").close()
+    lives = random.Random(7)
+    for life in range(NUM_KILLS):
+        wanted = lives.randrange(1, 60)
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, tmp_path, f"life-{life}"], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            lines = [writer.stdout.readline() for _ in range(wanted)]
+            writer.kill()
+            lines += writer.stdout.readlines()  # acknowledged before it died; the last line may be cut
+        acknowledged = {int(line) for line in lines if line.endswith("\n")}
+        assert len(acknowledged) >= wanted
+        check(tmp_path, f"life-{life}", acknowledged)
+
+
+def check(data_dir: Path, life: str, acknowledged: set[int]) -> None:
+    store = Store.open(data_dir, role="engine")
+    requests = text("SELECT effect_order, status, length(body), result FROM requests WHERE model_id = :life")
+    count = text("SELECT effect_order FROM models WHERE model_id = :life")
+    rows = store.read(lambda tx: tx.connection().execute(requests, {"life": life}).all())
+    num_effects = store.read(lambda tx: tx.connection().execute(count, {"life": life}).scalar_one())
+    health = store.read(lambda tx: tx.connection().execute(text("PRAGMA integrity_check")).scalar_one())
+    store.close()
+    assert health == "ok"
+    assert sorted(rows) == [(number, "done", 5000, b"result") for number in range(1, num_effects + 1)]
+    assert acknowledged <= set(range(1, num_effects + 1))

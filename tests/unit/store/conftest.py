@@ -1,0 +1,46 @@
+"""A store on a fresh directory, with one session in it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store import sessions
+from skyrl_tx.store.database import Role, Store
+
+OpenStore = Callable[..., Store]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[OpenStore]:
+    with ExitStack() as stack:
+
+        def open_one(role: Role = "api", data_dir: Path = tmp_path, **options: float) -> Store:
+            store = Store.open(data_dir, role=role, **options)
+            stack.callback(store.close)
+            return store
+
+        yield open_one
+
+
+@pytest.fixture
+def store(open_store: OpenStore) -> Store:
+    return open_store()
+
+
+@pytest.fixture
+def session_id(store: Store) -> SessionId:
+    return store.write(
+        lambda tx: sessions.create(
+            tx,
+            owner="ann",
+            tags=["a"],
+            user_metadata={"k": 1},
+            sdk_version="0.38.0",
+            project_id=None,
+            display_name=None,
+            now=1.0,
+        )
+    )

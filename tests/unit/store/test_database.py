@@ -1,0 +1,180 @@
+import stat
+import threading
+import time
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+from sqlmodel import Session
+
+from skyrl_tx.store import sessions
+from skyrl_tx.store.database import Store, StoreError, StoreInUse
+
+
+def add_session(tx: Session, owner: str = "ann") -> str:
+    return sessions.create(
+        tx, owner=owner, tags=[], user_metadata=None, sdk_version=None, project_id=None, display_name=None, now=1.0
+    )
+
+
+def owned(store: Store, owner: str) -> list[str]:
+    return store.read(lambda tx: sessions.list_ids(tx, owner, 1000, 0))
+
+
+def test_the_data_directory_is_private(tmp_path: Path, open_store) -> None:
+    open_store(data_dir=tmp_path / "deep" / "er")
+    assert stat.S_IMODE((tmp_path / "deep" / "er").stat().st_mode) == 0o700
+
+
+def test_what_was_written_is_there_after_reopening(open_store) -> None:
+    first = open_store()
+    session_id = first.write(add_session)
+    first.close()
+    assert owned(open_store(), "ann") == [session_id]
+
+
+def test_a_role_is_taken_once(tmp_path: Path, open_store) -> None:
+    api = open_store("api")
+    open_store("engine")
+    with pytest.raises(StoreInUse, match=rf"{tmp_path}.*api runs as process \d+"):
+        open_store("api")
+    api.close()
+    open_store("api")
+
+
+def test_every_commit_is_durable_and_foreign_keys_hold(store: Store) -> None:
+    pragmas = ("journal_mode", "synchronous", "foreign_keys")
+    wanted = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+    assert {
+        p: store.write(lambda tx, p=p: tx.connection().exec_driver_sql(f"PRAGMA {p}").scalar()) for p in pragmas
+    } == wanted
+    with pytest.raises(IntegrityError):
+        store.write(
+            lambda tx: tx.connection().execute(
+                text("INSERT INTO models VALUES ('m', 'nobody', 'b', x'', NULL, 'ready', 1, 1, 0, NULL)")
+            )
+        )
+
+
+def test_readers_cannot_write(store: Store) -> None:
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.read(add_session)
+    assert owned(store, "ann") == []
+
+
+def test_work_that_raises_undoes_itself_alone(store: Store) -> None:
+    gate = threading.Event()
+    store.write_soon(lambda tx: gate.wait(5))  # so that the three below become one group
+
+    def fail(tx: Session) -> None:
+        add_session(tx, "failed")
+        raise RuntimeError("no")
+
+    before, failing, after = [
+        store.write_soon(work)
+        for work in (lambda tx: add_session(tx, "before"), fail, lambda tx: add_session(tx, "after"))
+    ]
+    gate.set()
+    with pytest.raises(RuntimeError, match=r"^no$"):
+        failing.result(5)
+    assert (owned(store, "before"), owned(store, "failed"), owned(store, "after")) == (
+        [before.result(5)],
+        [],
+        [after.result(5)],
+    )
+
+
+def test_a_result_is_given_only_once_it_can_be_read(store: Store) -> None:
+    for number in range(20):
+        assert owned(store, f"owner-{number}") == []
+        session_id = store.write(lambda tx, number=number: add_session(tx, f"owner-{number}"))
+        assert owned(store, f"owner-{number}") == [session_id]
+
+
+def test_many_threads_write_and_read_together(store: Store) -> None:
+    def write_some(number: int) -> None:
+        for _ in range(20):
+            store.write(lambda tx: add_session(tx, f"thread-{number}"))
+
+    threads = [threading.Thread(target=write_some, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(owned(store, f"thread-{number}")) for number in range(8)] == [20] * 8
+
+
+def test_a_read_sees_one_state(store: Store) -> None:
+    def look_twice(tx: Session) -> tuple[int, int]:
+        before = len(sessions.list_ids(tx, "ann", 10, 0))
+        store.write(add_session)
+        return before, len(sessions.list_ids(tx, "ann", 10, 0))
+
+    assert store.read(look_twice) == (0, 0)
+    assert len(owned(store, "ann")) == 1
+
+
+def test_a_write_within_a_write_is_refused_instead_of_waiting_for_ever(store: Store) -> None:
+    with pytest.raises(StoreError, match="within a write"):
+        store.write(lambda tx: store.write(add_session))
+
+
+def test_closing_finishes_what_was_queued(open_store) -> None:
+    store = open_store()
+    queued = [store.write_soon(add_session) for _ in range(50)]
+    store.close()
+    store.close()
+    assert not wait_for(queued, 0).not_done
+    with pytest.raises(StoreError, match="closed"):
+        store.write(add_session)
+    with pytest.raises(StoreError, match="closed"):
+        store.read(lambda tx: None)
+    assert sorted(owned(open_store(), "ann")) == sorted(future.result() for future in queued)
+
+
+def test_a_cancelled_write_is_not_made(store: Store) -> None:
+    gate = threading.Event()
+    store.write_soon(lambda tx: gate.wait(5))
+    unwanted = store.write_soon(add_session)
+    assert unwanted.cancel()
+    gate.set()
+    store.write(lambda tx: None)
+    assert owned(store, "ann") == []
+
+
+def test_closing_ends_a_wait(store: Store) -> None:
+    answers: list[bool] = []
+    waiting = threading.Thread(target=lambda: answers.append(store.wait(30)))
+    waiting.start()
+    time.sleep(0.02)
+    store.close()
+    waiting.join(5)
+    assert answers == [False]
+
+
+def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="postgresql://host/db"):
+        Store.open(tmp_path, role="api", url="postgresql://host/db")
+
+
+def test_the_database_can_lie_elsewhere(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "a file, with odd % and ? signs.db"
+    store = Store.open(
+        tmp_path / "data", role="api", url=f"sqlite:///{str(elsewhere).replace('%', '%25').replace('?', '%3F')}"
+    )
+    store.close()
+    assert elsewhere.exists()
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "skyrl_tx.db").write_bytes(b"not a database, whatever its name says" * 100)
+    with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged"):
+        Store.open(tmp_path, role="api")
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=f"{tmp_path}/file"):
+        Store.open(tmp_path / "file", role="api")

@@ -1,0 +1,197 @@
+from dataclasses import replace
+
+import pytest
+from sqlmodel import Session
+
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
+from skyrl_tx.store import futures, models, snapshots
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.futures import ConflictingRequest, FutureState, NewRequest
+
+MODEL = ModelId("run")
+
+
+@pytest.fixture
+def new(session_id: SessionId) -> NewRequest:
+    return NewRequest(
+        key="model/run/1",
+        kind="model_pass",
+        owner="ann",
+        session_id=session_id,
+        body=b"body",
+        model_id=MODEL,
+        seq_id=2**62,
+        sampling_session_id=SamplingSessionId("sampling"),
+    )
+
+
+def submit(store: Store, new: NewRequest, now: float = 1.0) -> futures.Submitted:
+    return store.write(lambda tx: futures.submit(tx, new, now))
+
+
+def pending(store: Store, after: int = 0, limit: int = 100) -> list[futures.PendingRequest]:
+    return store.read(lambda tx: futures.pending(tx, after, limit))
+
+
+def complete(store: Store, request_id: RequestId, effect_order: int | None = None, failed: bool = False) -> bool:
+    return store.write(
+        lambda tx: futures.complete(tx, request_id, b"result", failed=failed, effect_order=effect_order, now=5.0)
+    )
+
+
+def state(store: Store, request_id: RequestId, owner: str = "ann") -> FutureState:
+    return store.read(lambda tx: futures.result(tx, request_id, owner))
+
+
+def test_a_request_reaches_the_engine_as_it_was_sent(store: Store, new: NewRequest) -> None:
+    submitted = submit(store, new, now=7.5)
+    (request,) = pending(store)
+    assert submitted.is_new
+    assert request == futures.PendingRequest(
+        position=1,
+        request_id=submitted.request_id,
+        kind="model_pass",
+        body=b"body",
+        session_id=new.session_id,
+        model_id=MODEL,
+        seq_id=2**62,
+        sampling_session_id=SamplingSessionId("sampling"),
+        attempts=0,
+        created_at=7.5,
+        effect_order=None,
+        failed=False,
+    )
+
+
+def test_ids_are_stable_and_differ_by_key() -> None:
+    assert futures.request_id("model/run/1") == "req-c3b2mhfnzrvgamsrdb2jp7ihhr2jbxxj"
+    assert futures.request_id("model/run/1") != futures.request_id("model/run/2")
+    assert futures.request_id("") != futures.request_id("")
+
+
+def test_without_deduplication_ids_every_request_is_new(store: Store, new: NewRequest) -> None:
+    first, second = [submit(store, replace(new, key="")) for _ in range(2)]
+    assert first.is_new and second.is_new and first.request_id != second.request_id
+
+
+def test_what_the_server_drew_itself_is_no_conflict_and_the_first_draw_stays(store: Store, new: NewRequest) -> None:
+    submit(store, replace(new, body=b"seed 1", digest_body=b"seed _"))
+    assert not submit(store, replace(new, body=b"seed 2", digest_body=b"seed _")).is_new
+    assert [request.body for request in pending(store)] == [b"seed 1"]
+
+
+@pytest.mark.parametrize("change", [{"body": b"other"}, {"kind": "optim_step"}], ids=lambda change: str(change))
+def test_the_same_ids_for_something_else_conflict(store: Store, new: NewRequest, change: dict) -> None:
+    submit(store, new)
+    with pytest.raises(ConflictingRequest, match="'model/run/1'"):
+        submit(store, replace(new, **change))
+    assert [request.body for request in pending(store)] == [b"body"]
+
+
+def test_a_duplicate_of_an_answered_request_runs_nothing(store: Store, new: NewRequest) -> None:
+    request_id = submit(store, new).request_id
+    complete(store, request_id)
+    assert submit(store, new) == futures.Submitted(request_id, is_new=False)
+    assert pending(store) == []
+
+
+def test_open_requests_come_in_order_of_arrival_past_a_cursor_in_pages(store: Store, new: NewRequest) -> None:
+    ids = [submit(store, replace(new, key=f"model/run/{number}")).request_id for number in range(6)]
+    complete(store, ids[2])
+    first = pending(store, limit=2)
+    rest = pending(store, after=first[-1].position)
+    assert [request.request_id for request in first + rest] == [ids[0], ids[1], ids[3], ids[4], ids[5]]
+
+
+def test_attempts_are_counted(store: Store, new: NewRequest) -> None:
+    ids = [submit(store, replace(new, key=f"k/{number}")).request_id for number in range(3)]
+    for _ in range(2):
+        store.write(lambda tx: futures.mark_attempt(tx, ids[:2]))
+    assert [request.attempts for request in pending(store)] == [2, 2, 0]
+
+
+@pytest.mark.parametrize(("failed", "status"), [(False, "done"), (True, "failed")])
+def test_a_result_is_given_to_its_owner(store: Store, new: NewRequest, failed: bool, status: str) -> None:
+    request_id = submit(store, new).request_id
+    assert state(store, request_id) == FutureState(status="open", kind="model_pass", created_at=1.0)
+    assert complete(store, request_id, failed=failed)
+    assert state(store, request_id) == FutureState(status=status, kind="model_pass", result=b"result", created_at=1.0)
+    assert state(store, request_id, owner="bob") == FutureState(status="unknown")
+    assert state(store, RequestId("9" * 30)) == FutureState(status="unknown")
+
+
+def test_the_first_answer_stays(store: Store, new: NewRequest) -> None:
+    request_id = submit(store, new).request_id
+    assert complete(store, request_id)
+    assert not complete(store, request_id, failed=True)
+    assert state(store, request_id).status == "done"
+    assert not complete(store, RequestId("req-nobody"))
+
+
+def test_statuses_tell_of_the_answered_ones_only(store: Store, new: NewRequest) -> None:
+    ids = [submit(store, replace(new, key=f"k/{number}")).request_id for number in range(3)]
+    complete(store, ids[0])
+    complete(store, ids[1], failed=True)
+    many = [*ids, *(RequestId(f"req-{number}") for number in range(2500))]
+    assert store.read(lambda tx: futures.statuses(tx, many)) == {ids[0]: "done", ids[1]: "failed"}
+    assert store.read(lambda tx: futures.statuses(tx, [])) == {}
+
+
+def test_effects_are_replayed_in_the_order_they_took(store: Store, new: NewRequest) -> None:
+    ids = [submit(store, replace(new, key=f"k/{number}")).request_id for number in range(5)]
+    other = submit(store, replace(new, key="other", model_id=ModelId("other"))).request_id
+    for request_id, order in ((ids[3], 1), (ids[0], 3), (ids[1], 2), (other, 2)):
+        complete(store, request_id, effect_order=order, failed=request_id == ids[0])
+    complete(store, ids[4], effect_order=None)
+    replayed = store.read(lambda tx: futures.effects_since(tx, MODEL, 1))
+    assert [(request.request_id, request.effect_order, request.failed) for request in replayed] == [
+        (ids[1], 2, False),
+        (ids[0], 3, True),
+    ]
+
+
+class TestPruning:
+    """Which answers go: fetched long enough ago, and needed by no recovery."""
+
+    @pytest.fixture(autouse=True)
+    def model(self, store: Store, session_id: SessionId) -> None:
+        self.store = store
+
+        def make(tx: Session) -> None:
+            fields = {"session_id": session_id, "base_model": "b", "spec": b"", "user_metadata": None, "now": 1.0}
+            models.create(tx, model_id=MODEL, **fields)
+            snapshots.put(tx, MODEL, "art-1", 10, 1.0)
+
+        store.write(make)
+
+    def prune(self, now: float) -> int:
+        return self.store.write(lambda tx: futures.prune(tx, now, fetched_for_s=60.0))
+
+    def fetched(self, new: NewRequest, effect_order: int | None) -> RequestId:
+        request_id = submit(self.store, new).request_id
+        complete(self.store, request_id, effect_order)
+        self.store.write(lambda tx: futures.mark_fetched(tx, [request_id], 100.0))
+        return request_id
+
+    @pytest.mark.parametrize("effect_order", [None, 10])
+    def test_an_answer_that_a_snapshot_covers_goes_but_stays_known(self, new: NewRequest, effect_order) -> None:
+        request_id = self.fetched(new, effect_order)
+        self.store.write(lambda tx: futures.mark_fetched(tx, [request_id], 150.0))
+        assert self.prune(160.0) == 0
+        assert self.prune(161.0) == 1
+        assert state(self.store, request_id).status == "pruned"
+        assert submit(self.store, new) == futures.Submitted(request_id, is_new=False)
+        with pytest.raises(ConflictingRequest):
+            submit(self.store, replace(new, body=b"other"))
+        assert pending(self.store) == []
+
+    def test_an_effect_beyond_the_snapshot_stays_until_its_model_is_gone(self, new: NewRequest) -> None:
+        request_id = self.fetched(new, effect_order=11)
+        assert self.prune(1e9) == 0
+        assert state(self.store, request_id).result == b"result"
+        self.store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
+        assert self.prune(1e9) == 1
+
+    def test_what_was_not_fetched_stays(self, new: NewRequest) -> None:
+        complete(self.store, submit(self.store, new).request_id)
+        assert self.prune(1e9) == 0

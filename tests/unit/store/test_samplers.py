@@ -1,0 +1,52 @@
+import pytest
+
+from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.store import samplers
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import SamplingSessionRow
+
+
+def row(session_id: SessionId, name: str, *, model: str | None = "run", now: float = 1.0) -> SamplingSessionRow:
+    return SamplingSessionRow(
+        sampling_session_id=SamplingSessionId(name),
+        session_id=session_id,
+        base_model="base",
+        sampler_id=SamplerId(f"art-{name}"),
+        model_id=None if model is None else ModelId(model),
+        created_at=now,
+        last_used_at=now,
+    )
+
+
+def get(store: Store, name: str) -> SamplingSessionRow | None:
+    return store.read(lambda tx: samplers.get(tx, SamplingSessionId(name)))
+
+
+def test_a_sampling_session_is_made_once(store: Store, session_id: SessionId) -> None:
+    assert store.write(lambda tx: samplers.create_session(tx, row(session_id, "s", now=1.0)))
+    assert not store.write(lambda tx: samplers.create_session(tx, row(session_id, "s", now=2.0)))
+    assert get(store, "s").created_at == 1.0
+    assert get(store, "t") is None
+
+
+def test_use_is_noted(store: Store, session_id: SessionId) -> None:
+    store.write(lambda tx: samplers.create_session(tx, row(session_id, "s")))
+    store.write(lambda tx: samplers.touch(tx, SamplingSessionId("s"), 9.0))
+    store.write(lambda tx: samplers.touch(tx, SamplingSessionId("s"), 8.0))
+    assert get(store, "s").last_used_at == 9.0
+    with pytest.raises(LookupError, match="'nobody'"):
+        store.write(lambda tx: samplers.touch(tx, SamplingSessionId("nobody"), 9.0))
+
+
+def test_only_old_unused_unnamed_samplers_are_released(store: Store, session_id: SessionId) -> None:
+    for number in range(6):
+        new = row(session_id, f"run-{number}", now=float(number))
+        store.write(lambda tx, new=new: samplers.create_session(tx, new))
+    for name, model in (("other", "other run"), ("named", None)):
+        new = row(session_id, name, model=model, now=0.0)
+        store.write(lambda tx, new=new: samplers.create_session(tx, new))
+    store.write(lambda tx: samplers.touch(tx, SamplingSessionId("run-0"), 50.0))
+    assert store.write(lambda tx: samplers.release_unused(tx, 40.0, keep_newest=3)) == ["art-run-2", "art-run-1"]
+    assert get(store, "run-1").sampler_id is None
+    assert get(store, "run-0").sampler_id == "art-run-0"
+    assert store.write(lambda tx: samplers.release_unused(tx, 40.0, keep_newest=3)) == []

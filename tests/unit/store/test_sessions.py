@@ -1,0 +1,65 @@
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store import sessions
+from skyrl_tx.store.database import Store
+
+NOBODY = SessionId("nobody")
+
+
+def create(store: Store, owner: str, now: float) -> SessionId:
+    return store.write(
+        lambda tx: sessions.create(
+            tx,
+            owner=owner,
+            tags=["x", "y"],
+            user_metadata={"run": {"deep": [1, None]}},
+            sdk_version="0.38.0",
+            project_id="p",
+            display_name="d",
+            now=now,
+        )
+    )
+
+
+def test_a_session_is_kept_as_announced(store: Store) -> None:
+    session_id = create(store, "ann", 3.5)
+    row = store.read(lambda tx: sessions.get(tx, session_id))
+    assert row is not None
+    assert (row.owner, row.tags, row.user_metadata) == ("ann", ["x", "y"], {"run": {"deep": [1, None]}})
+    assert (row.sdk_version, row.project_id, row.display_name) == ("0.38.0", "p", "d")
+    assert (row.created_at, row.last_heartbeat_at, row.finished_at, row.finish_reason) == (3.5, 3.5, None, None)
+
+
+def test_ids_fit_into_paths_and_cannot_be_guessed(store: Store) -> None:
+    first, second = create(store, "ann", 1.0), create(store, "ann", 1.0)
+    assert first != second and len(first) >= 32
+    assert not {":", "/"} & set(first)
+
+
+def test_heartbeats_never_go_back(store: Store, session_id: SessionId) -> None:
+    assert store.write(lambda tx: sessions.heartbeat(tx, session_id, 9.0))
+    assert store.write(lambda tx: sessions.heartbeat(tx, session_id, 8.0))
+    assert store.read(lambda tx: sessions.get(tx, session_id)).last_heartbeat_at == 9.0
+    assert not store.write(lambda tx: sessions.heartbeat(tx, NOBODY, 9.0))
+
+
+def test_the_first_reason_to_finish_stays(store: Store, session_id: SessionId) -> None:
+    assert store.write(lambda tx: sessions.finish(tx, session_id, "completed", 4.0))
+    assert store.write(lambda tx: sessions.finish(tx, session_id, "silent", 5.0))
+    row = store.read(lambda tx: sessions.get(tx, session_id))
+    assert (row.finished_at, row.finish_reason) == (4.0, "completed")
+    assert not store.write(lambda tx: sessions.finish(tx, NOBODY, "completed", 4.0))
+
+
+def test_an_owner_sees_their_own_newest_first_in_pages(store: Store) -> None:
+    mine = [create(store, "ann", float(now)) for now in range(5)]
+    create(store, "bob", 2.0)
+    pages = [store.read(lambda tx, offset=offset: sessions.list_ids(tx, "ann", 2, offset)) for offset in (0, 2, 4)]
+    assert [session_id for page in pages for session_id in page] == mine[::-1]
+
+
+def test_silent_sessions_are_found_until_finished(store: Store) -> None:
+    old, older, fresh = (create(store, "ann", now) for now in (5.0, 4.0, 20.0))
+    assert store.read(lambda tx: sessions.silent_since(tx, 10.0)) == [older, old]
+    store.write(lambda tx: sessions.finish(tx, old, "silent", 11.0))
+    assert store.read(lambda tx: sessions.silent_since(tx, 10.0)) == [older]
+    assert fresh not in store.read(lambda tx: sessions.silent_since(tx, 10.0))

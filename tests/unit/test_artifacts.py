@@ -1,0 +1,160 @@
+import json
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactStore
+from skyrl_tx.contract.ids import ArtifactId
+
+DIE_AT_RENAME = """
+import os, sys
+from pathlib import Path
+from skyrl_tx.artifacts import ArtifactStore
+Path.rename = lambda self, target: os._exit(9)
+ArtifactStore(Path(sys.argv[1])).create(lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"weights"))
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "artifacts")
+
+
+def write_adapter(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"weights" * 1000)
+    (folder / "state").mkdir()
+    (folder / "state" / "optimizer.json").write_text('{"step": 3}')
+
+
+def entries(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "artifacts").iterdir())
+
+
+def test_what_was_written_is_opened(store: ArtifactStore) -> None:
+    made = store.create(write_adapter, {"kind": "weights"})
+    path = store.open(made.artifact_id)
+    assert path == made.path
+    assert (path / "adapter_model.safetensors").read_bytes() == b"weights" * 1000
+    assert json.loads((path / "state" / "optimizer.json").read_text()) == {"step": 3}
+    assert made.size_bytes == 7000 + len('{"step": 3}')
+    assert store.describe(made.artifact_id) == made
+    assert made.metadata == {"kind": "weights"}
+
+
+def test_ids_cannot_be_guessed_and_folders_are_private(store: ArtifactStore, tmp_path: Path) -> None:
+    first, second = store.create(write_adapter), store.create(write_adapter)
+    assert first.artifact_id != second.artifact_id and len(first.artifact_id) >= 32
+    for folder in (tmp_path / "artifacts", first.path):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_failed_creation_leaves_nothing(store: ArtifactStore, tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        write_adapter(folder)
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        store.create(fail)
+    assert entries(tmp_path) == []
+
+
+def test_a_crash_before_the_rename_is_invisible_and_swept_up(tmp_path: Path) -> None:
+    """A child process dies at the worst moment: all is written, nothing renamed."""
+    root = tmp_path / "artifacts"
+    child = subprocess.run([sys.executable, "-c", DIE_AT_RENAME, root])
+    assert child.returncode == 9
+    (left,) = entries(tmp_path)
+    store = ArtifactStore(root)
+    with pytest.raises(ArtifactMissing):
+        store.open(ArtifactId(left))
+    with pytest.raises(ArtifactMissing):
+        store.open(ArtifactId(left.removeprefix(".tmp-")))
+    assert store.collect(set()) == []
+    assert entries(tmp_path) == []
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda at: flip(at / "adapter_model.safetensors"), "file adapter_model.safetensors is not as it was written"),
+        (lambda at: (at / "state" / "optimizer.json").write_text("{}"), "file state/optimizer.json is not as it was"),
+        (lambda at: (at / "state" / "optimizer.json").unlink(), "file state/optimizer.json is missing"),
+        (lambda at: (at / "more.safetensors").touch(), "file more.safetensors is unknown"),
+        (lambda at: (at / "more.json").symlink_to("/etc/hostname"), "more.json is a link"),
+        (lambda at: (at / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda at: (at / "manifest.json").unlink(), "manifest.json cannot be read"),
+    ],
+)
+def test_damage_is_found_and_named(store: ArtifactStore, damage, message: str) -> None:
+    made = store.create(write_adapter)
+    damage(made.path)
+    with pytest.raises(ArtifactCorrupt, match=f"{made.artifact_id}.*{message}"):
+        store.open(made.artifact_id)
+    assert store.open(made.artifact_id, verify=False) == made.path
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../artifacts", "/etc", "art-" + "0" * 32, "art-" + "0" * 32 + "/..", "a\0b"]
+)
+def test_no_id_leads_out_of_the_root(store: ArtifactStore, name: str) -> None:
+    with pytest.raises(ArtifactMissing, match="no artifact"):
+        store.open(ArtifactId(name), verify=False)
+
+
+def test_a_link_in_the_root_is_no_artifact(store: ArtifactStore, tmp_path: Path) -> None:
+    name = "art-" + "1" * 32
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "artifacts" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactMissing):
+        store.open(ArtifactId(name), verify=False)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda folder: (folder / "weights.pkl").touch(), "weights.pkl is not among .json, .safetensors"),
+        (lambda folder: (folder / "manifest.json").touch(), "manifest.json"),
+        (lambda folder: (folder / "a.json").symlink_to("/etc/hostname"), "a.json is a link"),
+    ],
+)
+def test_only_plain_files_of_known_kinds_are_kept(store: ArtifactStore, tmp_path: Path, write, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        store.create(write)
+    assert entries(tmp_path) == []
+
+
+def test_collecting_removes_what_nothing_points_at(store: ArtifactStore) -> None:
+    kept, first, second = (store.create(write_adapter).artifact_id for _ in range(3))
+    assert store.collect({kept}, min_age_s=0) == sorted([first, second])
+    assert store.open(kept)
+    with pytest.raises(ArtifactMissing):
+        store.open(first)
+
+
+def test_collecting_spares_what_is_new_or_being_made(store: ArtifactStore) -> None:
+    fresh = store.create(write_adapter).artifact_id
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def write_slowly(folder: Path) -> None:
+        write_adapter(folder)
+        is_writing.set()
+        assert may_end.wait(10)
+
+    made: list[ArtifactId] = []
+    writing = threading.Thread(target=lambda: made.append(store.create(write_slowly).artifact_id))
+    writing.start()
+    assert is_writing.wait(10)
+    assert store.collect(set()) == []
+    may_end.set()
+    writing.join(10)
+    assert store.open(fresh) and store.open(made[0])
