@@ -25,9 +25,9 @@ class Server:
     client: httpx.Client
     api: ApiServer
 
-    def post(self, path: str, **body: object) -> httpx.Response:
+    def post(self, endpoint: str, /, **body: object) -> httpx.Response:
         """Call an endpoint with JSON."""
-        return self.client.post(f"/api/v1/{path}", json=body)
+        return self.client.post(f"/api/v1/{endpoint}", json=body)
 
     def session(self) -> str:
         """Begin a session."""
@@ -44,6 +44,15 @@ class Server:
         )
         assert answer.status_code == 200, answer.text
         return answer.json()["model_id"]
+
+    def result(self, answer: httpx.Response) -> dict[str, object]:
+        """Wait for what an acknowledged request gave, as JSON."""
+        assert answer.status_code == 200, answer.text
+        while True:
+            got = self.post("retrieve_future", request_id=answer.json()["request_id"])
+            if got.status_code != 408:
+                assert got.status_code == 200, got.text
+                return got.json()
 
     def stored(self, request_id: str) -> requests.Request:
         """What the engine will get."""

@@ -70,8 +70,9 @@ def translated(
     """Check JSON against its schema and translate it; what is wrong with it is left to the future to tell."""
     try:
         model = schema.model_validate(value)
+        request = translate(model)
         check_unknown(model)
-        return translate(model)
+        return request
     except ValidationError as error:
         return rejected(kind, first_error(error), backward=backward)
     except UserError as error:

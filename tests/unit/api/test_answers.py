@@ -1,0 +1,106 @@
+"""Results as the installed SDK reads them back."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+from skyrl_tx.api.answers import answer, pass_message, sample_message
+from skyrl_tx.contract import results
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId
+
+PROTOBUF = "application/x-protobuf"
+
+
+def floats(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+def test_logprobs_of_any_shape_come_back_in_order() -> None:
+    logprobs = (floats(-1, -2), np.full((3, 2), -0.5, np.float32), np.full((1, 2), -0.25, np.float32), floats(-3))
+    output = results.ForwardBackwardOutput(logprobs=logprobs, metrics={"loss:sum": 1.5})
+    read = deserialize_forward_backward_output(pass_message(output).SerializeToString())
+    assert read.metrics == {"loss:sum": 1.5}
+    assert len(read.loss_fn_outputs) == 4
+    for record, expected in zip(read.loss_fn_outputs, logprobs, strict=True):
+        np.testing.assert_array_equal(record["logprobs"].to_numpy(), expected)
+
+
+def test_a_sample_comes_back_whole() -> None:
+    topk = results.TopK(
+        token_ids=np.array([[0, 0], [5, 6]], np.int32), logprobs=np.array([[-99999, -99999], [-1, -2]], np.float32)
+    )
+    output = results.SampleOutput(
+        sequences=(
+            results.SampledSequence(
+                tokens=np.array([5, 6], np.int32), logprobs=floats(-1, -2), stop_reason="stop", topk=topk
+            ),
+            results.SampledSequence(tokens=np.array([7], np.int32), logprobs=floats(-3), stop_reason="length"),
+        ),
+        prompt=results.PromptResult(
+            logprobs=floats(np.nan, -0.5),
+            topk=topk,
+            targets=np.array([[0, -1.5]], np.float32),
+            alt_tokens=results.TopK(token_ids=np.array([[3]], np.int32), logprobs=np.array([[-4]], np.float32)),
+            cache_hit_tokens=1,
+        ),
+        target_is_csr=True,
+    )
+    read = deserialize_sample_response(sample_message(output).SerializeToString())
+    assert [(sequence.tokens, sequence.logprobs) for sequence in read.sequences] == [([5, 6], [-1, -2]), ([7], [-3])]
+    assert [sequence.stop_reason for sequence in read.sequences] == ["stop", "length"]
+    assert read.prompt_logprobs == [None, -0.5]
+    assert read.topk_prompt_logprobs == [None, [(5, -1.0), (6, -2.0)]]
+    assert read.target_prompt_logprobs is not None and read.target_prompt_logprobs.sparse_crow_indices == [0, 1]
+    assert read.prompt_alt_tokens is not None and read.prompt_alt_tokens.tokens.shape == [1, 1]
+    assert read.prompt_cache_hit_tokens == 1
+
+
+def test_what_was_not_asked_for_is_absent() -> None:
+    sequence = results.SampledSequence(tokens=np.array([7], np.int32), logprobs=floats(-3), stop_reason="length")
+    message = sample_message(results.SampleOutput(sequences=(sequence,)))
+    assert [field.name for field, _ in message.ListFields()] == ["sequences"]
+
+
+@pytest.mark.parametrize("accept", [PROTOBUF, "application/json"])
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (results.Failure(message="no", category=ErrorCategory.USER), {"error": "no", "category": "user"}),
+        (results.CreateModelOutput(model_id=ModelId("m")), {"type": "create_model", "model_id": "m"}),
+        (results.OptimStepOutput(metrics={"a": 1.0, "b": float("nan")}), {"type": "optim_step", "metrics": {"a": 1.0}}),
+        (results.SaveWeightsOutput(kind="weights", path="tinker://p"), {"type": "save_weights", "path": "tinker://p"}),
+        (
+            results.SaveWeightsOutput(kind="sampler_weights", sampling_session_id=SamplingSessionId("s")),
+            {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": "s"},
+        ),
+        (
+            results.LoadWeightsOutput(path="tinker://p", model_id=ModelId("m")),
+            {"type": "load_weights", "path": "tinker://p", "model_id": "m"},
+        ),
+        (results.UnloadModelOutput(model_id=ModelId("m")), {"type": "unload_model", "model_id": "m"}),
+    ],
+)
+def test_the_other_results_are_json_whatever_is_accepted(result: Any, expected: dict[str, Any], accept: str) -> None:
+    response = answer(result, accept)
+    assert response.status_code == 200 and response.media_type == "application/json"
+    assert json.loads(bytes(response.body)) == expected
+
+
+def test_old_clients_get_passes_and_samples_in_json() -> None:
+    passed = results.ForwardBackwardOutput(logprobs=(floats(-0.5),), metrics={"loss:sum": 1.0})
+    assert json.loads(bytes(answer(passed, "application/json").body)) == {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": [{"logprobs": {"data": [-0.5], "dtype": "float32", "shape": [1]}}],
+        "metrics": {"loss:sum": 1.0},
+    }
+    sequence = results.SampledSequence(tokens=np.array([7], np.int32), logprobs=floats(-3), stop_reason="length")
+    sampled = results.SampleOutput(sequences=(sequence,), prompt=results.PromptResult(logprobs=floats(np.nan, -0.5)))
+    assert json.loads(bytes(answer(sampled, "").body)) == {
+        "type": "sample",
+        "sequences": [{"stop_reason": "length", "tokens": [7], "logprobs": [-3.0]}],
+        "prompt_logprobs": [None, -0.5],
+    }
