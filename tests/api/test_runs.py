@@ -1,0 +1,106 @@
+"""Training runs and checkpoints through the SDK's management client and by hand."""
+
+from collections.abc import Iterator
+
+import pytest
+import tinker
+
+from skyrl_tx.testing.live_api import Server
+from skyrl_tx.testing.scripted_engine import ScriptedEngine
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def rest(server: Server, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tinker.RestClient]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    yield tinker.RestClient(base_url=server.url)
+
+
+def saved(server: Server) -> str:
+    """A run with one checkpoint of each kind."""
+    answer = server.post(
+        "create_model",
+        session_id=server.session(),
+        model_seq_id=0,
+        base_model="Qwen/Qwen3-8B",
+        lora_config={"rank": 8, "train_mlp": False},
+        user_metadata={"renderer_name": "qwen3", "step": 3},
+    )
+    model_id = answer.json()["model_id"]
+    server.result(server.post("save_weights", model_id=model_id, path="a", user_metadata={"k": "v"}))
+    server.result(server.post("save_weights_for_sampler", model_id=model_id, path="b", ttl_seconds=3600))
+    return model_id
+
+
+def test_a_run_is_described(server: Server, rest: tinker.RestClient) -> None:
+    model_id = saved(server)
+    run = rest.get_training_run(model_id).result()
+    assert run.base_model == "Qwen/Qwen3-8B" and run.is_lora and run.lora_rank == 8
+    assert run.user_metadata == {"renderer_name": "qwen3", "step": "3"}
+    assert run.last_checkpoint is not None and run.last_checkpoint.checkpoint_id == "weights/a"
+    assert run.last_sampler_checkpoint is not None and run.last_sampler_checkpoint.expires_at is not None
+    assert model_id in {run.training_run_id for run in rest.list_training_runs(limit=100).result().training_runs}
+    assert rest.list_training_runs(limit=1).result().cursor.total_count >= 1
+
+
+def test_checkpoints_are_listed_kept_and_deleted(server: Server, rest: tinker.RestClient) -> None:
+    model_id = saved(server)
+    listed = {
+        checkpoint.checkpoint_id: checkpoint for checkpoint in rest.list_checkpoints(model_id).result().checkpoints
+    }
+    assert set(listed) == {"weights/a", "sampler_weights/b"}
+    assert listed["weights/a"].user_metadata == {"k": "v"}
+    path = listed["weights/a"].tinker_path
+    assert path in {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints}
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    assert rest.list_checkpoints(model_id).result().checkpoints[0].expires_at is not None
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert rest.list_checkpoints(model_id).result().checkpoints[0].expires_at is None
+    rest.delete_checkpoint(model_id, "weights/a").result()
+    assert [left.checkpoint_id for left in rest.list_checkpoints(model_id).result().checkpoints] == [
+        "sampler_weights/b"
+    ]
+
+
+def test_weights_are_described_with_what_was_trained(server: Server, rest: tinker.RestClient) -> None:
+    info = rest.get_weights_info_by_tinker_path(f"tinker://{saved(server)}/weights/a").result()
+    assert info.lora_rank == 8 and info.train_attn and info.train_unembed and info.train_mlp is False
+
+
+def test_capabilities_name_the_model(rest: tinker.RestClient) -> None:
+    (model,) = rest.get_server_capabilities().result().supported_models
+    assert model.model_name == "Qwen/Qwen3-8B" and model.max_context_length == 4096
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "training_runs/no:train:0", 404, "model 'no:train:0' does not exist"),
+        ("GET", "training_runs/no:train:0/checkpoints", 404, "does not exist"),
+        ("GET", "training_runs?limit=-1", 400, "limit"),
+        ("GET", "checkpoints?offset=99999999999999999999", 400, "offset"),
+        ("GET", "training_runs?project_id=p", 400, "project_id 'p'"),
+        ("DELETE", "training_runs/{run}/checkpoints/weights/no", 404, "does not exist"),
+        ("DELETE", "training_runs/{run}/checkpoints/loot/a", 400, "kind 'loot'"),
+        ("DELETE", "training_runs/{run}/checkpoints/weights/..%5C", 400, "checkpoint name"),
+        ("POST", "training_runs/{run}/checkpoints/weights/a/publish", 404, "not offered by this server yet"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    server: Server, rest: tinker.RestClient, method: str, path: str, status: int, text: str
+) -> None:
+    run = saved(server) if "{run}" in path else ""
+    answer = server.client.request(method, f"/api/v1/{path.format(run=run)}")
+    assert answer.status_code == status and text in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("seconds", [1, 10**12])
+def test_a_lifetime_out_of_range_is_refused(server: Server, rest: tinker.RestClient, seconds: int) -> None:
+    path = f"/api/v1/training_runs/{saved(server)}/checkpoints/weights/a/ttl"
+    answer = server.client.put(path, json={"ttl_seconds": seconds})
+    assert answer.status_code == 400 and f"ttl_seconds {seconds}" in answer.json()["detail"]

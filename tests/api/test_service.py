@@ -1,0 +1,136 @@
+"""Sessions, flags, long polls, errors."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from skyrl_tx.contract import codec, results
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.store import engine_state, futures
+from skyrl_tx.store.database import Store
+from skyrl_tx.testing.live_api import Server
+
+
+def test_flags_suit_every_release(server: Server) -> None:
+    flags = server.post("client/config", sdk_version="0.38.0").json()
+    assert flags["parallel_fwdbwd_chunks"] and flags["create_model_via_load_weights"]
+    assert not flags["pjwt_auth_enabled"]
+    assert server.post("client/config").status_code == 200
+    assert server.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is False
+
+
+def test_a_session_lives_until_it_is_finished(server: Server) -> None:
+    session_id = server.session()
+    assert server.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
+    for reason in ("success", "errored"):
+        finish = server.post(f"sessions/{session_id}/finish", reason={"type": reason}, detail=None)
+        assert finish.status_code == 200
+    gone = server.post("session_heartbeat", session_id=session_id)
+    assert gone.status_code == 410 and "(success)" in gone.json()["detail"]
+    late = server.post("create_model", session_id=session_id, model_seq_id=0, base_model="x")
+    assert late.status_code == 400 and "has finished" in late.json()["detail"]
+
+
+def test_telemetry_of_any_shape_is_accepted(server: Server) -> None:
+    assert server.post("telemetry", events=[{"a": 1}], session_id="sessionless-x").json() == {"status": "accepted"}
+
+
+def test_health_says_which_half_is_down(server: Server) -> None:
+    answer = server.client.get("/api/v1/healthz")
+    assert answer.status_code == 503 and "engine" in answer.json()["detail"]
+
+
+def test_a_poll_without_an_engine_says_why_nothing_happens(server: Server) -> None:
+    answer = server.post("create_model", session_id=server.session(), model_seq_id=0, base_model="x")
+    request_id = answer.json()["request_id"]
+    started = time.monotonic()
+    held = server.post("retrieve_future", request_id=request_id, allow_metadata_only=True)
+    assert held.status_code == 408 and time.monotonic() - started >= server.settings.retrieve_hold_s
+    assert held.json() == {
+        "type": "try_again",
+        "request_id": request_id,
+        "queue_state": "paused_capacity",
+        "queue_state_reason": "the engine has not started yet",
+    }
+
+
+def test_one_commit_wakes_all_who_wait(server: Server) -> None:
+    model_id = server.model()
+    num_waiting = 40
+    steps = [server.post("optim_step", model_id=model_id, adam_params={}) for _ in range(num_waiting)]
+    ids = [RequestId(step.json()["request_id"]) for step in steps]
+    done = codec.encode(results.OptimStepOutput(metrics={}))
+    peer = Store.open(server.settings.data_dir, role="engine")
+    try:
+        with ThreadPoolExecutor(num_waiting) as pool, httpx.Client(base_url=server.url) as client:
+            polls = [
+                pool.submit(client.post, "/api/v1/retrieve_future", json={"request_id": request_id})
+                for request_id in ids
+            ]
+            time.sleep(0.1)
+            peer.write(
+                lambda tx: [
+                    futures.complete(tx, request_id, done, failed=False, effect_order=None, now=time.time())
+                    for request_id in ids
+                ]
+            )
+            finished = time.monotonic()
+            answers = [poll.result() for poll in polls]
+        assert time.monotonic() - finished < 0.4
+        assert all(answer.json() == {"type": "optim_step", "metrics": {}} for answer in answers)
+        again = server.post("retrieve_future", request_id=ids[0])
+        assert again.json() == answers[0].json(), "a lost answer can be had again"
+    finally:
+        peer.close()
+
+
+def test_a_failure_is_a_success_of_http(server: Server) -> None:
+    step = server.post("optim_step", model_id=server.model(), adam_params={})
+    failure = codec.encode(results.Failure(message="no gradient", category=ErrorCategory.USER))
+    request_id = RequestId(step.json()["request_id"])
+    server.store.write(
+        lambda tx: futures.complete(tx, request_id, failure, failed=True, effect_order=None, now=time.time())
+    )
+    assert server.result(step) == {"error": "no gradient", "category": "user"}
+
+
+def test_a_busy_engine_is_no_reason_to_pause(server: Server) -> None:
+    def publish(status: engine_state.EngineStatus) -> None:
+        server.store.write(
+            lambda tx: engine_state.publish(
+                tx, boot_id="b", pid=1, status=status, capabilities={}, base_models=[], detail="", now=time.time()
+            )
+        )
+
+    step = server.post("optim_step", model_id=server.model(), adam_params={})
+    publish("ready")
+    held = server.post("retrieve_future", request_id=step.json()["request_id"])
+    assert held.json()["queue_state"] == "active" and "queue_state_reason" not in held.json()
+    assert server.client.get("/api/v1/healthz").json() == {"status": "ok"}
+    publish("starting")
+    assert "starting" in server.client.get("/api/v1/healthz").json()["detail"]
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/sessions"), ("POST", "/api/v1/oai"), ("GET", "/")])
+def test_every_error_has_a_detail(server: Server, method: str, path: str) -> None:
+    answer = server.client.request(method, path)
+    assert answer.status_code == 404 and isinstance(answer.json()["detail"], str)
+
+
+def test_the_server_goes_down_without_waiting_for_long_polls(server: Server) -> None:
+    """Last in this file: it ends the server."""
+    step = server.post("optim_step", model_id=server.model(), adam_params={})
+    object.__setattr__(server.settings, "retrieve_hold_s", 30.0)
+    answers: list[httpx.Response] = []
+    poll = threading.Thread(
+        target=lambda: answers.append(server.post("retrieve_future", request_id=step.json()["request_id"]))
+    )
+    poll.start()
+    time.sleep(0.1)
+    server.api.should_exit = True
+    poll.join(timeout=5)
+    assert not poll.is_alive() and answers[0].status_code == 408

@@ -1,0 +1,200 @@
+"""Each request once, however often it is sent; random choices settled once; ids that the SDK builds by itself."""
+
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.api.tensors import to_proto
+from skyrl_tx.contract import requests
+from skyrl_tx.testing.live_api import Server
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]}
+
+
+def pass_body(model_id: str, seq_id: int, token: int = 0, **changes: Any) -> bytes:
+    datum = wire_pb2.Datum(
+        model_input=[{"encoded_text": {"tokens": np.array([token, 1], np.int32).tobytes()}}],
+        loss_fn_inputs={"target_tokens": to_proto(np.array([1, 2]))},
+    )
+    parts: dict[str, Any] = {"model_id": model_id, "seq_id": seq_id, "loss_fn": "cross_entropy", "data": [datum]}
+    return wire_pb2.ForwardBackwardRequest(**parts | changes).SerializeToString()
+
+
+def send_pass(server: Server, body: bytes) -> httpx.Response:
+    return server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
+
+
+def base_sampler(server: Server) -> str:
+    answer = server.post(
+        "create_sampling_session", session_id=server.session(), sampling_session_seq_id=3, base_model="Qwen/Qwen3-8B"
+    )
+    assert answer.status_code == 200, answer.text
+    return answer.json()["sampling_session_id"]
+
+
+def test_ids_are_those_that_the_sdk_builds(server: Server) -> None:
+    session_id = server.session()
+    assert server.model(session_id, 4) == f"{session_id}:train:4"
+    assert base_sampler(server).endswith(":sample:3")
+
+
+def test_a_pass_sent_again_is_the_same_future(server: Server) -> None:
+    model_id = server.model()
+    answers = [send_pass(server, pass_body(model_id, 2)).json() for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+    other = send_pass(server, pass_body(model_id, 1))
+    assert other.status_code == 200, "a lower id after a higher one is acknowledged at once"
+    assert other.json()["request_id"] != answers[0]["request_id"]
+    conflict = send_pass(server, pass_body(model_id, 2, token=9))
+    assert conflict.status_code == 400 and "used for another request" in conflict.json()["detail"]
+
+
+def test_without_a_seq_id_every_request_is_another(server: Server) -> None:
+    model_id = server.model()
+    ids = {send_pass(server, pass_body(model_id, 0)).json()["request_id"] for _ in range(2)}
+    steps = (server.post("optim_step", model_id=model_id, adam_params={}) for _ in range(2))
+    assert len(ids | {step.json()["request_id"] for step in steps}) == 4
+
+
+def test_a_model_created_again_keeps_the_seed_that_was_drawn(server: Server) -> None:
+    session_id = server.session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
+    first, second = server.post("create_model", **body).json(), server.post("create_model", **body).json()
+    assert first == second
+    request = server.stored(first["request_id"])
+    assert isinstance(request, requests.CreateModel) and request.spec.lora.rank == 8 and request.spec.lora.seed > 0
+    other = server.post("create_model", **body | {"lora_config": {"rank": 16}})
+    assert other.status_code == 400
+
+
+def test_prompts_of_clones_of_a_client_are_apart(server: Server) -> None:
+    sampler = base_sampler(server)
+    body = {"sampling_session_id": sampler, "prompt": PROMPT, "sampling_params": {"max_tokens": 4}, "num_samples": 2}
+    ids = [server.post("asample", **body, seq_id=seq_id).json() for seq_id in (0, 0, 659393165000000000)]
+    assert ids[0] == ids[1] != ids[2]
+    sequence_ids = ids[0]["sample_sequence_ids"]
+    assert len(set(sequence_ids)) == 2 and not set(sequence_ids) & set(ids[2]["sample_sequence_ids"])
+    request = server.stored(ids[0]["request_id"])
+    assert isinstance(request, requests.Sample)
+    assert request.prompt.tolist() == [1, 2, 3] and request.sampler is None
+    assert request.params.seed > 0 and list(request.sequence_ids) == sequence_ids
+    assert server.post("asample", **body | {"num_samples": 3}, seq_id=0).status_code == 400
+
+
+def test_a_seq_id_beyond_64_bits_is_refused(server: Server) -> None:
+    body = {"sampling_session_id": base_sampler(server), "prompt": PROMPT, "sampling_params": {}}
+    answer = server.post("asample", **body, seq_id=2**63)
+    assert answer.status_code == 400 and "seq_id" in answer.json()["detail"]
+
+
+def test_a_sampling_session_made_again_is_the_same(server: Server) -> None:
+    body = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
+    assert (
+        server.post("create_sampling_session", **body).json() == server.post("create_sampling_session", **body).json()
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings", "token_ids", "eos_stops"),
+    [
+        (None, (), (), True),
+        ([], (), (), False),
+        ("\n", ("\n",), (), True),
+        (["a", "b"], ("a", "b"), (), True),
+        ([7, 8], (), (7, 8), True),
+    ],
+)
+def test_stops_are_told_apart(
+    server: Server, stop: Any, strings: tuple[str, ...], token_ids: tuple[int, ...], eos_stops: bool
+) -> None:
+    params = {"stop": stop, "temperature": 0, "top_k": 0, "seed": 2**64 - 1}
+    body = {"sampling_session_id": base_sampler(server), "prompt": PROMPT, "sampling_params": params}
+    request = server.stored(server.post("asample", **body).json()["request_id"])
+    assert isinstance(request, requests.Sample)
+    assert request.params == requests.SamplingParams(
+        seed=2**64 - 1,
+        temperature=0.0,
+        top_k=-1,
+        stop_strings=strings,
+        stop_token_ids=token_ids,
+        eos_stops=eos_stops,
+    )
+
+
+def test_the_config_of_a_loss_is_read_from_its_newer_form(server: Server) -> None:
+    body = pass_body(
+        server.model(),
+        1,
+        loss_fn_config={"a": 1.0, "b": 2.0},
+        loss_fn_config_v2={"b": {"number": 3.0}, "c": {"text": "x"}},
+        forward_only=True,
+    )
+    request = server.stored(send_pass(server, body).json()["request_id"])
+    assert isinstance(request, requests.ModelPass)
+    assert request.loss_config == {"a": 1.0, "b": 3.0, "c": "x"} and not request.backward
+
+
+def test_the_oldest_dialect_is_understood(server: Server) -> None:
+    """SDKs up to 0.16 send only what was set, nulls included, and no types."""
+    model_id = server.model()
+    data = [
+        {
+            "model_input": {"chunks": [{"tokens": [1, 2]}]},
+            "loss_fn_inputs": {"target_tokens": {"data": [2, 3], "dtype": "int64"}},
+        }
+    ]
+    inputs = {"data": data, "loss_fn": "cross_entropy", "loss_fn_config": None}
+    for path, name, backward in (
+        ("forward_backward", "forward_backward_input", True),
+        ("forward", "forward_input", False),
+    ):
+        answer = server.post(path, model_id=model_id, **{name: inputs})
+        request = server.stored(answer.json()["request_id"])
+        assert isinstance(request, requests.ModelPass) and request.backward is backward
+        assert request.data[0].tokens.tolist() == [1, 2]
+        assert request.data[0].loss_inputs["target_tokens"].dtype == np.int64
+    step = server.post("optim_step", model_id=model_id, adam_params={"learning_rate": 0.5})
+    request = server.stored(step.json()["request_id"])
+    assert request == requests.OptimStep(params=requests.OptimizerParams(learning_rate=0.5))
+    save = server.post("save_weights", model_id=model_id, path="a", ttl_seconds=None, user_metadata=None)
+    assert server.stored(save.json()["request_id"]) == requests.SaveWeights(kind="weights", name="a")
+
+
+def test_an_unknown_field_is_refused_only_where_it_may_change_the_maths(server: Server) -> None:
+    model_id = server.model()
+    harmless = server.post("optim_step", model_id=model_id, adam_params={"amsgrad": False, "x": None}, trace="yes")
+    assert isinstance(server.stored(harmless.json()["request_id"]), requests.OptimStep)
+    harmful = server.post("optim_step", model_id=model_id, adam_params={"amsgrad": True})
+    assert server.stored(harmful.json()["request_id"]) == requests.Rejected(
+        kind="optim_step", message="adam_params.amsgrad True: this server does not know the field"
+    )
+
+
+def test_a_rejected_pass_says_that_a_gradient_is_missing(server: Server) -> None:
+    model_id = server.model()
+    for forward_only in (False, True):
+        answer = send_pass(server, pass_body(model_id, 0, data=[], forward_only=forward_only))
+        request = server.stored(answer.json()["request_id"])
+        assert isinstance(request, requests.Rejected) and request.backward is not forward_only
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", json.dumps({"adam_params": {}}).encode(), b'{"model_id": 3}'])
+def test_what_cannot_be_read_is_refused_at_once(server: Server, body: bytes) -> None:
+    answer = server.client.post("/api/v1/optim_step", content=body)
+    assert answer.status_code == 400 and answer.json()["detail"]
+
+
+def test_truncated_protobuf_is_refused_at_once(server: Server) -> None:
+    answer = send_pass(server, pass_body(server.model(), 1)[:-2])
+    assert answer.status_code == 400 and "protobuf" in answer.json()["detail"]
+
+
+def test_a_body_over_the_limit_is_413(server: Server) -> None:
+    answer = send_pass(server, b"\0" * (server.settings.max_request_bytes + 1))
+    assert answer.status_code == 413 and "at most" in answer.json()["detail"]
+    assert server.client.get("/api/v1/get_server_capabilities").status_code == 200
