@@ -30,6 +30,8 @@ from skyrl_tx.losses import LOSSES
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.weight_map import adapter_modules
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 class JaxBackend(AbstractBackend):
     """See AbstractBackend."""
@@ -171,16 +173,16 @@ class JaxBackend(AbstractBackend):
 
     def text_of(self, tokens: list[int]) -> str:
         """See AbstractBackend."""
-        return self._tokenizer.decode(tokens)
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _tokenizer(self) -> Any:
+        # Without these files transformers may hand out an empty tokenizer, whose text never matches anything.
+        if not any((self._directory / name).is_file() for name in TOKENIZER_FILES):
+            raise UserError(f"stop: {self._base_model} has no tokenizer to find stop strings with; pass token ids")
         from transformers import AutoTokenizer  # slow to import, and only stop strings need it
 
-        try:
-            return AutoTokenizer.from_pretrained(self._directory)
-        except (OSError, ValueError) as error:
-            raise UserError(f"stop: {self._base_model} has no tokenizer for stop strings; pass token ids") from error
+        return AutoTokenizer.from_pretrained(self._directory)
 
     def _place(self, tree: Any) -> Any:
         return jax.device_put(tree, mesh.replicated(self._mesh))
@@ -227,6 +229,7 @@ def configure_jax(config: JaxConfig) -> None:
     if config.compile_cache_dir is not None:
         config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # JAX's own second leaves too much out
 
 
 def _own(source: Snapshot) -> checkpoint.AdapterSnapshot:
