@@ -1,0 +1,200 @@
+"""The unmodified SDK against API, store and engine: each call of its first run, and what makes naive servers fail."""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.testing.live_api import Server, live_api
+from skyrl_tx.testing.live_engine import live_engine
+
+BASE_MODEL = "Qwen/Qwen3-8B"
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    data_dir: Path = tmp_path_factory.mktemp("data")
+    with (
+        live_api(ApiSettings(port=0, data_dir=data_dir, base_model=BASE_MODEL)) as server,
+        live_engine(EngineSettings(data_dir=data_dir, base_model=BASE_MODEL), FakeConfig()),
+    ):
+        yield server
+
+
+@pytest.fixture
+def service(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tinker.ServiceClient]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with tinker.ServiceClient(base_url=server.url, user_metadata={"a": "b"}) as client:
+        yield client
+
+
+@pytest.fixture
+def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client(BASE_MODEL, rank=8, seed=1).result()
+
+
+def datum(length: int = 5, **inputs: Any) -> types.Datum:
+    arrays = {
+        "target_tokens": np.arange(2, length + 2, dtype=np.int64),
+        "weights": np.ones(length, dtype=np.float32),
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(1, length + 1))), loss_fn_inputs=arrays | inputs
+    )
+
+
+def train(client: tinker.TrainingClient, steps: int = 1) -> list[float]:
+    losses: list[float] = []
+    for _ in range(steps):
+        passed = client.forward_backward([datum()], "cross_entropy")
+        stepped = client.optim_step(types.AdamParams(learning_rate=0.1))
+        losses.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    return losses
+
+
+def loss(client: tinker.TrainingClient) -> float:
+    return client.forward([datum()], "cross_entropy").result().metrics["loss:sum"]
+
+
+def test_training_lowers_the_loss(training: tinker.TrainingClient) -> None:
+    info = training.get_info()
+    assert info.model_data.model_name == BASE_MODEL and info.lora_rank == 8 and info.is_lora
+    losses = train(training, 4)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    passed = training.forward([datum(), datum(3)], "cross_entropy").result()
+    assert [output["logprobs"].shape for output in passed.loss_fn_outputs] == [[5], [3]]
+    total = -sum(sum(output["logprobs"].tolist()) for output in passed.loss_fn_outputs)
+    assert math.isclose(passed.metrics["loss:sum"], total, rel_tol=1e-5)
+
+
+def test_chunks_that_arrive_backwards_are_put_together_in_order(training: tinker.TrainingClient) -> None:
+    """The SDK sends the later chunk first, and the first only once that is acknowledged."""
+    data = [datum(1 + index % 7) for index in range(1500)]
+    passed = training.forward_backward(data, "cross_entropy").result()
+    assert [output["logprobs"].shape for output in passed.loss_fn_outputs] == [[1 + index % 7] for index in range(1500)]
+    assert training.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
+
+
+def test_a_sampler_keeps_its_weights(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    train(training)
+    path = training.save_weights_for_sampler("s1").result().path
+    assert path == f"tinker://{training.model_id}/sampler_weights/s1"
+    sampler = service.create_sampling_client(model_path=path).result()
+    before = sampler.compute_logprobs(PROMPT).result()
+    train(training, 3)
+    assert sampler.compute_logprobs(PROMPT).result() == before
+    unnamed = training.save_weights_and_get_sampling_client().result()
+    after = unnamed.compute_logprobs(PROMPT).result()
+    assert before[0] is None and after[0] is None and after[1:] != before[1:]
+
+
+def test_samples_have_tokens_logprobs_and_ids(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    path = training.save_weights_for_sampler("s1").result().path
+    both = service.create_sampling_client(model_path=path, base_model=BASE_MODEL).result()
+    params = types.SamplingParams(max_tokens=4, stop=[], seed=3)
+    sampled = both.sample(PROMPT, num_samples=2, sampling_params=params).result()
+    assert [len(sequence.tokens) for sequence in sampled.sequences] == [4, 4]
+    assert all(sequence.stop_reason == "length" for sequence in sampled.sequences)
+    assert all(len(sequence.logprobs or ()) == 4 for sequence in sampled.sequences)
+    assert len({sequence.sequence_id for sequence in sampled.sequences}) == 2
+    again = both.sample(PROMPT, num_samples=2, sampling_params=params).result()
+    assert [sequence.tokens for sequence in again.sequences] == [sequence.tokens for sequence in sampled.sequences]
+    topk = both.sample(
+        PROMPT,
+        num_samples=1,
+        sampling_params=params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+    ).result()
+    assert topk.prompt_logprobs is not None and len(topk.prompt_logprobs) == 3
+    assert topk.topk_prompt_logprobs is not None and topk.topk_prompt_logprobs[0] is None
+    assert all(row is not None and len(row) == 2 for row in topk.topk_prompt_logprobs[1:])
+
+
+def test_a_stop_string_stays_in_the_tokens_and_ends_them(service: tinker.ServiceClient) -> None:
+    base = service.create_sampling_client(base_model=BASE_MODEL).result()
+    params = types.SamplingParams(max_tokens=1000, stop=chr(9), temperature=0.0)
+    (sequence,) = base.sample(PROMPT, num_samples=1, sampling_params=params).result().sequences
+    assert sequence.stop_reason == "stop" and sequence.tokens[-1] == 9 and sequence.tokens.count(9) == 1
+
+
+def test_a_run_goes_on_from_its_checkpoint(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    train(training, 2)
+    path = training.save_state("st1", ttl_seconds=3600).result().path
+    at_save = loss(training)
+    train(training)
+    gone_on = loss(training)
+    weights_only = service.create_training_client_from_state(path).result()
+    assert weights_only.model_id.endswith(":train:1") and weights_only.get_info().lora_rank == 8
+    assert loss(weights_only) == at_save
+    whole = service.create_training_client_from_state_with_optimizer(path).result()
+    train(whole)
+    assert loss(whole) == gone_on
+    training.load_state_with_optimizer(path).result()
+    assert loss(training) == at_save
+
+
+def test_a_pass_that_fails_takes_its_step_with_it(training: tinker.TrainingClient) -> None:
+    bad = training.forward_backward([datum(weights=np.full(5, np.nan, np.float32))], "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=0.1))
+    with pytest.raises(tinker.RequestFailedError, match=r"weights.*nan"):
+        bad.result()
+    with pytest.raises(tinker.RequestFailedError, match="nan"):
+        step.result()
+    assert train(training), "the next accumulation is whole again"
+
+
+def test_a_failed_chunk_does_not_hang_the_client(training: tinker.TrainingClient) -> None:
+    data = [datum() for _ in range(1100)]
+    data[0] = datum(weights=np.full(5, np.inf, np.float32))
+    with pytest.raises(tinker.RequestFailedError):
+        training.forward_backward(data, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError):
+        training.optim_step(types.AdamParams()).result()
+
+
+def test_many_prompts_wait_at_once(service: tinker.ServiceClient) -> None:
+    base = service.create_sampling_client(base_model=BASE_MODEL).result()
+    params = types.SamplingParams(max_tokens=8, stop=[])
+    samples = [base.sample(PROMPT, num_samples=1, sampling_params=params) for _ in range(200)]
+    ids = {sample.result().sequences[0].sequence_id for sample in samples}
+    assert len(ids) == 200
+
+
+def test_two_clients_do_not_disturb_each_other(service: tinker.ServiceClient) -> None:
+    def run(_: int) -> list[float]:
+        return train(service.create_lora_training_client(BASE_MODEL, rank=4, seed=7).result(), 3)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert first == second
+
+
+def test_a_custom_loss_runs_on_the_client(training: tinker.TrainingClient) -> None:
+    pytest.importorskip("torch")
+
+    def twice_the_loss(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        return -2 * sum(row.sum() for row in logprobs), {"seen": float(len(data))}
+
+    passed = training.forward_backward_custom([datum()], twice_the_loss).result()
+    assert passed.metrics["seen"] == 1.0 and "loss:sum" in passed.metrics
+    assert training.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
