@@ -1,6 +1,6 @@
 """Names for saved weights, and what keeps an artifact alive."""
 
-from sqlalchemy import func, or_
+from sqlalchemy import func, literal_column, or_
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
@@ -124,5 +124,6 @@ def _loads_that_may_run():
     live = select(ModelRow.model_id).where(col(ModelRow.status).in_(("creating", "ready")))
     is_replayed = (col(RequestRow.effect_order) > func.coalesce(covered, 0)) & col(RequestRow.model_id).in_(live)
     return select(RequestRow.body).where(
-        RequestRow.kind == "load_weights", or_(col(RequestRow.status) == "open", is_replayed)
+        col(RequestRow.kind) == literal_column("'load_weights'"),  # spelt out, as the partial index on it must see it
+        or_(col(RequestRow.status) == "open", is_replayed),
     )

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import bindparam, func, insert, or_, select, update
+from sqlalchemy import bindparam, func, insert, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
@@ -28,8 +28,8 @@ class NewRequest:
     """What the API submits.
 
     `key` holds the ids that make this request one and the same however often it is sent ("model/{model_id}/{seq_id}");
-    "" is never a duplicate. `digest_body` is what a duplicate must agree in, by default `body`: what the server drew
-    itself, such as seeds, is blank in it.
+    "" is never a duplicate. `digest_body` is what a duplicate must agree in, by default `body`: what the client sent,
+    without what the server added, such as seeds.
     """
 
     key: str
@@ -79,6 +79,7 @@ class FutureState:
     created_at: float = 0.0
 
 
+_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # spelt out, as the partial index on it must see it
 _PENDING = (
     col(RequestRow.position),
     col(RequestRow.request_id),
@@ -97,7 +98,7 @@ _PENDING = (
 # Built once: the engine asks at every turn, and building it takes longer than running it.
 _OPEN_AFTER = (
     select(*_PENDING)
-    .where(col(RequestRow.status) == "open", col(RequestRow.position) > bindparam("after_position"))
+    .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )

@@ -1,4 +1,8 @@
-"""Which schema a database has, and bringing it to ours."""
+"""Which schema a database has, and bringing it to ours.
+
+To change the schema: change `tables.py`, add `migrations/versions/v0002_….py` that does the same to what exists, and
+raise HEAD. A test compares the two.
+"""
 
 from pathlib import Path
 

@@ -75,7 +75,8 @@ class RequestRow(SQLModel, table=True):
     __table_args__ = (
         Index("ix_requests_open", "position", sqlite_where=text("status = 'open'")),
         Index("ix_requests_model_effect", "model_id", "effect_order"),
-        Index("ix_requests_fetched", "fetched_at"),
+        Index("ix_requests_loads", "position", sqlite_where=text("kind = 'load_weights'")),
+        Index("ix_requests_prunable", "fetched_at", sqlite_where=text("result IS NOT NULL")),
         {"sqlite_autoincrement": True},  # a position is never given twice: readers keep it as a cursor
     )
 

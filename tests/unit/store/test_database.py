@@ -106,6 +106,14 @@ def test_many_threads_write_and_read_together(store: Store) -> None:
     assert [len(owned(store, f"thread-{number}")) for number in range(8)] == [20] * 8
 
 
+def test_two_roles_write_at_the_same_time(open_store) -> None:
+    roles = open_store("api"), open_store("engine")
+    queued = [role.write_soon(add_session) for _ in range(100) for role in roles]
+    session_ids = {write.result(30) for write in queued}
+    assert len(session_ids) == 200
+    assert all(set(owned(role, "ann")) == session_ids for role in roles)
+
+
 def test_a_read_sees_one_state(store: Store) -> None:
     def look_twice(tx: Session) -> tuple[int, int]:
         before = len(sessions.list_ids(tx, "ann", 10, 0))

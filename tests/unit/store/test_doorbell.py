@@ -117,3 +117,14 @@ def test_a_bell_left_by_a_killed_process_is_replaced(tmp_path: Path) -> None:
     bell.ring_own()
     assert bell.wait(1)
     bell.close()
+
+
+def test_a_living_peer_is_told_from_a_dead_or_absent_one(tmp_path: Path, open_store) -> None:
+    api = open_store("api")
+    assert not api.peer_lives()
+    engine = open_store("engine")
+    assert api.peer_lives() and engine.peer_lives()
+    engine.close()
+    assert not api.peer_lives()
+    (tmp_path / "engine.bell").touch()
+    assert not api.peer_lives()

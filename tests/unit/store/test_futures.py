@@ -80,12 +80,18 @@ def test_what_the_server_drew_itself_is_no_conflict_and_the_first_draw_stays(sto
     assert [request.body for request in pending(store)] == [b"seed 1"]
 
 
-@pytest.mark.parametrize("change", [{"body": b"other"}, {"kind": "optim_step"}], ids=lambda change: str(change))
-def test_the_same_ids_for_something_else_conflict(store: Store, new: NewRequest, change: dict) -> None:
+def test_the_same_ids_for_something_else_conflict(store: Store, new: NewRequest) -> None:
     submit(store, new)
     with pytest.raises(ConflictingRequest, match="'model/run/1'"):
-        submit(store, replace(new, **change))
+        submit(store, replace(new, body=b"other"))
     assert [request.body for request in pending(store)] == [b"body"]
+
+
+def test_what_a_repetition_became_meanwhile_is_no_conflict(store: Store, new: NewRequest) -> None:
+    """A load whose checkpoint has gone between two sends is another record the second time."""
+    submit(store, replace(new, kind="load_weights", digest_body=b"as sent"))
+    assert not submit(store, replace(new, kind="rejected", body=b"no such path", digest_body=b"as sent")).is_new
+    assert [request.kind for request in pending(store)] == ["load_weights"]
 
 
 def test_a_duplicate_of_an_answered_request_runs_nothing(store: Store, new: NewRequest) -> None:
@@ -108,6 +114,23 @@ def test_attempts_are_counted(store: Store, new: NewRequest) -> None:
     for _ in range(2):
         store.write(lambda tx: futures.mark_attempt(tx, ids[:2]))
     assert [request.attempts for request in pending(store)] == [2, 2, 0]
+
+
+def test_an_attempt_given_up_in_good_order_does_not_count(store: Store, new: NewRequest) -> None:
+    request_id = submit(store, new).request_id
+    store.write(lambda tx: futures.mark_attempt(tx, [request_id]))
+    store.write(lambda tx: futures.release_attempt(tx, [request_id]))
+    assert [request.attempts for request in pending(store)] == [0]
+
+
+def test_the_last_answered_place_in_a_models_order(store: Store, new: NewRequest) -> None:
+    for seq_id, kind in ((1, "model_pass"), (2, "optim_step"), (3, "model_pass")):
+        submit(store, replace(new, key=f"k/{seq_id}", seq_id=seq_id, kind=kind))
+    assert store.read(lambda tx: futures.last_answered_seq(tx, MODEL)) == 0
+    complete(store, futures.request_id("k/1"))
+    complete(store, futures.request_id("k/2"), failed=True)
+    assert store.read(lambda tx: futures.last_answered_seq(tx, MODEL)) == 2
+    assert store.read(lambda tx: futures.last_answered_seq(tx, MODEL, ["model_pass"])) == 1
 
 
 @pytest.mark.parametrize(("failed", "status"), [(False, "done"), (True, "failed")])

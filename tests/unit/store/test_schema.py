@@ -7,7 +7,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, inspect, text
 from sqlmodel import SQLModel
 
 from skyrl_tx.store import schema
@@ -53,3 +53,13 @@ def test_a_database_of_a_newer_release_is_left_alone(tmp_path: Path) -> None:
     engine.dispose()
     with pytest.raises(StoreError, match=r"skyrl_tx\.db has schema version '9999'.*0001.*newer release"):
         Store.open(tmp_path, role="api")
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE engine_state (id INTEGER)"))  # the last that the baseline makes
+    with pytest.raises(StoreError, match="engine_state already exists"):
+        Store.open(tmp_path, role="api")
+    assert inspect(engine).get_table_names() == ["engine_state"]
+    engine.dispose()

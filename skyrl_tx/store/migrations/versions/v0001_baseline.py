@@ -63,7 +63,8 @@ def upgrade() -> None:
     )
     op.create_index("ix_requests_open", "requests", ["position"], sqlite_where=sa.text("status = 'open'"))
     op.create_index("ix_requests_model_effect", "requests", ["model_id", "effect_order"])
-    op.create_index("ix_requests_fetched", "requests", ["fetched_at"])
+    op.create_index("ix_requests_loads", "requests", ["position"], sqlite_where=sa.text("kind = 'load_weights'"))
+    op.create_index("ix_requests_prunable", "requests", ["fetched_at"], sqlite_where=sa.text("result IS NOT NULL"))
     op.create_table(
         "sampling_sessions",
         sa.Column("sampling_session_id", sa.String, primary_key=True),
