@@ -79,8 +79,8 @@ class Answers:
             assert work.model_id is not None
             counted = models.next_effect(tx, work.model_id)
             assert counted == answer.effect_order, f"effect {answer.effect_order} of {work.model_id} is no. {counted}"
-        is_first = futures.complete(tx, work.request_id, data, failed=failed, effect_order=answer.effect_order, now=now)
-        assert is_first, f"request {work.request_id} was answered before"
+        if not futures.complete(tx, work.request_id, data, failed=failed, effect_order=answer.effect_order, now=now):
+            _log.warning("%s request %s was answered or removed by someone else", work.kind, work.request_id)
         if work.model_id is not None and now - self._touched.get(work.model_id, 0.0) >= _TOUCH_PERIOD_S:
             self._touched[work.model_id] = now
             if models.get(tx, work.model_id) is not None:

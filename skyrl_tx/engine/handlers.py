@@ -9,7 +9,7 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.errors import BackendLost, ErrorCategory, RequestError, UserError
+from skyrl_tx.contract.errors import BackendLost, ErrorCategory, UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SamplerId
 from skyrl_tx.contract.requests import (
     CreateModel,
@@ -32,6 +32,7 @@ from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.work import Work
 from skyrl_tx.store import checkpoints, models, samplers, snapshots
+from skyrl_tx.store.database import StoreError
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
 _SAVED_PARTS = {
@@ -146,7 +147,9 @@ def _save_weights(room: Room, work: Work, request: SaveWeights) -> None:
             _record_save(room, work, request, path, artifact)
             if request.kind == "sampler_weights":
                 room.samplers.offer(SamplerId(artifact.artifact_id), snapshot)
-        except (OSError, checkpoints.CheckpointExists, RequestError) as error:
+        except StoreError:
+            raise
+        except Exception as error:
             room.fail(work, _as_user_error(error))
 
     extra = {"model_id": model_id, "kind": request.kind, "base_model": room.settings.base_models[0]}

@@ -161,7 +161,7 @@ class Models:
                 return
             try:
                 artifact_id = written.result().artifact_id
-            except OSError:
+            except Exception:  # the log still has every effect since the snapshot before
                 _log.exception("snapshot of model %s at effect %d failed", model_id, effect_order)
                 model.snapshot_order = min(before, model.snapshot_order)
                 return

@@ -264,3 +264,22 @@ def test_a_failing_slice_costs_only_the_culprit(house, culprit):
             assert house.result(name).category == ErrorCategory.SERVER
         else:
             assert len(house.result(name).sequences[0].tokens) == 8
+
+
+def test_a_save_that_cannot_be_written_fails_alone(house, monkeypatch):
+    model_id, created = house.create()
+    house.run(created)
+    written = house.artifacts.create
+
+    def create(write, metadata=None):
+        if metadata.get("kind") == "weights":
+            raise OSError(28, "No space left on device")
+        return written(write, metadata)
+
+    monkeypatch.setattr(house.artifacts, "create", create)
+    save = house.submit(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=1)
+    after = house.submit(forward_backward(), model_id=model_id, seq_id=2)
+    house.run(save, after)
+    failure = house.result(save)
+    assert failure.category == ErrorCategory.SERVER and "No space left" in failure.message
+    assert isinstance(house.result(after), ForwardBackwardOutput)

@@ -13,7 +13,7 @@ from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.engine.process import ExitCode, run_engine
 from skyrl_tx.store import engine_state, futures, snapshots
 from skyrl_tx.store.database import Store
-from skyrl_tx.testing.engine_house import Perishable, forward_backward
+from skyrl_tx.testing.engine_house import House, Perishable, forward_backward, optim_step
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def own_signals():
         signal.signal(number, handler)
 
 
-def run_as_process(settings):
+def run_as_process(settings, step_delay_s=0.0):
     spec = find_backend("fake")
-    raise SystemExit(run_engine(settings, spec, spec.config(vocab_size=128)))
+    raise SystemExit(run_engine(settings, spec, spec.config(vocab_size=128, step_delay_s=step_delay_s)))
 
 
 def test_sigterm_ends_in_good_order(house):
@@ -51,6 +51,37 @@ def test_sigterm_ends_in_good_order(house):
 
 def open_requests(house):
     return house.api.read(lambda tx: futures.pending(tx, 0, 10))
+
+
+def test_a_killed_engine_is_followed_by_one_that_goes_on(house, tmp_path_factory):
+    undisturbed = House(tmp_path_factory.mktemp("undisturbed"))
+    expected = losses_of(undisturbed, train(undisturbed))
+    undisturbed.close()
+    passes = train(house)
+    process = multiprocessing.get_context("spawn").Process(target=run_as_process, args=(house.settings, 0.01))
+    process.start()
+    while len(house.api.read(lambda tx: futures.statuses(tx, passes))) < 3:
+        assert process.is_alive()
+        house.api.wait(1.0)
+    process.kill()
+    process.join()
+    num_answered = len(house.api.read(lambda tx: futures.statuses(tx, passes)))
+    assert num_answered < len(passes), "it was too quick to be killed in the middle"
+    assert losses_of(house, passes) == expected
+
+
+def train(house):
+    model_id, _ = house.create()
+    passes = []
+    for step in range(8):
+        passes.append(house.submit(forward_backward(step), model_id=model_id, seq_id=2 * step + 1))
+        house.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2)
+    return passes
+
+
+def losses_of(house, passes):
+    house.run(*passes)
+    return [house.result(name).metrics["loss:sum"] for name in passes]
 
 
 def test_a_lost_device_is_worth_a_restart(house):
