@@ -1,12 +1,14 @@
 """Low-rank adapters: Hu et al. 2021, arXiv:2106.09685.
 
-Legend: A adapter slots, L layers, B batch rows, T tokens, I inputs and O outputs of a linear map, R rank.
+Legend: A adapter slots, L layers, B batch rows, G groups of rows, M rows and tokens of a group, T tokens, I inputs and
+O outputs of a linear map, R rank.
 
 An `Adapter` takes one of two forms, told apart by its `scale`:
 - *one adapter for all rows*: scale is a scalar, leaves are [L, I, R] and [L, R, O] (no L for the unembedding). Two
   plain matmuls; this is what training differentiates.
-- *slots*: scale is [A] and every leaf has a leading A. Each row reads its own slot by a gather, never by a masked
-  product over all slots: there a NaN of one adapter would reach every row as 0 * NaN.
+- *slots*: scale is [A] and every leaf has a leading A. Each row, or each group of neighbouring rows (of G entries each
+  serves B / G rows), reads its own slot by a gather, never by a masked product over all slots: there a NaN of one
+  adapter would reach every row as 0 * NaN.
 
 Ranks are padded to one R with zeros. Zero columns of A against zero rows of B get zero gradients, so padding, and
 targets that are not trained, stay zero for ever.
@@ -41,19 +43,20 @@ class Adapter:
 
 @struct.dataclass
 class RowAdapter:
-    """The adapter of one linear map as its rows see it: shared by all rows, or one for each row."""
+    """The adapter of one linear map as its rows see it: shared by all rows, or one for each group of rows."""
 
-    pair: LoraPair  # [I, R] and [R, O], or with a leading B
-    scale: jax.Array  # scalar, or [B]
+    pair: LoraPair  # [I, R] and [R, O], or with a leading G
+    scale: jax.Array  # scalar, or [G]
 
     def delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the update for `x` [B, ..., I]: float32 [B, ..., O], factors multiplied in `dtype`."""
         a, b = self.pair.a.astype(dtype), self.pair.b.astype(dtype)
         if self.scale.ndim == 0:
             return multiply(multiply(x, a), b) * self.scale
-        inner = jnp.einsum("b...i,bir->b...r", x.astype(dtype), a, preferred_element_type=jnp.float32)
-        outer = jnp.einsum("b...r,bro->b...o", inner.astype(dtype), b, preferred_element_type=jnp.float32)
-        return outer * self.scale.reshape(self.scale.shape + (1,) * (x.ndim - 1))
+        x_GMI = x.astype(dtype).reshape(self.scale.shape[0], -1, x.shape[-1])
+        inner = jnp.einsum("gmi,gir->gmr", x_GMI, a, preferred_element_type=jnp.float32)
+        outer = jnp.einsum("gmr,gro->gmo", inner.astype(dtype), b, preferred_element_type=jnp.float32)
+        return (outer * self.scale[:, None, None]).reshape(*x.shape[:-1], b.shape[-1])
 
 
 RowAdapters = Mapping[str, RowAdapter]
@@ -83,9 +86,9 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
     return y
 
 
-def select_rows(adapter: Adapter, name: str, adapter_B: jax.Array | None, layer: jax.Array | None) -> RowAdapter:
+def select_rows(adapter: Adapter, name: str, adapter_G: jax.Array | None, layer: jax.Array | None) -> RowAdapter:
     """Return what the rows see of one target of a *slots* adapter; `layer` is None for the unembedding."""
-    assert adapter_B is not None, "an adapter with slots needs the slot of each row"
-    index = adapter_B if layer is None else (adapter_B, layer)
+    assert adapter_G is not None, "an adapter with slots needs the slot of each row, or group of rows"
+    index = adapter_G if layer is None else (adapter_G, layer)
     pair = adapter.weights[name]
-    return RowAdapter(pair=LoraPair(a=pair.a[index], b=pair.b[index]), scale=adapter.scale[adapter_B])
+    return RowAdapter(pair=LoraPair(a=pair.a[index], b=pair.b[index]), scale=adapter.scale[adapter_G])

@@ -26,7 +26,7 @@ class SliceRows:
     token_S: jax.Array  # int32: drawn, and not yet in the cache
     position_S: jax.Array  # int32: where it goes in the cache
     num_drawn_S: jax.Array  # int32: tokens of the sample so far
-    adapter_S: jax.Array  # int32: slot of the sampler pool
+    adapter_G: jax.Array  # int32: place in the sampler pool, of each tile of neighbouring slots, or of each slot
     draws: DrawParams
     wants_topk: jax.Array  # bool scalar
 
@@ -98,9 +98,9 @@ def decode_slice(
     def step(n: jax.Array, carry: tuple[KeyValues, jax.Array, Drawn]) -> tuple[KeyValues, jax.Array, Drawn]:
         cache, token_S, kept = carry
         hidden_SD, cache = models.decode_step(
-            params, config, token_S, rows.position_S + n, cache, pool, rows.adapter_S, bucket=bucket
+            params, config, token_S, rows.position_S + n, cache, pool, rows.adapter_G, bucket=bucket
         )
-        logits_SV = models.logits(params, hidden_SD, pool, rows.adapter_S)
+        logits_SV = models.logits(params, hidden_SD, pool, rows.adapter_G)
         drawn = draw(logits_SV, rows.draws, rows.num_drawn_S + n, max_topk=max_topk, wants_topk=rows.wants_topk)
         return cache, drawn.token_S, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
 

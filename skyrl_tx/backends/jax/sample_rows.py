@@ -11,7 +11,7 @@ import numpy as np
 
 from skyrl_tx.backends.jax.decode import SliceRows
 from skyrl_tx.backends.jax.sampling import Drawn, DrawParams
-from skyrl_tx.backends.jax.slots import DrawnTokens, RunningSample
+from skyrl_tx.backends.jax.slots import DrawnTokens, RunningSample, Slots
 from skyrl_tx.contract.results import TopK
 
 MAX_INT32 = 2**31 - 1
@@ -39,15 +39,14 @@ def draw_params(samples: Samples, num_rows: int) -> DrawParams:
     )
 
 
-def slice_rows(samples: Samples, adapter_slots: Mapping[int, int], num_rows: int) -> SliceRows:
-    """Return what each row does in the next slice; `adapter_slots` by row."""
-    adapter_S = np.zeros(num_rows, np.int32)
-    adapter_S[list(adapter_slots)] = list(adapter_slots.values())
+def slice_rows(slots: Slots) -> SliceRows:
+    """Return what each slot does in the next slice."""
+    samples, num_rows = slots.live, len(slots)
     return SliceRows(
         token_S=_column(samples, num_rows, np.int32, 0, lambda sample: sample.last_token),
         position_S=_column(samples, num_rows, np.int32, 0, lambda sample: sample.position),
         num_drawn_S=_column(samples, num_rows, np.int32, 0, lambda sample: sample.num_drawn),
-        adapter_S=jnp.asarray(adapter_S),
+        adapter_G=jnp.asarray(slots.adapters, jnp.int32),
         draws=draw_params(samples, num_rows),
         wants_topk=jnp.asarray(any(sample.request.options.sample_topk > 0 for sample in samples.values())),
     )

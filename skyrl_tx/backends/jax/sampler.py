@@ -18,8 +18,8 @@ from skyrl_tx.backends.jax.buckets import bucket, next_power
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.prompt_scores import score_prompt
 from skyrl_tx.backends.jax.sample_rows import draw_params, seed_words, slice_rows, tokens_of
-from skyrl_tx.backends.jax.sampler_pool import BASE, SamplerPool
-from skyrl_tx.backends.jax.slots import CacheShape, RunningSample, Slots, cache_shape, max_tokens, num_cached
+from skyrl_tx.backends.jax.sampler_pool import SamplerPool
+from skyrl_tx.backends.jax.slots import BASE, CacheShape, RunningSample, Slots, cache_shape, max_tokens, num_cached
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
@@ -190,7 +190,10 @@ class Sampler:
                 max_topk=self._config.max_topk_logprobs,
             )
         stops = frozenset(request.params.stop_token_ids) | (self._eos if request.params.eos_stops else frozenset())
-        samples = [RunningSample(request=request, index=index, stops=stops) for index in range(request.num_samples)]
+        samples = [
+            RunningSample(request=request, index=index, adapter=slot, stops=stops)
+            for index in range(request.num_samples)
+        ]
         deltas: list[SampleDelta] = []
         num_rows = min(rows for rows in FIRST_ROWS if rows >= min(len(samples), FIRST_ROWS[-1]))
         for start in range(0, len(samples), num_rows):
@@ -218,15 +221,16 @@ class Sampler:
         if self._prefilled is None:
             return
         num_slots = len(self._slots)
-        taken = self._slots.free[: len(self._prefilled.samples)]
+        waiting = self._prefilled.samples
+        taken = self._slots.free_for(waiting[0].adapter)[: len(waiting)]
         if taken:
             slot_S = np.full(num_slots, num_slots, np.int32)
             slot_S[: len(taken)] = taken
             with self._cache_at_risk():
                 self._cache = decode.insert(self._cache, self._prefilled.keys, slot_S, np.int32(len(taken)))
         for slot in taken:
-            self._slots.place(self._prefilled.samples.popleft(), slot)
-        if not self._prefilled.samples:
+            self._slots.place(waiting.popleft(), slot)
+        if not waiting:
             self._prefilled = None
 
     def _decode(self) -> list[SampleDelta]:
@@ -236,14 +240,13 @@ class Sampler:
             return []
         num_steps = min(self._config.decode_slice_tokens, max(sample.num_left for sample in live.values()))
         longest = max(sample.position for sample in live.values()) + num_steps
-        adapter_by_slot = {slot: self._pool.slot_of(sample.request.sampler) for slot, sample in live.items()}
         with self._cache_at_risk():
             self._cache, drawn = decode.decode_slice(
                 self._params,
                 self._model,
-                self._pool.adapters(any_used=any(adapter_by_slot.values())),
+                self._pool.adapters(any_used=any(sample.adapter != BASE for sample in live.values())),
                 self._cache,
-                slice_rows(live, adapter_by_slot, len(self._slots)),
+                slice_rows(self._slots),
                 np.int32(num_steps),
                 bucket=min(max(next_power(longest), CACHE_BUCKET), self._shape.length),
                 length=self._config.decode_slice_tokens,

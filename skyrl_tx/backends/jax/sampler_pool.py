@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.slots import BASE
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import ModelConfig
-
-BASE = 0
 
 
 class SamplerPool:

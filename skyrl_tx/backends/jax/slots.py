@@ -3,6 +3,7 @@
 Legend: N tokens of one slice.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.results import PromptResult, SampleDelta, StopReason, TopK
+
+BASE = 0  # the place of the base model among adapters
+TILE = 4  # slots that share an adapter. Measured on CPU, tokens per s: each slot its own 540, by 4 760, by 8 820
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class RunningSample:
 
     request: SampleRequest
     index: int
+    adapter: int  # its place in the sampler pool; 0 is the base model
     stops: frozenset[int]
     num_drawn: int = 0
     last_token: int = field(default=-1)
@@ -85,10 +90,15 @@ class RunningSample:
 
 
 class Slots:
-    """Which sample sits in which slot. A slot is free as soon as its sample has ended."""
+    """Which sample sits in which slot. A slot is free as soon as its sample has ended.
+
+    Samples of one adapter are kept together, so that tiles of neighbouring slots share one wherever possible.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._samples: list[RunningSample | None] = [None] * num_slots
+        tile = math.gcd(num_slots, TILE)
+        self._tiles = [range(first, first + tile) for first in range(0, num_slots, tile)]
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -102,6 +112,26 @@ class Slots:
     def live(self) -> dict[int, RunningSample]:
         """The samples by slot."""
         return {slot: sample for slot, sample in enumerate(self._samples) if sample is not None}
+
+    @property
+    def adapters(self) -> list[int]:
+        """The adapter of each tile; where some tile holds several, of each slot."""
+        by_tile = [self._adapters_in(tile) or {BASE} for tile in self._tiles]
+        if all(len(adapters) == 1 for adapters in by_tile):
+            return [adapter for adapters in by_tile for adapter in adapters]
+        return [BASE if sample is None else sample.adapter for sample in self._samples]
+
+    def free_for(self, adapter: int) -> list[int]:
+        """Return the free slots, best first: in tiles of that adapter alone, in empty ones, in those of others."""
+
+        def strangeness(tile: range) -> int:
+            present = self._adapters_in(tile)
+            return 0 if present == {adapter} else 2 if present else 1
+
+        return [slot for tile in sorted(self._tiles, key=strangeness) for slot in tile if self._samples[slot] is None]
+
+    def _adapters_in(self, tile: range) -> set[int]:
+        return {sample.adapter for slot in tile if (sample := self._samples[slot]) is not None}
 
     def place(self, sample: RunningSample, slot: int) -> None:
         """Put a sample into a free slot."""

@@ -10,7 +10,7 @@ from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.contract.results import TopK
 
 
-def running(max_tokens: int = 5, stops: frozenset[int] = frozenset(), topk: int = 0) -> RunningSample:
+def running(max_tokens: int = 5, stops: frozenset[int] = frozenset(), topk: int = 0, adapter: int = 0) -> RunningSample:
     request = SampleRequest(
         request_id=RequestId("r"),
         sampler=None,
@@ -19,7 +19,7 @@ def running(max_tokens: int = 5, stops: frozenset[int] = frozenset(), topk: int 
         params=SamplingParams(seed=0, max_tokens=max_tokens),
         options=PromptOptions(sample_topk=topk),
     )
-    return RunningSample(request=request, index=0, stops=stops)
+    return RunningSample(request=request, index=0, adapter=adapter, stops=stops)
 
 
 def drawn(*tokens: int) -> DrawnTokens:
@@ -62,6 +62,17 @@ def test_slots_are_taken_and_freed():
     assert (slots.free, slots.live) == ([0, 2], {1: sample})
     slots.release(1)
     assert slots.free == [0, 1, 2]
+
+
+def test_tiles_of_slots_keep_to_one_adapter_while_there_is_room():
+    slots = Slots(12)
+    for adapter in (1, 2, 1, 0):
+        slots.place(running(adapter=adapter), slots.free_for(adapter)[0])
+    assert [(slot, sample.adapter) for slot, sample in slots.live.items()] == [(0, 1), (1, 1), (4, 2), (8, 0)]
+    assert slots.adapters == [1, 2, 0]
+    assert slots.free_for(2)[:3] == [5, 6, 7] and len(slots.free_for(2)) == 8
+    slots.place(running(adapter=3), slots.free_for(3)[0])
+    assert slots.adapters == [1, 1, 3, 0, 2, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
