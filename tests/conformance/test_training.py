@@ -1,6 +1,7 @@
 """Three steps of training equal those of transformers with peft and torch.optim.AdamW, from peft's own file on."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,9 +15,32 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.testing.client_environments import TORCH
 
 PARAMS = OptimizerParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.1)
+MODEL = ModelId("m")
 RANK, ALPHA, STEPS = 4, 32, 3  # as in reference/transformers_reference.py
+
+
+def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
+    examples = tuple(
+        PassExample(
+            request_id=RequestId("r"),
+            model_id=MODEL,
+            tokens=inputs["tokens"][row].astype(np.int32),
+            loss="cross_entropy",
+            loss_inputs={"target_tokens": inputs["targets"][row].astype(np.int32), "weights": inputs["weights"][row]},
+            loss_config={},
+        )
+        for row in range(len(inputs["tokens"]))
+    )
+    return PreparedModelPassBatch(examples=examples)
+
+
+def start(directory: Path) -> JaxBackend:
+    backend = JaxBackend(str(directory), JaxConfig(compile_cache_dir=None, sample_slots=1, max_lora_rank=8))
+    backend.start()
+    return backend
 
 
 def test_adamw_on_the_gradients_of_torch(reference):
@@ -32,7 +56,7 @@ def test_adamw_on_the_gradients_of_torch(reference):
 
 @pytest.mark.parametrize("variant", ["qwen3-untied", "llama3-tied"])
 def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
-    directory, model_id = directories[variant], ModelId("m")
+    directory, model_id = directories[variant], MODEL
     with np.load(directory / "inputs.npz") as file:
         inputs = dict(file)
     with np.load(directory / "reference.npz") as file:
@@ -47,24 +71,12 @@ def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
 
-    backend = JaxBackend(str(directory), JaxConfig(compile_cache_dir=None, sample_slots=1, max_lora_rank=8))
-    backend.start()
+    backend = start(directory)
     lora = LoraSpec(rank=RANK, seed=0, train_unembed="lm_head" in modules)
     source = backend.open_snapshot(tmp_path)
     backend.restore(model_id, ModelSpec(lora=lora), source, {StatePart.WEIGHTS})
-    examples = tuple(
-        PassExample(
-            request_id=RequestId("r"),
-            model_id=model_id,
-            tokens=inputs["tokens"][row].astype(np.int32),
-            loss="cross_entropy",
-            loss_inputs={"target_tokens": inputs["targets"][row].astype(np.int32), "weights": inputs["weights"][row]},
-            loss_config={},
-        )
-        for row in range(len(inputs["tokens"]))
-    )
     for step in range(STEPS):
-        results = backend.forward_backward(PreparedModelPassBatch(examples=examples))
+        results = backend.forward_backward(batch_of(inputs))
         assert sum(result.sums["loss"] for result in results) == pytest.approx(float(arrays[f"loss{step}"]), rel=1e-4)
         for result, expected in zip(results, arrays[f"logprobs{step}"], strict=True):
             np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
@@ -72,3 +84,23 @@ def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
         gradients = [array for name, array in arrays.items() if name.startswith(f"gradients{step}/")]
         assert norm == pytest.approx(float(np.sqrt(sum((g**2).sum() for g in gradients))), rel=1e-4)
     backend.close()
+
+
+def test_peft_reads_what_we_write(directories, client_environment, tmp_path):
+    """A rank that needs padding here, and all that can be trained, the unembedding included."""
+    directory = directories["qwen3-untied"]
+    with np.load(directory / "inputs.npz") as file:
+        batch = batch_of(dict(file))
+    backend = start(directory)
+    backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=3, seed=1)))
+    base = backend.forward(batch)
+    for _ in range(2):
+        backend.forward_backward(batch)
+        backend.optim_step(MODEL, OptimizerParams(learning_rate=1e-2))
+    ours = np.stack([result.logprobs for result in backend.forward(batch)])
+    assert np.abs(ours - np.stack([result.logprobs for result in base])).max() > 0.1
+    backend.capture(MODEL, {StatePart.WEIGHTS}).write(tmp_path)
+    backend.close()
+    client_environment(TORCH).run(Path(__file__).parent / "reference" / "peft_adapter.py", directory, tmp_path)
+    with np.load(tmp_path / "peft.npz") as theirs:
+        np.testing.assert_allclose(ours, theirs["logprobs"], atol=1e-4)
