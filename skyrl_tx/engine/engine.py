@@ -94,14 +94,15 @@ class _Loop:
         self._sampling = Sampling(room)
         self._clock = _ArrivalClock(room.store)
         self._position = 0
+        self._is_busy = False
         self._housekeeping_at = time.monotonic()
 
     def turn(self) -> bool:
         """Do a little of everything; whether there was anything to do."""
-        worked = self._take_in()
+        worked = self._take_in() if self._has_room() else False
         worked |= self._room.jobs.finish()
-        worked |= self._train()
-        worked |= self._sampling.step()
+        self._is_busy = self._train() | self._sampling.step()
+        worked |= self._is_busy
         self._room.answers.settle()
         settings = self._room.settings
         self._room.models.keep_due(interval_s=settings.snapshot_interval_s, num_effects=settings.snapshot_effects)
@@ -110,6 +111,11 @@ class _Loop:
             sessions.release_idle_models(self._room, self._schedule)
             sessions.forget_unneeded(self._room, self._artifacts)
         return worked
+
+    def _has_room(self) -> bool:
+        """Whether more may be read. When nothing runs all may be waiting for what is not read yet."""
+        backlog = self._schedule.num_bytes + self._sampling.num_bytes
+        return backlog < self._room.settings.max_backlog_bytes or not self._is_busy
 
     def longest_wait(self) -> float:
         """How long there may be nothing to do, if nobody asks."""

@@ -41,6 +41,8 @@ class Sampling:
         self._waiting: dict[SessionId, deque[Work]] = {}  # the session served least recently first
         self._running: dict[RequestId, _Running] = {}
         self._suspects: set[RequestId] = set()
+        self.num_bytes = 0
+        """What all that waits takes in memory."""
 
     def add(self, work: Work) -> None:
         """Take up a request; what cannot run is answered at once."""
@@ -59,6 +61,7 @@ class Sampling:
         if work.attempts:
             self._suspects.add(work.request_id)
         self._waiting.setdefault(work.session_id, deque()).append(work)
+        self.num_bytes += work.num_bytes
 
     def step(self) -> bool:
         """Begin what has room and decode one slice of all that runs; whether there was anything to do."""
@@ -107,6 +110,7 @@ class Sampling:
     def _take(self, work: Work) -> None:
         queue = self._waiting.pop(work.session_id)
         queue.popleft()
+        self.num_bytes -= work.num_bytes
         if queue:
             self._waiting[work.session_id] = queue
 
@@ -147,6 +151,7 @@ class Sampling:
         for running in reversed(failed):
             self._suspects.add(running.work.request_id)
             self._waiting.setdefault(running.work.session_id, deque()).appendleft(running.work)
+            self.num_bytes += running.work.num_bytes
 
     def _gather(self, deltas: Sequence[SampleDelta]) -> None:
         for delta in deltas:

@@ -46,6 +46,8 @@ class Schedule:
         self._max_models = max_models
         self._lines: dict[ModelId, _Line] = {}
         self._num_served = 0
+        self.num_bytes = 0
+        """What all that waits takes in memory."""
 
     def __contains__(self, model_id: ModelId) -> bool:
         return model_id in self._lines
@@ -62,6 +64,7 @@ class Schedule:
         """Put a request in its model's line."""
         assert work.model_id is not None
         self._lines[work.model_id].add(work)
+        self.num_bytes += work.num_bytes
 
     def take(self, now: float, held: Collection[ModelId] = ()) -> Step | None:
         """Take out the next step; None when nothing can run. Models in `held` are passed over."""
@@ -112,6 +115,7 @@ class Schedule:
         self._num_served += 1
         line.last_served = self._num_served
         line.take(work)
+        self.num_bytes -= work.num_bytes
         return work
 
 

@@ -24,6 +24,9 @@ class EngineSettings(BaseModel):
     snapshot_effects: int = Field(
         default=100, ge=1, description="keep a model for recovery after so many steps at the latest"
     )
+    max_backlog_bytes: int = Field(
+        default=2**31, ge=1, description="requests held in memory; more wait in the database while these are worked on"
+    )
     max_attempts: int = Field(default=3, ge=1, description="a request that ended the engine so many times fails")
     session_timeout_s: float = Field(
         3600.0, gt=0, description="models of a client silent so long leave the device; they return when asked for"

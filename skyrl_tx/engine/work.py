@@ -22,6 +22,8 @@ class Work:
     sampling_session_id: SamplingSessionId | None
     attempts: int
     request: requests.Request
+    num_bytes: int = 0
+    """What it takes in memory, about."""
 
     @property
     def kind(self) -> str:
@@ -67,4 +69,5 @@ def work_of(pending: PendingRequest) -> Work:
         sampling_session_id=pending.sampling_session_id,
         attempts=pending.attempts,
         request=request,
+        num_bytes=len(pending.body),
     )

@@ -11,7 +11,7 @@ from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplerId
 from skyrl_tx.contract.requests import LoadWeights, LoraSpec, ModelSpec, Rejected, SaveWeights, UnloadModel
 from skyrl_tx.contract.results import CreateModelOutput, Failure, ForwardBackwardOutput
 from skyrl_tx.store import checkpoints, engine_state, futures, models, samplers
-from skyrl_tx.testing.engine_house import SPEC, datum, forward_backward, optim_step, sample
+from skyrl_tx.testing.engine_house import SPEC, House, datum, forward_backward, optim_step, sample
 
 SAMPLING = SamplingSessionId("s:sample:0")
 
@@ -283,3 +283,15 @@ def test_a_save_that_cannot_be_written_fails_alone(house, monkeypatch):
     failure = house.result(save)
     assert failure.category == ErrorCategory.SERVER and "No space left" in failure.message
     assert isinstance(house.result(after), ForwardBackwardOutput)
+
+
+def test_a_backlog_beyond_the_memory_waits_in_the_database(tmp_path):
+    house = House(tmp_path, max_backlog_bytes=1)
+    model_id, _ = house.create()
+    samples = [house.submit(sample(max_tokens=1)) for _ in range(300)]
+    later = house.submit(forward_backward(2), model_id=model_id, seq_id=2)
+    first = house.submit(forward_backward(1), model_id=model_id, seq_id=1)
+    step = house.submit(optim_step(), model_id=model_id, seq_id=3)
+    house.run(*samples, first, later, step)
+    assert house.api.read(lambda tx: effect_orders(tx, model_id)) == [None, 1, 2, 3]
+    house.close()
