@@ -14,6 +14,7 @@ from skyrl_tx.backends.jax.adapters import (
     AdapterPool,
     apply_gradient,
     fresh_training_state,
+    padded_rank,
 )
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.passes import JaxPass
@@ -145,7 +146,8 @@ class JaxBackend(AbstractBackend):
 
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
         """See AbstractBackend."""
-        self._sampler.load(sampler, _own(source).adapter(self._config.max_lora_rank))
+        snapshot = _own(source)
+        self._sampler.load(sampler, snapshot.adapter(padded_rank(snapshot.rank)))
 
     def drop_sampler(self, sampler: SamplerId) -> None:
         """See AbstractBackend."""

@@ -55,7 +55,7 @@ class Sampler:
         self._model = model_config
         self._config = config
         self._eos = frozenset(eos_token_ids)
-        self._pool = SamplerPool(model_config, config.max_sampler_adapters, config.max_lora_rank)
+        self._pool = SamplerPool(model_config, config.max_sampler_adapters)
         self.max_length = longest_sample(model_config, config)
         """Prompt and new tokens that one sample may have."""
         self._shape = self._shape_for(1)
@@ -66,7 +66,7 @@ class Sampler:
         self._prefilled: PrefilledPrompt | None = None
 
     def load(self, sampler: SamplerId, adapter: Adapter) -> None:
-        """Copy an adapter, padded to the largest rank; of no effect when it is there. Raises CapacityError."""
+        """Copy an adapter of any padded rank; of no effect when it is there. Raises CapacityError."""
         self._pool.load(sampler, adapter)
 
     def drop(self, sampler: SamplerId) -> None:
@@ -173,7 +173,7 @@ class Sampler:
 
     def _prefill(self, request: SampleRequest) -> list[SampleDelta]:
         """Run the prompt once and draw the first token of every sample; those that go on wait for slots."""
-        slot = self._pool.slot_of(request.sampler)
+        slot = self._pool.place_of(request.sampler)
         adapters = self._pool.adapters(any_used=slot != BASE)
         token_T = np.zeros(self._prompt_bucket(request), np.int32)
         token_T[: request.prompt.size] = request.prompt

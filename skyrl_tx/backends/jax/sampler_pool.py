@@ -1,6 +1,6 @@
-"""Frozen adapters on the device: copies in slots of their own, so that training never changes them.
+"""Frozen adapters on the device: copies in places of their own, so that training never changes them.
 
-Slot 0 stays zero: it is the base model.
+Place 0 stays zero: it is the base model.
 """
 
 from functools import partial
@@ -10,46 +10,72 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.buckets import next_power
 from skyrl_tx.backends.jax.slots import BASE
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import ModelConfig
 
+FEWEST = 4  # places to begin with, the base model's included
+LOWEST_RANK = 8
+
 
 class SamplerPool:
-    """Which sampler lies in which slot, and the slots: an `Adapter` whose leaves have a leading slot axis."""
+    """Which sampler lies in which place, and the places: an `Adapter` whose leaves have a leading axis for them.
 
-    def __init__(self, model_config: ModelConfig, max_samplers: int, max_rank: int) -> None:
-        shapes = models.adapter_shapes(model_config, max_rank)
-        self._slots: Adapter = jax.tree.map(lambda leaf: jnp.zeros((1 + max_samplers, *leaf.shape), leaf.dtype), shapes)
-        self._free = list(range(max_samplers, BASE, -1))  # the lowest is taken first
-        self._slot_of: dict[SamplerId, int] = {}
+    The arrays have as many places and as high a rank as was needed so far: memory and work follow what was loaded, at
+    the price of other shapes, so of compiling again, when more is asked for than ever before.
+    """
+
+    def __init__(self, model_config: ModelConfig, max_samplers: int) -> None:
+        self._model = model_config
+        self._max_samplers = max_samplers
+        self._places = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(FEWEST, LOWEST_RANK))
+        self._place_of: dict[SamplerId, int] = {}
 
     def load(self, sampler: SamplerId, adapter: Adapter) -> None:
-        """Copy an adapter, padded to the largest rank; of no effect when it is there already."""
-        if sampler in self._slot_of:
+        """Copy an adapter of any padded rank; of no effect when it is there already. Raises CapacityError."""
+        if sampler in self._place_of:
             return
-        if not self._free:
-            raise CapacityError(f"all {len(self._slot_of)} sampler slots are taken")
-        slot = self._free.pop()
-        self._slots = _put(self._slots, np.int32(slot), adapter)
-        self._slot_of[sampler] = slot
+        if len(self._place_of) == self._max_samplers:
+            raise CapacityError(f"all {self._max_samplers} places for samplers are taken")
+        place = min(set(range(BASE + 1, 2 + self._max_samplers)) - set(self._place_of.values()))
+        num_places, rank = self._places.weights["unembed"].a.shape[0], self._places.weights["unembed"].a.shape[-1]
+        fitting = self._shapes(
+            max(num_places, next_power(place + 1)), max(rank, adapter.weights["unembed"].a.shape[-1])
+        )
+        self._places = _put(jax.tree.map(_pad, self._places, fitting), np.int32(place), adapter)
+        self._place_of[sampler] = place
 
     def drop(self, sampler: SamplerId) -> None:
-        """Free a sampler's slot. Idempotent."""
-        if sampler in self._slot_of:
-            self._free.append(self._slot_of.pop(sampler))
+        """Free a sampler's place. Idempotent."""
+        self._place_of.pop(sampler, None)
 
-    def slot_of(self, sampler: SamplerId | None) -> int:
-        """Return the slot of a loaded sampler; None is the base model."""
-        return BASE if sampler is None else self._slot_of[sampler]
+    def place_of(self, sampler: SamplerId | None) -> int:
+        """Return the place of a loaded sampler; None is the base model."""
+        return BASE if sampler is None else self._place_of[sampler]
 
     def adapters(self, *, any_used: bool) -> Adapter | None:
-        """Return all slots, or None when only the base model is used: programs without adapters are faster."""
-        return self._slots if any_used else None
+        """Return all places, or None when only the base model is used: programs without adapters are faster."""
+        return self._places if any_used else None
+
+    def _shapes(self, num_places: int, rank: int) -> Adapter:
+        shapes = models.adapter_shapes(self._model, rank)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_places, *leaf.shape), leaf.dtype), shapes)
 
 
-@partial(jax.jit, donate_argnames="pool")
-def _put(pool: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
-    return jax.tree.map(lambda into, leaf: into.at[slot].set(leaf.astype(into.dtype)), pool, adapter)
+def _pad(leaf: jax.Array, fitting: jax.ShapeDtypeStruct) -> jax.Array:
+    if leaf.shape == fitting.shape:
+        return leaf
+    return jnp.pad(leaf, [(0, wanted - size) for size, wanted in zip(leaf.shape, fitting.shape, strict=True)])
+
+
+@partial(jax.jit, donate_argnames="places")
+def _put(places: Adapter, place: jax.Array, adapter: Adapter) -> Adapter:
+    """Overwrite one place; what the adapter's rank leaves over becomes zero."""
+
+    def write(into: jax.Array, leaf: jax.Array) -> jax.Array:
+        return into.at[place].set(_pad(leaf.astype(into.dtype), jax.ShapeDtypeStruct(into.shape[1:], into.dtype)))
+
+    return jax.tree.map(write, places, adapter)
