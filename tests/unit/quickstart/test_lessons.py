@@ -23,7 +23,10 @@ def chat(tmp_path_factory):
 def sample(chat, text, *, stopped=True):
     tokens = chat.encode(text) + ([chat.turn_end] if stopped else [])
     return SampledSequence(
-        tokens=tokens, logprobs=[-0.5] * len(tokens), stop_reason="stop" if stopped else "length", sequence_id="s"
+        stop_reason="stop" if stopped else "length",
+        sequence_id="s",
+        tokens_np=np.array(tokens, np.int32),
+        logprobs_np=np.full(len(tokens), -0.5, np.float32),
     )
 
 
