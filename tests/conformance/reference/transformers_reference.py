@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 RANK, ALPHA = 4, 32
+PROMPT, NEW = 20, 24  # tokens of greedy decoding
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1}
 STEPS = 3
 
@@ -28,6 +29,7 @@ def main(directory: Path) -> None:
     saved: dict[str, np.ndarray] = {}
     with torch.no_grad():
         saved["base_logits"] = model(tokens).logits.numpy()
+    saved["base_decoded"] = decode(model, tokens)
 
     maps = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     if not model.config.tie_word_embeddings:  # peft puts no adapter on a tied unembedding alone
@@ -36,6 +38,7 @@ def main(directory: Path) -> None:
     adapter = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for weight in adapter.values():
         weight.data = 0.1 * torch.randn_like(weight)
+    saved["decoded"] = decode(model, tokens)
     optimizer = torch.optim.AdamW(adapter.values(), **ADAM)
 
     for step in range(STEPS):
@@ -56,6 +59,13 @@ def main(directory: Path) -> None:
     for name, weight in adapter.items():
         saved[f"weights{STEPS}/{plain(name)}"] = weight.detach().numpy().copy()
     np.savez(directory / "reference.npz", **saved)
+
+
+def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
+    """Continue each row's first tokens greedily, past any end of sequence."""
+    prompts = tokens[:, :PROMPT]
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **settings)[:, PROMPT:].numpy()
 
 
 def plain(name: str) -> str:
