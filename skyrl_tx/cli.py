@@ -4,7 +4,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -27,12 +28,17 @@ from skyrl_tx.settings import (
 )
 
 _NO_DEFAULT = re.compile(r" \(default: None\)| \(default factory: [^)]*\)")
+TINY = "tiny"
 _COMMANDS = {
     "serve": "serve a model: the API here, the engine in a process of its own",
     "api": "run the API alone, on the data directory that an engine shares",
     "engine": "run the engine alone, on the data directory that an API shares",
     "quickstart": "train and sample a tiny model through the Tinker SDK, to see it work",
 }
+_FIRST_FLAGS = (
+    *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
+    *("--backend", "--load-format", "--config", "--log-level"),
+)
 _HELP = f"""\
 usage: skyrl-tx COMMAND [flags]
 
@@ -106,11 +112,37 @@ def read_settings(command: str, arguments: Sequence[str]) -> ServerSettings:
         raise SettingsError(describe(error)) from error
 
 
+def with_tiny_model(settings: ServerSettings) -> ServerSettings:
+    """Where --base-model is `tiny`, make that model in the data directory and serve it under this name."""
+    if settings.base_model != TINY:
+        return settings
+    from skyrl_tx.quickstart.tiny_model import write_tiny_model  # brings a tokenizer library
+
+    directory = settings.data_dir / "models" / TINY
+    if not directory.is_dir():
+        try:
+            settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.parent.mkdir(exist_ok=True)
+            # Written apart and renamed, so that nobody ever sees half of it.
+            with tempfile.TemporaryDirectory(dir=directory.parent) as apart:
+                write_tiny_model(Path(apart) / TINY).rename(directory)
+        except OSError as error:
+            raise CannotServe(f"cannot make the tiny model in {directory}: {error.strerror}") from error
+    return settings.model_copy(
+        update={"base_model": str(directory), "served_model_name": settings.served_model_name or TINY}
+    )
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """One flag a line, its description beside it."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=42, width=120)
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        """What everyone needs comes first, the rest as the components declare it."""
+        place = {flag: index for index, flag in enumerate(_FIRST_FLAGS)}
+        super().add_arguments(sorted(actions, key=lambda action: place.get(action.option_strings[0], len(place))))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # Where there is no value to show, the description says what happens.
@@ -123,11 +155,12 @@ def _run(command: str, settings: ServerSettings) -> int:
     configure_logging(command, settings.log_level)
     raise_file_limit()
     try:
+        settings = with_tiny_model(settings)
         match command:
             case "api":
                 return supervisor.run_api(settings)
             case "engine":
-                return supervisor.run_engine_alone(settings)
+                return supervisor.run_engine(settings)
             case _:
                 return supervisor.serve(settings)
     except CannotServe as error:

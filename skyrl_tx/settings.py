@@ -10,7 +10,9 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.logs import LogLevel
 
 DEFAULT_BACKEND = "jax"
@@ -28,7 +30,7 @@ def default_data_dir() -> Path:
     return (Path(home) if home else Path.home() / ".local" / "share") / "skyrl_tx"
 
 
-class ServerSettings(BaseSettings):
+class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Flags, then environment, then the YAML file, then these defaults."""
 
     model_config = SettingsConfigDict(
@@ -44,9 +46,7 @@ class ServerSettings(BaseSettings):
 
     config: Path | None = Field(None, description="YAML file with any of these settings")
     base_model: str = Field(description="model to serve: a hub id, a local directory, or 'tiny' (built in)")
-    served_model_name: str | None = Field(None, description="name that clients use; default: --base-model as given")
     host: str = Field("127.0.0.1", description="address to listen on; any but loopback needs --no-auth")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     no_auth: bool = Field(False, description="accept everyone who can reach --host")
     data_dir: Path = Field(
         default_factory=default_data_dir,
@@ -76,6 +76,14 @@ class ServerSettings(BaseSettings):
                 "add --no-auth to let everyone in, or keep to 127.0.0.1"
             )
         return self
+
+    def for_api(self) -> ApiSettings:
+        """Return the API's part."""
+        return ApiSettings.model_validate(self.model_dump(include=set(ApiSettings.model_fields)))
+
+    def for_engine(self) -> EngineSettings:
+        """Return the engine's part."""
+        return EngineSettings.model_validate(self.model_dump(include=set(EngineSettings.model_fields)))
 
 
 def settings_class(spec: BackendSpec, file_values: Mapping[str, Any]) -> type[ServerSettings]:
@@ -153,9 +161,8 @@ def describe(error: ValidationError) -> str:
             case "extra_forbidden":
                 lines.append(f"{flag}: there is no such setting")
             case "value_error":
-                lines.append(
-                    str(mistake["ctx"]["error"]) if not mistake["loc"] else f"{flag}: {mistake['ctx']['error']}"
-                )
+                reason = mistake["msg"].removeprefix("Value error, ")
+                lines.append(f"{flag}: {reason}" if mistake["loc"] else reason)
             case _:
                 lines.append(f"{flag} {mistake['input']!r}: {mistake['msg']}")
     return "\n".join(lines)

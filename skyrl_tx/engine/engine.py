@@ -3,9 +3,11 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine import sessions
 from skyrl_tx.engine.answers import Answers
@@ -40,7 +42,7 @@ class Engine:
         self._store = store
         self._artifacts = artifacts
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event, on_ready: Callable[[Capabilities], None] = lambda _: None) -> None:
         """Serve until `stop` is set (then call `store.wake`); what was begun is finished or left for the next start.
 
         Raises BackendLost or StoreError: nothing can be trusted, and requests not answered run in the next engine.
@@ -67,6 +69,7 @@ class Engine:
             )
             loop = _Loop(room, self._artifacts)
             state.say("ready", capabilities)
+            on_ready(capabilities)
             while not stop.is_set():
                 if not loop.turn():
                     self._store.wait(loop.longest_wait())

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
@@ -30,8 +32,18 @@ class ExitCode(IntEnum):
     """The settings are wrong or the data directory is in use; a new process would say the same."""
 
 
-def run_engine(settings: EngineSettings, spec: BackendSpec, backend_config: BaseModel) -> ExitCode:
-    """Run an engine until SIGTERM or SIGINT, on the main thread; a second signal ends the process at once."""
+def run_engine(
+    settings: EngineSettings,
+    spec: BackendSpec,
+    backend_config: BaseModel,
+    *,
+    on_ready: Callable[[Capabilities], None] = lambda _: None,
+    second_signal_exits: bool = True,
+) -> ExitCode:
+    """Run an engine until SIGTERM or SIGINT, on the main thread; a second signal ends the process at once.
+
+    Unless another process decides on that: then `second_signal_exits` is False, and more signals mean no more than one.
+    """
     try:
         store = Store.open(settings.data_dir, role="engine")
     except StoreInUse as error:
@@ -40,7 +52,7 @@ def run_engine(settings: EngineSettings, spec: BackendSpec, backend_config: Base
     stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
+        if stop.is_set() and second_signal_exits:
             os._exit(128 + number)
         stop.set()
         store.wake()
@@ -49,7 +61,7 @@ def run_engine(settings: EngineSettings, spec: BackendSpec, backend_config: Base
         signal.signal(number, on_signal)
     try:
         backend = spec.load()(settings.base_model, backend_config)
-        Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts")).run(stop)
+        Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts")).run(stop, on_ready)
     except UserError as error:
         _log.error("%s", error.message)
         return ExitCode.CANNOT_START

@@ -226,6 +226,12 @@ def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, L
     return answered
 
 
+def any_answered_since(tx: Session, since: float) -> bool:
+    """Whether any request was answered at that time or later."""
+    wanted = select(col(RequestRow.position)).where(col(RequestRow.completed_at) >= since).limit(1)
+    return tx.connection().execute(wanted).first() is not None
+
+
 def mark_fetched(tx: Session, request_ids: Iterable[RequestId], now: float) -> None:
     """Note that clients have their results; the first time counts."""
     for some in _in_parts(request_ids):

@@ -105,14 +105,13 @@ class LiveServer:
             except subprocess.TimeoutExpired:
                 self.kill()
                 raise
-        assert self._process.stderr is not None
-        self._process.stderr.close()
 
     def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            with self._grew:
-                self._log.append(line)
-                self._grew.notify_all()
+        with lines:
+            for line in lines:
+                with self._grew:
+                    self._log.append(line)
+                    self._grew.notify_all()
         with self._grew:
             self._ended = True
             self._grew.notify_all()
