@@ -74,6 +74,28 @@ TORCH = ClientEnvironment(
 )
 """The references that our models, adapters and optimizer are compared with."""
 
+COOKBOOK = ClientEnvironment(
+    name="cookbook",
+    requirements=(
+        "torch==2.13.0",
+        "transformers>=5.7,<6",
+        "tinker==0.38.0",
+        "anyio",
+        "blobfile",
+        "chz",
+        "cloudpickle",
+        "datasets",
+        "pillow",
+        "pylatexenc",
+        "rich",
+        "sympy",
+        "tqdm",
+    ),
+    # It asks for a version of tml-renderers that may not be had, and needs it for one family of models only.
+    no_deps=("tinker-cookbook==0.6.1",),
+)
+"""The recipes that users of the protocol run: what sl_loop and rl_loop import, and the SDK."""
+
 
 def is_required() -> bool:
     """Whether a missing environment is a failure rather than a skip."""

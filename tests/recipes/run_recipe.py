@@ -1,0 +1,9 @@
+"""Run a recipe of the installed cookbook as a user does: `run_recipe.py NAME key=value …`."""
+
+import runpy
+import sys
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    sys.argv = [name, *arguments]
+    runpy.run_module(f"tinker_cookbook.recipes.{name}", run_name="__main__", alter_sys=True)

@@ -1,0 +1,64 @@
+"""The cookbook's two loops, from the installed package and unmodified, against a live server."""
+
+import pytest
+
+from skyrl_tx.quickstart.questions import load_excerpt
+
+pytestmark = pytest.mark.slow
+
+# What rl_loop puts before and after every question, so that supervised training meets the same prompts.
+SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+EXAMPLE = (
+    {"role": "user", "content": "How many r's are in strawberry?" + SUFFIX},
+    {
+        "role": "assistant",
+        "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r "
+        "10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
+    },
+)
+NUM_QUESTIONS = 8
+NUM_RL_STEPS = 3
+
+
+def conversation(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def boxed(question):
+    number = question.answer.split("#### ")[1]
+    return [*EXAMPLE, *conversation(question.text + SUFFIX, f"\\boxed{{{number}}}")]
+
+
+def test_sl_loop_learns_gsm8k(workplace, server):
+    workplace.write_conversations([conversation(row.text, row.answer) for row in load_excerpt().train])
+    metrics = workplace.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
+    losses = [row["train_mean_nll"] for row in metrics if "train_mean_nll" in row]
+    assert len(losses) == 24
+    assert losses[0] > 6.5, "an untrained model is about as good as a uniform guess: ln 1024 = 6.93"
+    assert sum(losses[-4:]) / 4 < 3.8
+    assert workplace.last_checkpoint("sl_loop").startswith("tinker://")
+
+
+def test_rl_loop_trains_what_sl_loop_taught(workplace, server):
+    questions = load_excerpt().train[:NUM_QUESTIONS]
+    workplace.write_conversations([boxed(question) for question in questions] * 60)
+    workplace.write_questions(questions * NUM_RL_STEPS)
+    workplace.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
+
+    workplace.start_from("rl_loop", workplace.last_checkpoint("sl_loop"))
+    metrics = workplace.run(
+        "rl_loop",
+        server.url,
+        "loss_fn=importance_sampling",
+        f"batch_size={NUM_QUESTIONS}",
+        "group_size=8",
+        "max_tokens=24",
+        "learning_rate=1e-3",
+    )
+    steps = [row for row in metrics if "reward/total" in row]
+    assert len(steps) == NUM_RL_STEPS
+    assert any(0 < row["reward/total"] < 1 for row in steps), "the checkpoint answers some questions, not all"
+    # rl_loop sends a training step for batches whose rewards differ; only the server's answer holds a gradient norm.
+    trained = [row for row in steps if "unclipped_grad_l2:mean" in row]
+    assert trained and all(row["unclipped_grad_l2:mean"] > 0 for row in trained)
+    assert workplace.last_checkpoint("rl_loop") != workplace.last_checkpoint("sl_loop")
