@@ -7,15 +7,17 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
-from pydantic_settings import CliSettingsSource
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from skyrl_tx import __version__
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.listening import CannotServe, raise_file_limit
 from skyrl_tx.logs import configure_logging
+from skyrl_tx.quickstart.settings import QuickstartSettings
 from skyrl_tx.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -53,6 +55,7 @@ A first run, then a server:
   skyrl-tx quickstart
   skyrl-tx serve --base-model Qwen/Qwen3-0.6B
 """
+S = TypeVar("S", bound=BaseSettings)
 _EPILOG = """\
 Every flag may also come from the environment (--data-dir is SKYRL_TX_DATA_DIR, --backend-config.x is
 SKYRL_TX_BACKEND_CONFIG__X) or from a YAML file named by --config (data_dir: …); flags win, then the environment.
@@ -71,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = arguments[0], arguments[1:]
     if command not in _COMMANDS:
         return _refuse("skyrl-tx", f"there is no command {command!r}; commands are {', '.join(_COMMANDS)}")
-    if command == "quickstart":
-        return 0
     try:
+        if command == "quickstart":
+            return _quickstart(rest)
         settings = read_settings(command, rest)
     except SettingsError as error:
         return _refuse(f"skyrl-tx {command}", str(error))
@@ -95,21 +98,37 @@ def read_settings(command: str, arguments: Sequence[str]) -> ServerSettings:
         spec = find_backend(chosen.backend or file_values.get("backend") or DEFAULT_BACKEND)
     except UserError as error:
         raise SettingsError(f"--backend: {error}") from error
-    parser = argparse.ArgumentParser(
+    parser = _parser(command, usage="--base-model MODEL [flags]", epilog=_EPILOG)
+    return _read(settings_class(spec, file_values), parser, arguments)
+
+
+def _read(settings: type[S], parser: argparse.ArgumentParser, arguments: Sequence[str]) -> S:
+    """Read flags, and what else the type of the settings reads; raises SettingsError."""
+    try:
+        # The source's own type says it wants no arguments yet; it takes them all the same.
+        flags = CliSettingsSource[argparse.ArgumentParser](settings, root_parser=parser, cli_parse_args=list(arguments))
+        return settings(_cli_settings_source=flags)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise SettingsError(describe(error)) from error
+
+
+def _parser(command: str, *, usage: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
         prog=f"skyrl-tx {command}",
-        usage=f"skyrl-tx {command} --base-model MODEL [flags]",
+        usage=f"skyrl-tx {command} {usage}",
         description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.",
-        epilog=_EPILOG,
+        epilog=epilog,
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
-    known = settings_class(spec, file_values)
-    try:
-        # The source's own type says it wants no arguments yet; it takes them all the same.
-        flags = CliSettingsSource[argparse.ArgumentParser](known, root_parser=parser, cli_parse_args=list(arguments))
-        return known(_cli_settings_source=flags)  # type: ignore[call-arg]
-    except ValidationError as error:
-        raise SettingsError(describe(error)) from error
+
+
+def _quickstart(arguments: Sequence[str]) -> int:
+    flags = _read(_QuickstartFlags, _parser("quickstart", usage="[flags]"), arguments)
+    raise_file_limit()
+    from skyrl_tx.quickstart.run import run  # brings the SDK
+
+    return run(QuickstartSettings.model_validate(flags.model_dump()))
 
 
 def with_tiny_model(settings: ServerSettings) -> ServerSettings:
@@ -131,6 +150,26 @@ def with_tiny_model(settings: ServerSettings) -> ServerSettings:
     return settings.model_copy(
         update={"base_model": str(directory), "served_model_name": settings.served_model_name or TINY}
     )
+
+
+class _QuickstartFlags(BaseSettings, QuickstartSettings):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The quickstart's settings as flags; it reads no environment, so that a first run is always the same."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, cli_kebab_case=True, cli_avoid_json=True, cli_hide_none_type=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read nothing but flags."""
+        return (init_settings,)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
