@@ -53,6 +53,14 @@ def model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     return row
 
 
+def addressed_model(tx: Session, caller: Principal, model_id: ModelId) -> models.Addressed:
+    """Find a model for one more request."""
+    found = models.addressed(tx, model_id, caller.owner)
+    if found is None:
+        raise not_found(f"model {shown(model_id)} does not exist")
+    return found
+
+
 def sampling_session(tx: Session, caller: Principal, sampling_session_id: SamplingSessionId) -> SamplingSessionRow:
     """Find a sampling session."""
     row = samplers.get(tx, sampling_session_id)

@@ -16,6 +16,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, Session
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.store import futures, models, samplers
+from skyrl_tx.store.tables import SamplingSessionRow
 
 _TOUCH_MODEL_EVERY_S = 1.0
 _TOUCH_SAMPLER_EVERY_S = 60.0
@@ -49,7 +50,7 @@ class NewModel:
 def to_model(tx: Session, caller: Principal, model_id: ModelId, seq_id: int | None, request: Encoded) -> Promise:
     """Queue work for a model. `seq_id` makes it one of a kind; 0 and None do not."""
     now = time.time()
-    row = lookup.model(tx, caller, model_id)
+    row = lookup.addressed_model(tx, caller, model_id)
     new = futures.NewRequest(
         key=f"model/{model_id}/{seq_id}" if seq_id else "",
         kind=request.kind,
@@ -106,11 +107,11 @@ def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None) -> 
 
 
 def to_sampler(
-    tx: Session, caller: Principal, sampling_session_id: SamplingSessionId, seq_id: int | None, request: Encoded
+    tx: Session, caller: Principal, row: SamplingSessionRow, seq_id: int | None, request: Encoded
 ) -> RequestId:
-    """Queue a prompt."""
+    """Queue a prompt for a sampling session of the caller's, as it was looked up before."""
     now = time.time()
-    row = lookup.sampling_session(tx, caller, sampling_session_id)
+    sampling_session_id = row.sampling_session_id
     new = futures.NewRequest(
         key=sampling_key(sampling_session_id, seq_id),
         kind=request.kind,

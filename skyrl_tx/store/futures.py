@@ -95,7 +95,12 @@ _PENDING = (
     (col(RequestRow.status) == "failed").label("failed"),
 )
 
-# Built once: the engine asks at every turn, and building it takes longer than running it.
+# Built once: these run for every request or turn, and building one takes longer than running it.
+_DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
+_NEW = insert(RequestRow)
+_RESULT = select(
+    col(RequestRow.status), col(RequestRow.kind), col(RequestRow.result), col(RequestRow.created_at)
+).where(col(RequestRow.request_id) == bindparam("request_id"), col(RequestRow.owner) == bindparam("owner"))
 _OPEN_AFTER = (
     select(*_PENDING)
     .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
@@ -119,14 +124,13 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
     digest = _digest(new)
     connection = tx.connection()
     if new.key:
-        known = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == name)
-        before = connection.execute(known).scalar_one_or_none()
+        before = connection.execute(_DIGEST, {"request_id": name}).scalar_one_or_none()
         if before is not None:
             if before != digest:
                 raise ConflictingRequest(f"{new.kind} request {new.key!r}: these ids were used for another request")
             return Submitted(name, is_new=False)
     connection.execute(
-        insert(RequestRow),
+        _NEW,
         {
             "request_id": name,
             "kind": new.kind,
@@ -200,10 +204,7 @@ def complete(
 
 def result(tx: Session, request_id: RequestId, owner: str) -> FutureState:
     """How a request fares, and its result; "unknown" also for someone else's."""
-    wanted = select(
-        col(RequestRow.status), col(RequestRow.kind), col(RequestRow.result), col(RequestRow.created_at)
-    ).where(col(RequestRow.request_id) == request_id, col(RequestRow.owner) == owner)
-    row = tx.connection().execute(wanted).one_or_none()
+    row = tx.connection().execute(_RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
         return FutureState(status="unknown")
     status, kind, data, created_at = row

@@ -79,9 +79,7 @@ def asample(call: Incoming) -> Promise:
         return sampling.sample(schema, _weights_of(row), sequence_ids, limit)
 
     encoded = Encoded.of(translated("sample", SampleRequest, value, translate, call.check_unknown))
-    request_id = call.store.write(
-        lambda tx: submission.to_sampler(tx, call.caller, session_id, address.seq_id, encoded)
-    )
+    request_id = call.store.write(lambda tx: submission.to_sampler(tx, call.caller, row, address.seq_id, encoded))
     return Promise(request_id=request_id, sample_sequence_ids=sequence_ids)
 
 
