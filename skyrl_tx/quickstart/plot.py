@@ -35,7 +35,7 @@ def draw_curves(path: Path, sft: Sequence[SftStep], nll: HeldOut, rl: Sequence[R
 def _draw(axes: Axes, values: Sequence[float], held_out: HeldOut, *, title: str, unit: str) -> None:
     axes.plot(range(len(values)), values, color="tab:blue", label="training batch")
     ends = (held_out.before, held_out.after)
-    axes.plot([0, len(values)], ends, "o--", color="tab:orange", label="held out, before and after")
+    axes.plot([0, len(values)], ends, "o", color="tab:orange", label="held out, before and after")
     axes.set(title=title, xlabel="step", ylabel=unit)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,5 +1,6 @@
 """The quickstart itself: make the tiny model, serve it in processes of its own, train it through the Tinker SDK."""
 
+import os
 import signal
 import sys
 import time
@@ -41,6 +42,7 @@ def run(settings: QuickstartSettings) -> int:
 
 
 def _serve_and_teach(settings: QuickstartSettings, questions: QuestionSet) -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would tell that there is no torch; none is needed
     began = time.monotonic()
     model = write_tiny_model(settings.output / "model")
     print(f"Tiny model: {model} (Qwen3 architecture, random weights, made in {time.monotonic() - began:.1f} s)")
@@ -73,7 +75,7 @@ def _summary(
     yield (
         "The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python "
         f'tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")'
-        '.create_lora_training_client("Qwen/Qwen3-0.6B")'
+        '.create_lora_training_client("Qwen/Qwen3-0.6B").result()'
     )
 
 

@@ -1,0 +1,41 @@
+"""The README's first command, shortened, as a user runs it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from skyrl_tx.quickstart.questions import load_excerpt
+
+pytestmark = pytest.mark.slow
+
+
+def quickstart(*arguments, cwd):
+    command = [sys.executable, "-m", "skyrl_tx", "quickstart", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+
+
+def figures(output, name):
+    found = re.search(rf"^{name} +([\d.]+) -> ([\d.]+)", output, re.MULTILINE)
+    assert found, output
+    return float(found[1]), float(found[2])
+
+
+def test_a_short_run_learns_and_leaves_curves_and_a_checkpoint(tmp_path):
+    done = quickstart("--steps", "30", "--rl-steps", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    before, after = figures(done.stdout, "Held-out loss")
+    assert before > 6.5 and after < 4.0
+    assert all(0 <= value <= 1 for value in figures(done.stdout, "Held-out reward"))
+    assert re.search(r"^Checkpoint  tinker://\S+/weights/quickstart$", done.stdout, re.MULTILINE)
+    assert load_excerpt().held_out[0].text in done.stdout
+    assert (tmp_path / "skyrl-tx-quickstart" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    done = quickstart("--data", "absent.jsonl", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "absent.jsonl" in done.stderr and "Traceback" not in done.stderr
