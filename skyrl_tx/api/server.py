@@ -37,6 +37,16 @@ class ApiServer(uvicorn.Server):
         """The application that is served."""
         return self._app
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve, on sockets that send each piece of an answer at once; connections inherit it from their listener.
+
+        asyncio sees to that for sockets of its own making only. Without it the body of an answer waits until the client
+        has acknowledged the head, which a client delays by 40 ms.
+        """
+        for listener in sockets or []:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the long polls, then everything else."""
         cast(ApiContext, self._app.state.context).waiters.release()
