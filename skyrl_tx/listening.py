@@ -14,8 +14,11 @@ class CannotServe(Exception):
 def listen(host: str, port: int) -> socket.socket:
     """Bind before anything costly starts; raises CannotServe naming the address that cannot be had."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        # With the protocol named: only then does asyncio turn Nagle's algorithm off for accepted connections,
+        # which else hold each answer's body back for the 40 ms of a delayed acknowledgement.
+        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
     except OSError as error:
         raise CannotServe(f"--host {host}: {error.strerror or error}") from error
     try:
