@@ -35,7 +35,9 @@ def one_datum() -> tinker.Datum:
 
 
 def training_client(url: str) -> tinker.TrainingClient:
-    return tinker.ServiceClient(base_url=url, api_key="tml-local").create_lora_training_client(BASE_MODEL, rank=8)
+    return (
+        tinker.ServiceClient(base_url=url, api_key="tml-local").create_lora_training_client(BASE_MODEL, rank=8).result()
+    )
 
 
 def forward_ms(client: tinker.TrainingClient, data: list[tinker.Datum]) -> float:
@@ -66,7 +68,9 @@ def measure_latency(url: str, num_pairs: int) -> dict[str, Any]:
 
 def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]:
     """Send all calls before any can be done, then take all results."""
-    client = tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(base_model=BASE_MODEL)
+    client = (
+        tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(base_model=BASE_MODEL).result()
+    )
     params = tinker.SamplingParams(max_tokens=max_tokens, temperature=1.0)
     start = time.perf_counter()
     futures = [client.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, params) for _ in range(num_calls)]

@@ -19,12 +19,13 @@ class ServerFailed(Exception):
 
 
 class LiveServer:
-    """`skyrl-tx serve` on a free port; leaving the context stops it as SIGTERM does, and kills it if that fails."""
+    """`skyrl-tx serve`, on a free port by default; leaving the context stops it, or kills it if that fails."""
 
     def __init__(
         self,
         data_dir: Path,
         *,
+        port: int = 0,
         flags: Sequence[str] = ("--base-model", "fake", "--backend", "fake"),
         environment: Mapping[str, str] | None = None,
         ready_within_s: float = 60.0,
@@ -34,7 +35,7 @@ class LiveServer:
         self._grew = threading.Condition()
         self._ended = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_tx", "serve", "--port", "0", "--data-dir", str(data_dir), *flags],
+            [sys.executable, "-m", "skyrl_tx", "serve", "--port", str(port), "--data-dir", str(data_dir), *flags],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,

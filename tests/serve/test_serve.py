@@ -1,0 +1,257 @@
+"""`skyrl-tx serve` as its users meet it: a command, two processes, signals, and the real SDK on the other side."""
+
+import gc
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx import __version__
+from skyrl_tx.testing.live_server import LiveServer, ServerFailed
+
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+FAKE = ("--base-model", "fake", "--backend", "fake")
+ENGINE_STARTED = re.compile(r"engine process (\d+)")
+NUM_STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    yield
+    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LiveServer]:
+    with LiveServer(tmp_path / "data", flags=FAKE) as server:
+        yield server
+
+
+def training_client(url: str) -> tinker.TrainingClient:
+    return tinker.ServiceClient(base_url=url).create_lora_training_client("fake", rank=8, seed=1).result()
+
+
+def datum(seed: int) -> types.Datum:
+    tokens = np.random.default_rng(seed).integers(1, 200, size=12)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(11, dtype=np.float32)},
+    )
+
+
+def train(training: tinker.TrainingClient, steps: range) -> Iterator[float]:
+    """One step of supervised training a turn, as recipes do it; yield its loss."""
+    for step in steps:
+        passed = training.forward_backward([datum(step % 3), datum(step % 5)], "cross_entropy")
+        stepped = training.optim_step(types.AdamParams(learning_rate=0.05))
+        yield passed.result().metrics["loss:sum"]
+        stepped.result()
+
+
+@pytest.fixture(scope="module")
+def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What the run gives where nothing happens."""
+    with pytest.MonkeyPatch.context() as patch, LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
+        patch.setenv("TINKER_API_KEY", "tml-local")
+        losses = list(train(training_client(server.url), range(NUM_STEPS)))
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(pid: int, within_s: float = 10.0) -> None:
+    end = time.monotonic() + within_s
+    while not is_gone(pid):
+        assert time.monotonic() < end, f"process {pid} still runs"
+        time.sleep(0.01)
+
+
+def test_train_sample_stop(server: LiveServer, tmp_path: Path) -> None:
+    training = training_client(server.url)
+    losses = list(train(training, range(4)))
+    assert np.isfinite(losses).all()
+    sampling = training.save_weights_and_get_sampling_client().result()
+    sampled = sampling.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=3)).result()
+    assert len(sampled.sequences[0].tokens) == 3
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+    engine = server.engine_pid
+    assert server.stop() == 0
+    assert is_gone(engine)
+    assert "engine stopped in good order" in server.log
+    assert "ERROR" not in server.log and "Traceback" not in server.log
+
+
+def test_the_first_lines_say_what_is_served_and_how_to_connect(server: LiveServer, tmp_path: Path) -> None:
+    server.wait_for(re.compile(r"(tinker\.ServiceClient)"))
+    for told in (f"skyrl_tx {__version__}", "devices: fake", "model: fake, 65,536 parameters", str(tmp_path / "data")):
+        assert told in server.log
+    code = "\n".join(line.split(" serve ")[1].strip() for line in server.log.splitlines() if "tinker" in line)
+    names: dict[str, tinker.ServiceClient] = {}
+    exec(code, names)
+    assert names["service"].create_lora_training_client("fake", rank=8).result().model_id
+
+
+def test_a_run_goes_on_after_the_server_was_started_anew(tmp_path: Path, undisturbed_losses: list[float]) -> None:
+    half = NUM_STEPS // 2
+    with LiveServer(tmp_path, flags=FAKE) as server:
+        training = training_client(server.url)
+        losses = list(train(training, range(half)))
+        port = int(server.url.rsplit(":", 1)[1])
+        assert server.stop() == 0
+    with LiveServer(tmp_path, port=port, flags=FAKE):
+        losses += train(training, range(half, NUM_STEPS))
+    assert losses == undisturbed_losses
+
+
+def test_a_run_goes_on_after_its_engine_was_killed(server: LiveServer, undisturbed_losses: list[float]) -> None:
+    losses: list[float] = []
+    for loss in train(training_client(server.url), range(NUM_STEPS)):
+        losses.append(loss)
+        if len(losses) == NUM_STEPS // 2:
+            os.kill(server.engine_pid, signal.SIGKILL)
+    server.wait_for(ENGINE_STARTED, times=2)
+    assert losses == undisturbed_losses
+    assert server.log.count("connect with") == 1
+
+
+def test_the_engine_dies_with_its_parent(server: LiveServer) -> None:
+    engine = server.engine_pid
+    server.signal(signal.SIGKILL)
+    wait_until_gone(engine)
+
+
+def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+    slow = (*FAKE, "--backend-config.step-delay-s", "30")
+    with LiveServer(tmp_path, flags=slow) as server:
+        training_client(server.url).forward([datum(0)], "cross_entropy")
+        time.sleep(0.5)  # so that the engine is at it
+        server.signal(signal.SIGINT)
+        server.wait_for(re.compile("(stopping)"))
+        server.signal(signal.SIGTERM)
+        assert server.wait(5.0) == 128 + signal.SIGTERM
+        wait_until_gone(server.engine_pid)
+
+
+@pytest.mark.parametrize("shared", ["data directory", "port"])
+def test_a_second_server_says_what_is_taken(server: LiveServer, tmp_path: Path, shared: str) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    if shared == "data directory":
+        flags, told = ["--data-dir", str(tmp_path / "data"), "--port", "0"], str(tmp_path / "data")
+    else:
+        flags, told = ["--data-dir", str(tmp_path / "other"), "--port", port], f"127.0.0.1:{port}"
+    command = [sys.executable, "-m", "skyrl_tx", "serve", *FAKE, *flags]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 1
+    assert told in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def third_backend(tmp_path: Path) -> Path:
+    """A backend of somebody else's: a distribution of its own, installed into a directory."""
+    package = tmp_path / "site" / "counting_backend"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        textwrap.dedent('''
+            """A backend that is not ours."""
+            from pydantic import BaseModel, ConfigDict, Field
+            from skyrl_tx.contract.backend import BackendSpec
+
+            class CountingConfig(BaseModel):
+                model_config = ConfigDict(extra="forbid")
+                first_token: int = Field(1, description="where to begin")
+
+            def _load():
+                from counting_backend.backend import CountingBackend
+                return CountingBackend
+
+            BACKEND = BackendSpec(config=CountingConfig, load=_load)
+        ''')
+    )
+    (package / "backend.py").write_text(
+        textwrap.dedent("""
+            from dataclasses import replace
+            from skyrl_tx.backends.fake.backend import FakeBackend
+            from skyrl_tx.backends.fake.config import FakeConfig
+            from skyrl_tx.contract.errors import UserError
+
+            class CountingBackend(FakeBackend):
+                def __init__(self, base_model, config):
+                    super().__init__(base_model, FakeConfig())
+                    self._model, self._config_of_ours = base_model, config
+
+                def start(self):
+                    if self._model == "nowhere":
+                        raise UserError("base_model 'nowhere': no such directory")
+                    return replace(super().start(), devices=(f"abacus {self._config_of_ours.first_token}",))
+        """)
+    )
+    information = tmp_path / "site" / "counting_backend-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: counting-backend\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[skyrl_tx.backends]\ncounting = counting_backend:BACKEND\n")
+    return tmp_path / "site"
+
+
+def test_a_backend_from_another_distribution_serves(tmp_path: Path, third_backend: Path) -> None:
+    flags = ("--base-model", "fake", "--backend", "counting", "--backend-config.first-token", "7")
+    environment = os.environ | {"PYTHONPATH": str(third_backend)}
+    with LiveServer(tmp_path / "data", flags=flags, environment=environment) as server:
+        assert "devices: abacus 7" in server.log
+        assert len(list(train(training_client(server.url), range(2)))) == 2
+
+
+def test_a_model_that_cannot_be_loaded_is_told_once(tmp_path: Path, third_backend: Path) -> None:
+    flags = ("--base-model", "nowhere", "--backend", "counting")
+    environment = os.environ | {"PYTHONPATH": str(third_backend)}
+    with pytest.raises(ServerFailed) as failure:
+        LiveServer(tmp_path / "data", flags=flags, environment=environment)
+    log = str(failure.value)
+    assert log.count("base_model 'nowhere': no such directory") == 1
+    assert len(ENGINE_STARTED.findall(log)) == 1
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_the_built_in_model_is_served_by_the_jax_backend(tmp_path: Path) -> None:
+    with LiveServer(tmp_path / "data", flags=("--base-model", "tiny"), ready_within_s=120.0) as server:
+        service = tinker.ServiceClient(base_url=server.url)
+        training = service.create_lora_training_client("tiny", rank=8).result()
+        tokenizer = training.get_tokenizer()
+        tokens = tokenizer.encode("1 + 1 = 2")
+        example = types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={
+                "target_tokens": np.array(tokens[1:], dtype=np.int64),
+                "weights": np.ones(len(tokens) - 1, dtype=np.float32),
+            },
+        )
+        losses = []
+        for _ in range(3):
+            passed = training.forward_backward([example], "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=0.01))
+            losses.append(passed.result().metrics["loss:sum"])
+        assert losses[2] < losses[0]
