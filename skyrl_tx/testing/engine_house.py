@@ -12,6 +12,7 @@ from sqlmodel import Session
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
@@ -20,6 +21,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSession
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams, OptimStep, Sample
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.engine.engine import Engine
+from skyrl_tx.engine.process import run_engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import futures, models, sessions
 from skyrl_tx.store.database import Store
@@ -202,3 +204,8 @@ def sample(prompt: tuple[int, ...] = (65, 66), sampler: SamplerId | None = None,
     """A greedy sample of eight tokens."""
     settled = requests.SamplingParams(**{"seed": 3, "max_tokens": 8, "temperature": 0.0, **params})
     return Sample(prompt=np.array(prompt, np.int32), num_samples=1, sampler=sampler, params=settled)
+
+
+def run_fake_engine(settings: EngineSettings, step_delay_s: float = 0.0) -> None:
+    """Be an engine process; here, where a spawned child can import it from."""
+    raise SystemExit(run_engine(settings, find_backend("fake"), FakeConfig(vocab_size=128, step_delay_s=step_delay_s)))

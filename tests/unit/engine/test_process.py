@@ -13,7 +13,7 @@ from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.engine.process import ExitCode, run_engine
 from skyrl_tx.store import engine_state, futures, snapshots
 from skyrl_tx.store.database import Store
-from skyrl_tx.testing.engine_house import House, Perishable, forward_backward, optim_step
+from skyrl_tx.testing.engine_house import House, Perishable, forward_backward, optim_step, run_fake_engine
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,8 @@ def own_signals():
         signal.signal(number, handler)
 
 
-def run_as_process(settings, step_delay_s=0.0):
-    spec = find_backend("fake")
-    raise SystemExit(run_engine(settings, spec, spec.config(vocab_size=128, step_delay_s=step_delay_s)))
-
-
 def test_sigterm_ends_in_good_order(house):
-    process = multiprocessing.get_context("spawn").Process(target=run_as_process, args=(house.settings,))
+    process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(house.settings,))
     process.start()
     try:
         model_id, _ = house.create()
@@ -58,7 +53,7 @@ def test_a_killed_engine_is_followed_by_one_that_goes_on(house, tmp_path_factory
     expected = losses_of(undisturbed, train(undisturbed))
     undisturbed.close()
     passes = train(house)
-    process = multiprocessing.get_context("spawn").Process(target=run_as_process, args=(house.settings, 0.01))
+    process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(house.settings, 0.01))
     process.start()
     while len(house.api.read(lambda tx: futures.statuses(tx, passes))) < 3:
         assert process.is_alive()
