@@ -12,6 +12,7 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.testing.live_api import Server
 
 
@@ -56,6 +57,21 @@ def test_a_poll_without_an_engine_says_why_nothing_happens(server: Server) -> No
         "queue_state": "paused_capacity",
         "queue_state_reason": "the engine has not started yet",
     }
+
+
+def test_a_poll_outlasts_a_database_that_fails(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    request_id = server.post("create_model", session_id=server.session(), model_seq_id=0, base_model="x").json()
+    begun = time.monotonic()
+    with monkeypatch.context() as patch:
+
+        def fail(_: object) -> None:
+            raise StoreError("database x: it failed")
+
+        patch.setattr(server.store, "read", fail)
+        poll = server.post("retrieve_future", request_id=request_id["request_id"])
+    assert poll.status_code == 408 and poll.json()["type"] == "try_again"
+    assert "it failed" in poll.json()["queue_state_reason"]
+    assert time.monotonic() - begun > 0.9, "the SDK asks again at once: the pause has to be ours"
 
 
 def test_one_commit_wakes_all_who_wait(server: Server) -> None:

@@ -1,6 +1,7 @@
 """Results, by long poll."""
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Literal
 
@@ -16,7 +17,10 @@ from skyrl_tx.api.schemas.service import RetrieveFutureRequest
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.store import futures
+from skyrl_tx.store.errors import StoreError
 
+_log = logging.getLogger(__name__)
+_PAUSE_S = 1.0
 router = APIRouter()
 
 QueueState = Literal["active", "paused_capacity"]
@@ -26,7 +30,17 @@ QueueState = Literal["active", "paused_capacity"]
 async def retrieve_future(call: Incoming, request: Request) -> Response:
     """Give a result as soon as there is one; 408 after a while, upon which the client asks again at once."""
     request_id = RequestId(call.body.model(RetrieveFutureRequest).request_id)
-    accept = request.headers.get("accept", "")
+    try:
+        return await _held(call, request_id, request.headers.get("accept", ""))
+    except StoreError as error:
+        # Any 5xx would be asked again at once and for ever, without a pause (SDK 0.38, lib/api_future_impl.py).
+        _log.error("no result can be looked up: %s", error)
+        await asyncio.sleep(_PAUSE_S)
+        return _patience(request_id, f"the database cannot serve now: {error}")
+
+
+async def _held(call: Call, request_id: RequestId, accept: str) -> Response:
+    """The answer, or a plea for patience after the time that a poll is held."""
     with call.parts.waiters.expecting(request_id) as answered:
         response = await run_in_threadpool(_finished, call, request_id, accept)
         if response is not None:
@@ -56,7 +70,10 @@ def _finished(call: Call, request_id: RequestId, accept: str) -> Response | None
 
 def _try_again(call: Call, request_id: RequestId) -> Response:
     """Ask for patience, and say why when the engine is not at work."""
-    trouble = call.parts.engine_trouble()
+    return _patience(request_id, call.parts.engine_trouble())
+
+
+def _patience(request_id: RequestId, trouble: str | None) -> Response:
     state: QueueState = "active" if trouble is None else "paused_capacity"
     content = {"type": "try_again", "request_id": request_id, "queue_state": state}
     if trouble is not None:
