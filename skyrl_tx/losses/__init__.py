@@ -9,9 +9,10 @@ from skyrl_tx.losses.dro import DRO
 from skyrl_tx.losses.gspo import GSPO
 from skyrl_tx.losses.importance_sampling import IMPORTANCE_SAMPLING
 from skyrl_tx.losses.ppo import PPO
+from skyrl_tx.losses.stable_reinforce import STABLE_REINFORCE
 
 LOSSES: Mapping[str, Loss] = {
-    loss.spec.name: loss for loss in (CROSS_ENTROPY, IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO)
+    loss.spec.name: loss for loss in (CROSS_ENTROPY, IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO, STABLE_REINFORCE)
 }
 
 __all__ = ["LOSSES", "Loss", "LossOutput", "Mean"]

@@ -42,6 +42,7 @@ class LossInputs:
     advantages: jax.Array
     weights: jax.Array
     sequence_ratio_mask: jax.Array
+    sampled: jax.Array
 
     @property
     def counts(self) -> jax.Array:
@@ -115,6 +116,7 @@ class Loss:
             advantages=inputs.get("advantages", jnp.ones_like(target_logprobs)),
             weights=inputs["weights"],
             sequence_ratio_mask=inputs.get("sequence_ratio_mask", jnp.zeros_like(target_logprobs)),
+            sampled=inputs.get("sampled", jnp.zeros_like(target_logprobs)),
         )
         config = LossConfig(columns=self.columns, values_BC=config_BC)
         loss = self.function(x, config) * x.weights
@@ -127,9 +129,9 @@ class Loss:
         log_ratio = x.log_ratio(x.counts)
         ratio = jnp.exp(log_ratio)
         values = {"ratio": ratio, "kl_to_sampler": -log_ratio}  # q - l on samples of q estimates KL(sampler || model)
-        if "clip_low_threshold" in self.columns:
-            low, high = config["clip_low_threshold"], config["clip_high_threshold"]
-            values["clip_fraction"] = ((ratio < low) | (ratio > high)).astype(jnp.float32)
+        if "clip_high_threshold" in self.columns:
+            low = config["clip_low_threshold"] if "clip_low_threshold" in self.columns else 0.0
+            values["clip_fraction"] = ((ratio < low) | (ratio > config["clip_high_threshold"])).astype(jnp.float32)
         count_B = _sum_rows(x.counts.astype(jnp.float32))
         return {
             name: Mean(total_B=_sum_rows(jnp.where(x.counts, value, 0.0)), count_B=count_B)

@@ -14,6 +14,7 @@ CONFIGS = {
     "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5},
     "dro": {"beta": 0.3},
     "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+    "stable_reinforce": {"clip_high_threshold": 1.2, "kl_coeff": 0.3},
 }
 
 
@@ -40,6 +41,9 @@ def reference(name, logp, x, config, frozen):
             case "gspo":
                 s_t = s * np.exp(logp[t] - frozen[t])
                 term = min(s_t * a[t], np.clip(s_t, low, high) * a[t])
+            case "stable_reinforce":
+                weight = min(np.exp(frozen[t] - q[t]), high)
+                term = x["sampled"][t] * (weight * a[t] * logp[t] - config["kl_coeff"] / 2 * (logp[t] - q[t]) ** 2)
         total -= w[t] * term
     return total
 
@@ -52,6 +56,7 @@ def batch(B=3, T=7):
         "logprobs": logp + 0.5 * g.standard_normal((B, T)),
         "advantages": g.choice([0.0, 1.5, -0.7], (B, T)),
         "sequence_ratio_mask": g.choice([0.0, 1.0], (B, T)),
+        "sampled": g.choice([0.0, 1.0], (B, T)),
     }
     inputs["sequence_ratio_mask"][:, 0] = 1.0
     return logp, inputs
@@ -108,11 +113,34 @@ def test_what_does_not_count_never_spoils_the_rest(name, extreme):
     assert np.isfinite(gradient).all() and gradient[0, 2] == 0
 
 
+@pytest.mark.parametrize("extreme", [-1e30, -np.inf])
+def test_stable_reinforce_without_a_penalty_ignores_sampled_positions_of_no_advantage(extreme):
+    logp, inputs = batch(B=1)
+    inputs["sampled"][0, 2], inputs["weights"][0, 2], inputs["advantages"][0, 2] = 1.0, 1.0, 0.0
+    logp[0, 2] = extreme
+    given = jnp.asarray(logp, jnp.float32)
+    value, gradient = jax.value_and_grad(lambda logp: evaluate("stable_reinforce", logp, inputs).loss_B.sum())(given)
+    assert np.isfinite(value) and np.isfinite(gradient).all() and gradient[0, 2] == 0
+
+
+def test_stable_reinforce_truncates_at_two_and_reports_how_often():
+    logp = jnp.array([[-1.0, -1.0, -1.0]])
+    inputs = {key: np.ones((1, 3)) for key in ("weights", "advantages")}
+    inputs |= {"logprobs": np.array([[-1.0, -3.0, -9.0]]), "sampled": np.array([[1.0, 1.0, 0.0]])}
+    inputs["advantages"][0, 2] = 0.0
+    output = evaluate("stable_reinforce", logp, inputs)
+    gradient = jax.grad(lambda logp: evaluate("stable_reinforce", logp, inputs).loss_B.sum())(logp)
+    np.testing.assert_allclose(gradient, [[-1.0, -2.0, 0.0]], rtol=1e-6)
+    assert float(output.loss_B[0]) == pytest.approx(3.0)
+    clipped = output.means["clip_fraction"]
+    assert (float(clipped.total_B[0]), float(clipped.count_B[0])) == (1.0, 2.0)
+
+
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy", "dro"}))
 @pytest.mark.parametrize("target", [-1000.0, 1000.0])
 def test_a_huge_ratio_stays_finite(name, target):
     logp = jnp.array([[target, -1.0]])
-    inputs = {key: np.array([[1.0, 1.0]]) for key in ("weights", "advantages", "sequence_ratio_mask")}
+    inputs = {key: np.array([[1.0, 1.0]]) for key in ("weights", "advantages", "sequence_ratio_mask", "sampled")}
     inputs["logprobs"] = np.array([[0.0, -1.0]])
     value, gradient = jax.value_and_grad(lambda logp: evaluate(name, logp, inputs).loss_B.sum())(logp)
     assert np.isfinite(value) and np.isfinite(gradient).all()

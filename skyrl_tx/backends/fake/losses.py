@@ -1,4 +1,4 @@
-"""The six losses of the protocol in numpy: value and slope in the target's logprob, position by position."""
+"""The losses of the protocol in numpy: value and slope in the target's logprob, position by position."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +62,17 @@ def gspo(logprobs: Floats, inputs: Inputs, config: Config) -> LossValue:
     return _clipped(np.full_like(logprobs, ratio), inputs, config)
 
 
+def stable_reinforce(logprobs: Floats, inputs: Inputs, config: Config) -> LossValue:
+    """Truncated, detached ratios (IMPALA, arXiv:1802.01561) and the quadratic estimate of KL; our own definition."""
+    ratio, sampled = _ratio(logprobs, inputs), inputs["sampled"] != 0
+    gain = np.where(sampled, np.minimum(ratio, config["clip_high_threshold"]) * _advantage(inputs), 0.0)
+    gap = np.where(sampled, logprobs - inputs["logprobs"], 0.0)
+    pull = config["kl_coeff"] * inputs["weights"]
+    is_clipped = sampled & (ratio > config["clip_high_threshold"])
+    means = {"clip_fraction": MeanTerm(float(is_clipped.sum()), float(sampled.sum()))}
+    return LossValue(-gain * logprobs + 0.5 * pull * gap**2, -gain + pull * gap, means)
+
+
 def _advantage(inputs: Inputs) -> Floats:
     return inputs["weights"] * inputs["advantages"]
 
@@ -119,6 +130,14 @@ _LOSSES = (
     Loss(
         gspo,
         LossSpec(name="gspo", inputs=_POLICY | {"sequence_ratio_mask": LossInput()}, config=_CLIP),
+    ),
+    Loss(
+        stable_reinforce,
+        LossSpec(
+            name="stable_reinforce",
+            inputs=_POLICY | {"sampled": LossInput()},
+            config={"clip_high_threshold": 2.0, "kl_coeff": 0.0},
+        ),
     ),
 )
 LOSSES: Mapping[str, Loss] = MappingProxyType({loss.spec.name: loss for loss in _LOSSES})

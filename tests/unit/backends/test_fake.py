@@ -40,9 +40,11 @@ def test_gradients_match_finite_differences(name):
         "logprobs": before - 0.3 * draw.standard_normal(6),
         "advantages": draw.standard_normal(6),
         "sequence_ratio_mask": np.array([0.0, 1, 1, 1, 0, 1]),
+        "sampled": np.array([0.0, 1, 1, 1, 0, 1]),
     }
     all_logprobs, logprobs = logprobs_of()
-    slope = loss.compute(logprobs, inputs, loss.spec.config).slope
+    config = dict(loss.spec.config) | ({"kl_coeff": 0.3} if name == "stable_reinforce" else {})
+    slope = loss.compute(logprobs, inputs, config).slope
     found = gradient(tokens, targets, slope[:, None], all_logprobs, adapter)
 
     def surrogate():
@@ -51,12 +53,16 @@ def test_gradients_match_finite_differences(name):
         if name == "cispo":
             ratio = np.clip(np.exp(logprobs - inputs["logprobs"]), 0.0, 4.0)
             return -(ratio * now * inputs["advantages"] * inputs["weights"]).sum()
+        if name == "stable_reinforce":
+            ratio = np.minimum(np.exp(logprobs - inputs["logprobs"]), 2.0)
+            terms = -ratio * now * inputs["advantages"] + 0.5 * 0.3 * (now - inputs["logprobs"]) ** 2
+            return (inputs["sampled"] * inputs["weights"] * terms).sum()
         if name == "gspo":
             mask = inputs["sequence_ratio_mask"]
             ratio = np.exp((mask * (logprobs - inputs["logprobs"])).sum() / mask.sum()) * np.exp(now - logprobs)
             gain = np.minimum(ratio * inputs["advantages"], np.clip(ratio, 0.8, 1.2) * inputs["advantages"])
             return -(inputs["weights"] * gain).sum()
-        return loss.compute(now, inputs, loss.spec.config).loss.sum()
+        return loss.compute(now, inputs, config).loss.sum()
 
     for array, expected in ((adapter.a_RV, found.a_RV), (adapter.b_VR, found.b_VR)):
         for place in np.ndindex(array.shape):
