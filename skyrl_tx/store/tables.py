@@ -149,6 +149,18 @@ class SnapshotRow(SQLModel, table=True):
     created_at: float
 
 
+class StabilityRow(SQLModel, table=True):
+    """What the sampler recorded of one sequence: `logprobs` are little-endian float32, one per drawn token."""
+
+    __tablename__ = "stability"
+
+    sequence_id: str = Field(primary_key=True)
+    owner: str
+    prompt_length: int
+    logprobs: bytes
+    last_used_at: float = Field(index=True)
+
+
 class EngineStateRow(SQLModel, table=True):
     """What the engine says of itself, about once a second; one row."""
 

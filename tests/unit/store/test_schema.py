@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
@@ -62,4 +63,20 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) ->
     with pytest.raises(StoreError, match="engine_state already exists"):
         Store.open(tmp_path, role="api")
     assert inspect(engine).get_table_names() == ["engine_state"]
+    engine.dispose()
+
+
+def test_a_database_of_the_first_release_is_brought_up_to_date(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
+    config = Config()
+    config.set_main_option("script_location", str(Path(schema.__file__).with_name("migrations")))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.execute(text("INSERT INTO snapshots VALUES ('run', 'art', 7, 1.0)"))
+    Store.open(tmp_path, role="api").close()
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT effect_order FROM snapshots")).scalar_one() == 7
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == schema.HEAD
+        assert compare_metadata(MigrationContext.configure(connection), SQLModel.metadata) == []
     engine.dispose()

@@ -1,0 +1,72 @@
+"""What samplers recorded of the sequences they drew, for training on them (`record_stability_info`)."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from sqlalchemy import bindparam, delete, insert, select, update
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.arrays import Float32Array
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store.tables import SessionRow, StabilityRow
+
+KEPT_UNUSED_S = 86_400.0
+"""How long a record is kept after its last use; being made is the first."""
+_IDS_A_QUERY = 1000
+_DTYPE = np.dtype("<f4")
+_NEW = insert(StabilityRow).prefix_with("OR REPLACE", dialect="sqlite")  # drawn again, a sequence is the same
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One sequence as it was drawn: how long its prompt was, and the log-probability of each drawn token."""
+
+    prompt_length: int
+    logprobs: Float32Array
+
+
+def record(
+    tx: Session, session_id: SessionId, prompt_length: int, logprobs: Mapping[str, Float32Array], now: float
+) -> None:
+    """Keep the sequences of one prompt, by their ids, for the owner of a session."""
+    owner = tx.connection().execute(select(col(SessionRow.owner)).where(col(SessionRow.session_id) == session_id))
+    common = {"owner": owner.scalar_one(), "prompt_length": prompt_length, "last_used_at": now}
+    rows = [
+        {"sequence_id": sequence_id, "logprobs": np.ascontiguousarray(drawn, _DTYPE).tobytes(), **common}
+        for sequence_id, drawn in logprobs.items()
+    ]
+    tx.connection().execute(_NEW, rows)
+
+
+def find(tx: Session, owner: str, sequence_ids: Collection[str], now: float) -> dict[str, Recorded]:
+    """Those of the sequences that are kept for this owner."""
+    found: dict[str, Recorded] = {}
+    columns = col(StabilityRow.sequence_id), col(StabilityRow.prompt_length), col(StabilityRow.logprobs)
+    for some in _in_parts(sequence_ids):
+        wanted = select(*columns).where(
+            col(StabilityRow.sequence_id).in_(some),
+            col(StabilityRow.owner) == owner,
+            col(StabilityRow.last_used_at) >= now - KEPT_UNUSED_S,
+        )
+        for sequence_id, prompt_length, logprobs in tx.connection().execute(wanted):
+            found[sequence_id] = Recorded(prompt_length, np.frombuffer(logprobs, _DTYPE).astype(np.float32))
+    return found
+
+
+def touch(tx: Session, sequence_ids: Collection[str], now: float) -> None:
+    """Note that sequences were used: their day begins anew."""
+    if sequence_ids:
+        used = update(StabilityRow).where(col(StabilityRow.sequence_id) == bindparam("used")).values(last_used_at=now)
+        tx.connection().execute(used, [{"used": sequence_id} for sequence_id in sequence_ids])
+
+
+def expire(tx: Session, now: float) -> int:
+    """Forget what was not used for a day; returns how many sequences that were."""
+    unused = delete(StabilityRow).where(col(StabilityRow.last_used_at) < now - KEPT_UNUSED_S)
+    return tx.connection().execute(unused).rowcount
+
+
+def _in_parts(sequence_ids: Collection[str]) -> Sequence[list[str]]:
+    ids = sorted(sequence_ids)
+    return [ids[start : start + _IDS_A_QUERY] for start in range(0, len(ids), _IDS_A_QUERY)]
