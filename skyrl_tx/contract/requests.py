@@ -156,7 +156,10 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Draw `num_samples` continuations of one prompt, tokens [T], from frozen weights (None: the base model)."""
+    """Draw `num_samples` continuations of one prompt, tokens [T], from frozen weights (None: the base model).
+
+    `is_recorded`: what was drawn is kept under its `sequence_ids`, for training on it.
+    """
 
     prompt: Int32Array
     num_samples: int
@@ -164,6 +167,7 @@ class Sample:
     params: SamplingParams
     options: PromptOptions = field(default_factory=PromptOptions)
     sequence_ids: tuple[str, ...] = ()
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.gather import Gathering
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.work import Work
-from skyrl_tx.store import futures, samplers
+from skyrl_tx.store import futures, samplers, stability
 
 _log = logging.getLogger(__name__)
 
@@ -176,12 +176,18 @@ class Sampling:
             self._room.fail(work, error)
             return
 
-        def touch(tx: Session) -> None:
-            name = work.sampling_session_id
-            if name is not None and samplers.get(tx, name) is not None:
-                samplers.touch(tx, name, time.time())
+        request, output = _sample(work), running.gathering.output()
+        drawn = zip(request.sequence_ids, output.sequences, strict=request.is_recorded)
+        logprobs = {sequence_id: sequence.logprobs for sequence_id, sequence in drawn}
 
-        self._room.answers.give([Answer(work=work, result=running.gathering.output())], touch)
+        def rows(tx: Session) -> None:
+            name, now = work.sampling_session_id, time.time()
+            if name is not None and samplers.get(tx, name) is not None:
+                samplers.touch(tx, name, now)
+            if request.is_recorded:
+                stability.record(tx, work.session_id, request.prompt.size, logprobs, now)
+
+        self._room.answers.give([Answer(work=work, result=output)], rows)
 
     def _drop_all(self) -> None:
         for running in list(self._running.values()):

@@ -10,7 +10,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import checkpoints, futures, samplers, sessions
+from skyrl_tx.store import checkpoints, futures, samplers, sessions, stability
 
 _log = logging.getLogger(__name__)
 
@@ -30,12 +30,13 @@ def release_idle_models(room: Room, schedule: Schedule) -> list[ModelId]:
 
 
 def forget_unneeded(room: Room, artifacts: ArtifactStore) -> None:
-    """Drop expired checkpoints, unused unnamed samplers, old results, and the files that nothing points at then."""
+    """Drop expired checkpoints, unused samplers and records, old results, and the files that nothing points at then."""
     now = time.time()
 
     def drop(tx: Session) -> None:
         checkpoints.expire(tx, now)
         samplers.release_unused(tx, now - room.settings.sampler_retention_s)
+        stability.expire(tx, now)
         futures.prune(tx, now)
 
     room.store.write(drop)

@@ -36,6 +36,7 @@ def sample(
         params=_params(request.sampling_params),
         options=_options(request, max_dense_bytes),
         sequence_ids=tuple(sequence_ids),
+        is_recorded=bool(request.record_stability_info),
     )
     identity = replace(drawn, sampler=None, sequence_ids=())
     if request.sampling_params.seed is None:

@@ -10,8 +10,8 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import LoadWeights, LoraSpec, ModelSpec, Rejected, SaveWeights, UnloadModel
 from skyrl_tx.contract.results import CreateModelOutput, Failure, ForwardBackwardOutput
-from skyrl_tx.store import checkpoints, engine_state, futures, models, samplers
-from skyrl_tx.testing.engine_house import SPEC, House, datum, forward_backward, optim_step, sample
+from skyrl_tx.store import checkpoints, engine_state, futures, models, samplers, stability
+from skyrl_tx.testing.engine_house import OWNER, SPEC, House, datum, forward_backward, optim_step, sample
 
 SAMPLING = SamplingSessionId("s:sample:0")
 
@@ -163,6 +163,18 @@ def test_samples_stop_at_strings(house):
     output = house.answer(sample((65,), stop_strings=("DE",)))
     assert output.sequences[0].tokens.tolist() == [66, 67, 68, 69]
     assert output.sequences[0].stop_reason == "stop" and len(output.sequences[0].logprobs) == 4
+
+
+def test_samples_are_recorded_as_answered_where_that_is_asked_for(house):
+    drawn = replace(sample((65,), stop_strings=("DE",)), num_samples=2, sequence_ids=("seq-0", "seq-1"))
+    house.answer(drawn)
+    assert house.api.read(lambda tx: stability.find(tx, OWNER, drawn.sequence_ids, 0.0)) == {}
+    output = house.answer(replace(drawn, is_recorded=True))
+    found = house.api.read(lambda tx: stability.find(tx, OWNER, drawn.sequence_ids, 0.0))
+    assert [found[name].prompt_length for name in drawn.sequence_ids] == [1, 1]
+    for name, sequence in zip(drawn.sequence_ids, output.sequences, strict=True):
+        np.testing.assert_array_equal(found[name].logprobs, sequence.logprobs)
+        assert len(sequence.logprobs) == 4
 
 
 def test_more_models_and_samplers_than_slots_take_turns(house):

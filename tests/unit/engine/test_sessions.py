@@ -2,12 +2,15 @@
 
 import time
 
+import numpy as np
 import pytest
+from sqlmodel import select
 
 from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.contract.ids import SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import samplers, sessions
+from skyrl_tx.store import samplers, sessions, stability
+from skyrl_tx.store.tables import StabilityRow
 from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
 
 
@@ -64,3 +67,17 @@ def test_unused_unnamed_samplers_are_let_go(tmp_path):
     rows = [house.api.read(lambda tx, n=n: samplers.get(tx, SamplingSessionId(f"s:sample:{n}"))) for n in range(6)]
     assert [row.sampler_id is not None for row in rows] == [False] * 2 + [True] * 4
     house.close()
+
+
+def test_records_of_samples_are_forgotten_a_day_after_their_last_use(quick_house):
+    house = quick_house
+    drawn = {name: np.array([-1.0], np.float32) for name in ("old", "new")}
+
+    def record(tx):
+        stability.record(tx, house.session_id, 1, drawn, time.time())
+        stability.touch(tx, ["old"], time.time() - stability.KEPT_UNUSED_S - 1)
+
+    house.api.write(record)
+    house.answer(sample(max_tokens=2))
+    kept = house.api.read(lambda tx: tx.exec(select(StabilityRow.sequence_id)).all())
+    assert kept == ["new"]
