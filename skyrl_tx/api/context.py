@@ -7,6 +7,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from skyrl_tx.api.principal import Principal, principal
+from skyrl_tx.api.recall import Recall
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.translate.translated import UnknownFields
@@ -24,6 +25,7 @@ class ApiContext:
     store: Store
     waiters: Waiters
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    recall: Recall = field(default_factory=Recall)
 
     def engine_trouble(self) -> str | None:
         """Why no work is being done at the moment; None while the engine is up."""

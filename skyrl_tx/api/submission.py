@@ -1,9 +1,10 @@
 """Requests into the store: once each, however often they are sent."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import msgspec
 from sqlmodel import Session
 
 from skyrl_tx.api import lookup
@@ -15,7 +16,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.store import futures, models, samplers
+from skyrl_tx.store import futures, models, samplers, stability
 from skyrl_tx.store.tables import SamplingSessionRow
 
 _TOUCH_MODEL_EVERY_S = 1.0
@@ -35,6 +36,8 @@ class Encoded:
         """Encode a request, once if nothing in it was drawn or looked up."""
         body = codec.encode(request.request)
         identity = body if request.identity is request.request else codec.encode(request.identity)
+        if request.provenance:
+            identity += msgspec.msgpack.encode(request.provenance)
         return cls(codec.kind_of(request.request), body, identity)
 
 
@@ -47,8 +50,15 @@ class NewModel:
     user_metadata: Mapping[str, str] | None
 
 
-def to_model(tx: Session, caller: Principal, model_id: ModelId, seq_id: int | None, request: Encoded) -> Promise:
-    """Queue work for a model. `seq_id` makes it one of a kind; 0 and None do not."""
+def to_model(
+    tx: Session,
+    caller: Principal,
+    model_id: ModelId,
+    seq_id: int | None,
+    request: Encoded,
+    sequence_ids: Collection[str] = (),
+) -> Promise:
+    """Queue work for a model, which makes use of some sequences. `seq_id` makes it one of a kind; 0 and None do not."""
     now = time.time()
     row = lookup.addressed_model(tx, caller, model_id)
     new = futures.NewRequest(
@@ -64,6 +74,7 @@ def to_model(tx: Session, caller: Principal, model_id: ModelId, seq_id: int | No
     request_id = _submit(tx, new, now)
     if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
         models.touch(tx, model_id, now)
+    stability.touch(tx, sequence_ids, now)
     return Promise(request_id=request_id, model_id=model_id)
 
 

@@ -40,12 +40,19 @@ class TensorData(WireModel):
     sparse_col_indices: list[int] | None = None
 
 
-class ProvenanceSpan(WireModel):
-    """A run of tokens and the sample it came from; only `stable_reinforce` reads it."""
+class TokenRun(WireModel):
+    """Positions [offset, offset + length) of a sequence's prompt, or of its sampled tokens."""
 
     sequence_id: str
     offset: int = 0
     length: int
+
+
+class ProvenanceSpan(WireModel):
+    """Where a run of tokens came from, one of the two; only `stable_reinforce` reads it."""
+
+    prompt_tokens: TokenRun | None = None
+    sampled_tokens: TokenRun | None = None
 
 
 class Datum(WireModel):

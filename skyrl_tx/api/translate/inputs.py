@@ -17,7 +17,7 @@ from skyrl_tx.contract.errors import UserError
 
 
 def datum_from_proto(message: wire_pb2.Datum, budget: DenseBudget, where: str) -> requests.Datum:
-    """Read one training sequence; provenance spans are of no effect on the losses offered."""
+    """Read one training sequence without its provenance."""
     runs: list[NumberArray] = []
     for index, chunk in enumerate(message.model_input):
         kind = chunk.WhichOneof("chunk")
@@ -33,7 +33,7 @@ def datum_from_proto(message: wire_pb2.Datum, budget: DenseBudget, where: str) -
 
 
 def datum_from_json(datum: Datum, budget: DenseBudget, where: str) -> requests.Datum:
-    """Read one training sequence."""
+    """Read one training sequence without its provenance."""
     inputs: dict[str, NumberArray] = {}
     for name, tensor in sorted(datum.loss_fn_inputs.items()):
         inner = f"{where}.loss_fn_inputs[{shown(name)}]"

@@ -8,6 +8,7 @@ from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.schemas.training import AdamParams, CreateModelRequest, OptimizerConfig, OptimStepRequest, PassInput
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.tensors import DenseBudget
+from skyrl_tx.api.translate import provenance
 from skyrl_tx.api.translate.checks import finite, require, seed
 from skyrl_tx.api.translate.inputs import datum_from_json, datum_from_proto, refuse_unknown
 from skyrl_tx.api.translate.translated import Translated
@@ -77,14 +78,20 @@ def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: i
         refuse_unknown(value, f"loss_fn_config[{shown(name)}]")
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     data = (datum_from_proto(datum, budget, f"data[{index}]") for index, datum in enumerate(message.data))
-    return _model_pass(data, message.loss_fn, config, backward=not message.forward_only)
+    made = _model_pass(data, message.loss_fn, config, backward=not message.forward_only)
+    if message.loss_fn != provenance.NEEDS_PROVENANCE:
+        return made
+    return replace(made, provenance=tuple(map(provenance.from_proto, message.data)))
 
 
 def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) -> Translated:
     """A training pass as SDKs up to 0.24 send it."""
     budget = DenseBudget(max_dense_bytes)
     data = (datum_from_json(datum, budget, f"data[{index}]") for index, datum in enumerate(request.data))
-    return _model_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
+    made = _model_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
+    if request.loss_fn != provenance.NEEDS_PROVENANCE:
+        return made
+    return replace(made, provenance=tuple(map(provenance.from_json, request.data)))
 
 
 def _model_pass(

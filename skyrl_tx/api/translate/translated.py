@@ -8,6 +8,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from skyrl_tx.api.schemas.base import WireModel, asks_for_nothing, first_error, shown, unknown_fields
+from skyrl_tx.api.translate.provenance import Provenance
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 
@@ -22,10 +23,12 @@ class Translated:
     """A request, and the part of it that the client decided.
 
     `identity` is equal whenever a client sends the same again: the request without what was drawn or looked up.
+    `provenance`, one per datum, is there where the request is yet to be completed by it (see `recall`).
     """
 
     request: requests.Request
     identity: requests.Request
+    provenance: tuple[Provenance, ...] = ()
 
     @classmethod
     def exactly(cls, request: requests.Request) -> "Translated":

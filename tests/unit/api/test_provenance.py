@@ -1,0 +1,104 @@
+"""Spans resolved: what is filled in, and what is refused with the span's name."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_tx.api.schemas import inputs
+from skyrl_tx.api.translate.provenance import Provenance, Span, filled, from_json
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.requests import Datum, ModelPass
+from skyrl_tx.store.stability import Recorded
+
+RECORDED = {
+    "first": Recorded(2, np.array([-0.1, -0.2, -0.3], np.float32)),
+    "second": Recorded(7, np.array([-0.4, -0.5], np.float32)),
+}
+
+
+def prompt(sequence_id: str, offset: int, length: int) -> Span:
+    return Span("prompt_tokens", sequence_id, offset, length)
+
+
+def sampled(sequence_id: str, offset: int, length: int) -> Span:
+    return Span("sampled_tokens", sequence_id, offset, length)
+
+
+# Two turns: a prompt of 2, 3 tokens drawn, 2 more of the environment, 2 drawn; targets are one ahead of the input.
+INPUT = (prompt("first", 0, 2), sampled("first", 0, 3), prompt("second", 5, 2), sampled("second", 0, 1))
+TARGETS = (prompt("first", 1, 1), sampled("first", 0, 3), prompt("second", 5, 2), sampled("second", 0, 2))
+
+
+def one_pass(length: int = 8, **loss_inputs: Any) -> ModelPass:
+    arrays = {name: np.array(values, np.float32) for name, values in loss_inputs.items()}
+    datum = Datum(tokens=np.arange(length, dtype=np.int32), loss_inputs=arrays)
+    return ModelPass(data=(datum,), loss="stable_reinforce", loss_config={}, backward=True)
+
+
+def test_several_sequences_of_one_datum_are_laid_out_in_order() -> None:
+    sent = one_pass(logprobs=[9.0] * 8, advantages=[0, 1, 1, 1, 0, 0, 2, 2])
+    (datum,) = filled(sent, [Provenance(INPUT, TARGETS)], RECORDED).data
+    assert datum.loss_inputs["sampled"].tolist() == [0, 1, 1, 1, 0, 0, 1, 1]
+    expected = np.array([0, -0.1, -0.2, -0.3, 0, 0, -0.4, -0.5], np.float32)
+    np.testing.assert_array_equal(datum.loss_inputs["logprobs"], expected)
+    assert sent.data[0].loss_inputs["logprobs"][0] == 9.0
+
+
+def test_spans_without_tokens_are_of_no_effect() -> None:
+    targets = (prompt("first", 1, 0), sampled("first", 1, 2), sampled("second", 2, 0))
+    (datum,) = filled(one_pass(2), [Provenance((), targets)], RECORDED).data
+    assert datum.loss_inputs["logprobs"].tolist() == RECORDED["first"].logprobs[1:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ({"loss_inputs": ()}, r"data\[0\].loss_fn_input_spans: missing"),
+        (
+            {"loss_inputs": (*TARGETS[:3], sampled("third", 0, 2))},
+            r"data\[0\].loss_fn_input_spans\[3\]: nothing is recorded of sequence_id 'third'",
+        ),
+        ({"model_input": (prompt("x", 0, 8),)}, r"data\[0\].model_input_spans\[0\]: nothing is recorded of .*'x'"),
+        (
+            {"loss_inputs": (*TARGETS[:3], sampled("second", 1, 2))},
+            r"input_spans\[3\]: sampled_tokens \[1, 3\) of sequence_id 'second' is out of range, there are 2",
+        ),
+        (
+            {"loss_inputs": (prompt("first", 2, 1), *TARGETS[1:])},
+            r"input_spans\[0\]: prompt_tokens \[2, 3\) of sequence_id 'first' is out of range, there are 2",
+        ),
+        ({"loss_inputs": (sampled("first", -1, 1), *TARGETS[1:])}, r"input_spans\[0\]: .* out of range"),
+        ({"loss_inputs": (sampled("first", 2, -1), *TARGETS[1:])}, r"input_spans\[0\]: .* out of range"),
+        ({"loss_inputs": TARGETS[:3]}, r"data\[0\].loss_fn_input_spans: cover 6 of the 8 positions"),
+        ({"loss_inputs": (*TARGETS, sampled("first", 0, 1))}, r"input_spans\[4\]: .* goes beyond the 8 positions"),
+        ({"model_input": INPUT[:2]}, r"data\[0\].model_input_spans: cover 5 of the 8 positions"),
+        ({"loss_inputs": (Span(None, "", 0, 0),)}, r"input_spans\[0\]: names neither prompt_tokens nor sampled_tokens"),
+    ],
+)
+def test_what_is_not_true_is_refused_by_name(spans: dict[str, Any], message: str) -> None:
+    provenance = Provenance(**{"model_input": INPUT, "loss_inputs": TARGETS} | spans)
+    with pytest.raises(UserError, match=message):
+        filled(one_pass(), [provenance], RECORDED)
+
+
+def test_an_advantage_where_nothing_was_sampled_is_refused() -> None:
+    sent = one_pass(advantages=[0, 1, 1, 1, 0, -3, 2, 2])
+    with pytest.raises(UserError, match=r"data\[0\].loss_fn_inputs\['advantages'\]\[5\] -3.0: must be 0"):
+        filled(sent, [Provenance(INPUT, TARGETS)], RECORDED)
+
+
+def test_the_mask_is_not_the_clients_to_send() -> None:
+    with pytest.raises(UserError, match=r"data\[0\].loss_fn_inputs\['sampled'\]"):
+        filled(one_pass(sampled=[1] * 8), [Provenance(INPUT, TARGETS)], RECORDED)
+
+
+def test_json_has_the_form_of_protobuf() -> None:
+    run = {"sequence_id": "first", "offset": 1, "length": 2}
+    datum = inputs.Datum.model_validate(
+        {
+            "model_input": {"chunks": []},
+            "loss_fn_input_spans": [{"prompt_tokens": run}, {"sampled_tokens": run}, run],
+        }
+    )
+    assert from_json(datum) == Provenance((), (prompt("first", 1, 2), sampled("first", 1, 2), Span(None, "", 0, 0)))
