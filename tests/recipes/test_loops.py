@@ -39,7 +39,7 @@ def test_sl_loop_learns_gsm8k(workplace, server):
     assert workplace.last_checkpoint("sl_loop").startswith("tinker://")
 
 
-def test_rl_loop_trains_what_sl_loop_taught(workplace, server):
+def test_rl_loop_trains_what_sl_loop_taught_with_its_default_loss(workplace, server):
     questions = load_excerpt().train[:NUM_QUESTIONS]
     workplace.write_conversations([boxed(question) for question in questions] * 60)
     workplace.write_questions(questions * NUM_RL_STEPS)
@@ -49,7 +49,6 @@ def test_rl_loop_trains_what_sl_loop_taught(workplace, server):
     metrics = workplace.run(
         "rl_loop",
         server.url,
-        "loss_fn=importance_sampling",
         f"batch_size={NUM_QUESTIONS}",
         "group_size=8",
         "max_tokens=24",
