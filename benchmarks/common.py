@@ -31,6 +31,16 @@ def summary(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
+def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float | int]:
+    """Median and the quartiles around it."""
+    return {
+        "runs": len(values),
+        "q1": round(quantile(values, 0.25), digits),
+        "median": round(statistics.median(values), digits),
+        "q3": round(quantile(values, 0.75), digits),
+    }
+
+
 def machine(*packages: str) -> dict[str, Any]:
     """Where this ran: commit, processor, cores, Python and the versions that matter."""
     return {

@@ -1,6 +1,7 @@
 """Tiny random models in Hugging Face format: made on the spot, equal for equal seeds, no torch and no hub."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,34 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 """The rope scaling of Llama 3.1, over a context short enough for tiny models to feel it."""
+
+PRESETS: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "mlp_size": 192},
+    "30M": {
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "num_layers": 6,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "mlp_size": 1536,
+    },
+    "150M": {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "num_layers": 7,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "mlp_size": 3072,
+    },
+}
+"""Sizes for benchmarks, by their number of parameters with an unembedding of its own."""
+
+
+def write_preset(name: str, directory: Path) -> Path:
+    """Write a random Qwen3 of one of the sizes in PRESETS, embeddings untied; return the directory."""
+    return write_model(directory, tied_embeddings=False, max_context_length=8192, std=0.02, **PRESETS[name])
 
 
 def write_model(

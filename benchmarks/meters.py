@@ -1,0 +1,80 @@
+"""What a training benchmark reads off the process: time, compilations, memory, and the machine's matmul rate."""
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax._src.dispatch.BACKEND_COMPILE_EVENT
+MATMUL_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds on the clock, and seconds of all cores together: on a shared machine the second is the steadier."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(work: Callable[[], object]) -> Cost:
+    """Run `work`, which must wait for its own results."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+@dataclass(slots=True)
+class CompileWatch:
+    """The durations of all compilations since it was made."""
+
+    seconds: list[float] = field(default_factory=list[float])
+
+    def __post_init__(self) -> None:
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, event: str, duration: float, **_: object) -> None:
+        if event == COMPILED:
+            self.seconds.append(duration)
+
+    def take(self) -> dict[str, float | int]:
+        """Return what was compiled since the last call."""
+        taken, self.seconds = self.seconds, []
+        return {"compiles": len(taken), "compile_s": round(sum(taken), 2)}
+
+
+class MatmulRate:
+    """Float32 matrix products as XLA does them: what the shares of the peak are shares of."""
+
+    def __init__(self) -> None:
+        x = jax.random.normal(jax.random.key(0), (MATMUL_SIZE, MATMUL_SIZE), jnp.float32)
+        self._matrices = (x, x.T.copy())
+        self._multiply = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest"))
+        self.sample()
+
+    def sample(self) -> Cost:
+        """Return seconds for one FLOP, the mean of a few products."""
+        repeats = 8
+        cost = timed(lambda: jax.block_until_ready([self._multiply(*self._matrices) for _ in range(repeats)]))
+        flops = repeats * 2 * MATMUL_SIZE**3
+        return Cost(cost.wall_s / flops, cost.cpu_s / flops)
+
+
+def reset_peak_memory() -> None:
+    """Forget the process's peak so far, where Linux lets us."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mb() -> int:
+    """Return the peak of resident memory; of the first device's own memory, where it has one."""
+    stats = jax.devices()[0].memory_stats()
+    if stats is not None and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] >> 20
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) >> 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
