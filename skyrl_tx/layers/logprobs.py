@@ -3,10 +3,17 @@
 Legend: B batch, T tokens, D embed, V vocab, K targets per position, P positions (B * T), C positions of a chunk.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.lora import RowAdapter
+from skyrl_tx.layers.lora import LoraPair, RowAdapter
+
+Slope = Callable[[jax.Array, Any], jax.Array]
+"""(log-probabilities of some positions, what else the loss reads there) -> the loss's derivative by each of them."""
 
 CHUNK = 256  # positions whose logits exist at once; measured as fast as any larger, see the memory of [C, V] float32
 
@@ -28,25 +35,62 @@ def target_logprobs(
 ) -> jax.Array:
     """Return log p(target) at each position, float32 in the shape of `targets` ([B, T] or [B, T, K]).
 
-    Cut into chunks along T (all rows together), each chunk's logits recomputed in the backward pass. Differentiable
-    with respect to the hidden states and the adapter.
+    Differentiable with respect to the hidden states and the adapter, whose gradient computes each chunk's logits anew.
     """
-    B, T, _ = hidden_BTD.shape
-    targets_BTK = targets.reshape(B, T, -1)
+    of_chunk = jax.checkpoint(partial(_of_chunk, unembed_VD))
+    cut = partial(_cut, chunk=chunk)
+    chunks = jax.lax.map(lambda pair: of_chunk(pair[0], adapter, pair[1]), (cut(hidden_BTD), cut(targets)))
+    return _join(chunks, targets.shape)
+
+
+def target_logprobs_and_gradient(
+    hidden_BTD: jax.Array,
+    unembed_VD: jax.Array,
+    targets: jax.Array,
+    adapter: RowAdapter,
+    slope: Slope,
+    inputs: Any,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array, LoraPair]:
+    """Return what `target_logprobs` returns, and a loss's gradient: of the hidden states and of the adapter's pair.
+
+    The gradient is taken while a chunk's logits are at hand, so that they are computed once. For that a position's
+    slope must follow from that position alone; `inputs` is a tree of arrays [B, T, ...], cut into chunks beside it.
+    """
+    cut = partial(_cut, chunk=chunk)
+
+    def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[jax.Array, jax.Array]]:
+        hidden, targets, inputs = pieces
+
+        def of_chunk(hidden: jax.Array, pair: LoraPair) -> jax.Array:
+            return _of_chunk(unembed_VD, hidden, RowAdapter(pair=pair, scale=adapter.scale), targets)
+
+        logprobs, backward = jax.vjp(of_chunk, hidden, adapter.pair)
+        d_hidden, d_pair_of_chunk = backward(slope(logprobs, inputs))
+        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, d_hidden)
+
+    nothing = jax.tree.map(jnp.zeros_like, adapter.pair)
+    pieces = (cut(hidden_BTD), cut(targets), jax.tree.map(cut, inputs))
+    d_pair, (logprobs, d_hidden) = jax.lax.scan(one_chunk, nothing, pieces)
+    return _join(logprobs, targets.shape), _join(d_hidden, hidden_BTD.shape), d_pair
+
+
+def _of_chunk(unembed_VD: jax.Array, hidden: jax.Array, adapter: RowAdapter | None, targets: jax.Array) -> jax.Array:
+    y = logits(hidden, unembed_VD, adapter)
+    chosen = jnp.take_along_axis(y, targets.reshape(*y.shape[:-1], -1), axis=-1)
+    return (chosen - jax.nn.logsumexp(y, axis=-1, keepdims=True)).reshape(targets.shape)
+
+
+def _cut(x: jax.Array, chunk: int) -> jax.Array:
+    """Cut [B, T, ...] along T, all rows together, into [chunks, B, about chunk / B, ...]; zeros fill the last."""
+    B, T = x.shape[:2]
     step = max(1, min(T, chunk // B))
-    padded = -T % step
+    x = jnp.pad(x, [(0, 0), (0, -T % step)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.swapaxes(x.reshape(B, -1, step, *x.shape[2:]), 0, 1)
 
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, padded), (0, 0)))
-        return jnp.swapaxes(x.reshape(B, (T + padded) // step, step, x.shape[-1]), 0, 1)
 
-    @jax.checkpoint
-    def one_chunk(x: jax.Array, unembed: jax.Array, adapter: RowAdapter | None, targets: jax.Array) -> jax.Array:
-        y = logits(x, unembed, adapter)
-        return jnp.take_along_axis(y, targets, axis=-1) - jax.nn.logsumexp(y, axis=-1, keepdims=True)
-
-    chunks = jax.lax.map(
-        lambda pair: one_chunk(pair[0], unembed_VD, adapter, pair[1]), (split(hidden_BTD), split(targets_BTK))
-    )
-    logprobs_BTK = jnp.swapaxes(chunks, 0, 1).reshape(B, T + padded, -1)[:, :T]
-    return logprobs_BTK.reshape(targets.shape)
+def _join(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undo `_cut`, for a result of `shape`."""
+    B, T = shape[:2]
+    return jnp.swapaxes(chunks, 0, 1).reshape(B, -1, *shape[2:])[:, :T]

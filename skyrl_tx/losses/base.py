@@ -97,6 +97,8 @@ class Loss:
     spec: LossSpec
     function: LossFunction
     is_policy_gradient: bool = True
+    is_local: bool = True
+    """Whether a position's loss follows from that position's log-probability and inputs alone."""
 
     @property
     def columns(self) -> tuple[str, ...]:

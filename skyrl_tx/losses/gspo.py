@@ -34,4 +34,5 @@ GSPO = Loss(
         config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     ),
     function=gspo,
+    is_local=False,
 )

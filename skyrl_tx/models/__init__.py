@@ -13,6 +13,7 @@ from skyrl_tx.models.decoder import (
     logits,
     prefill,
     target_logprobs,
+    target_logprobs_and_gradient,
 )
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.qwen2 import QWEN2
@@ -47,4 +48,5 @@ __all__ = [
     "logits",
     "prefill",
     "target_logprobs",
+    "target_logprobs_and_gradient",
 ]

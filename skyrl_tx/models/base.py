@@ -6,6 +6,8 @@ slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, log
 
     forward(params, config, tokens_BT, adapter, adapter_B, remat=False)  -> hidden [B, T, D]
     target_logprobs(params, hidden_BTD, targets, adapter, adapter_B)     -> log p, [B, T] or [B, T, K] as the targets
+    target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, slope, inputs)
+                                                                         -> log p, d hidden, d unembedding pair
     logits(params, hidden, adapter, adapter_B)                           -> [B, ..., V]
     prefill(params, config, tokens_BT, adapter, adapter_B)               -> hidden [B, T, D], KeyValues [L, B, K, T, H]
     decode_step(params, config, token_S, position_S, cache, adapter, adapter_S, bucket=None)

@@ -13,7 +13,7 @@ from flax import struct
 from skyrl_tx.layers import kv_cache, logprobs
 from skyrl_tx.layers.attention import cached_attention, causal_attention
 from skyrl_tx.layers.kv_cache import KeyValues
-from skyrl_tx.layers.lora import Adapter, RowAdapter, RowAdapters, linear, select_rows
+from skyrl_tx.layers.lora import Adapter, AdapterWeights, RowAdapter, RowAdapters, linear, select_rows
 from skyrl_tx.layers.mlp import gated_mlp
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
@@ -192,6 +192,25 @@ def target_logprobs(
 ) -> jax.Array:
     """Return log p(target), float32 in the shape of `targets` ([B, T] or [B, T, K]), never holding [B, T, V]."""
     return logprobs.target_logprobs(hidden_BTD, params.unembed_VD, targets, unembed_rows(adapter, adapter_B))
+
+
+def target_logprobs_and_gradient(
+    params: DecoderParams,
+    hidden_BTD: jax.Array,
+    targets: jax.Array,
+    adapter: Adapter,
+    slope: logprobs.Slope,
+    inputs: Any,
+) -> tuple[jax.Array, jax.Array, AdapterWeights]:
+    """Return log p(target), and the gradient of a loss by the hidden states and by the adapter's unembedding pair.
+
+    `slope` and `inputs` are those of `layers.logprobs.target_logprobs_and_gradient`.
+    """
+    rows = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale)
+    found, d_hidden_BTD, d_pair = logprobs.target_logprobs_and_gradient(
+        hidden_BTD, params.unembed_VD, targets, rows, slope, inputs
+    )
+    return found, d_hidden_BTD, {"unembed": d_pair}
 
 
 def unembed_rows(adapter: Adapter | None, adapter_B: jax.Array | None) -> RowAdapter | None:

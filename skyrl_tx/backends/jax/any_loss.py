@@ -48,6 +48,18 @@ def evaluate(
     return jax.lax.switch(number, branches, target_logprobs)
 
 
+def slope(
+    number: jax.Array, target_logprobs: jax.Array, inputs: Mapping[str, jax.Array], config_BC: jax.Array
+) -> jax.Array:
+    """Return the derivative of the summed loss by each log-probability."""
+    return jax.grad(lambda logprobs: evaluate(number, logprobs, inputs, config_BC).loss_B.sum())(target_logprobs)
+
+
+def is_local(number: jax.Array, ndim: int) -> jax.Array:
+    """Return whether the slope at a position follows from that position alone, see `Loss.is_local`."""
+    return jnp.array([loss.is_local for loss in losses_for(ndim)])[number]
+
+
 @cache
 def mean_names(name: str) -> frozenset[str]:
     """Return the names of the means that a loss reports."""

@@ -24,28 +24,14 @@ class Outputs:
     loss: LossOutput
 
 
-def _evaluate(
-    weights: AdapterWeights,
-    scale: jax.Array,
-    params: models.DecoderParams,
-    batch: MicroBatch,
-    config: models.ModelConfig,
-    remat: bool,
-) -> tuple[jax.Array, Outputs]:
-    """Return the summed loss, and all that the micro-batch gives."""
-    adapter = Adapter(weights=weights, scale=scale)
-    hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, remat=remat)
-    logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-    output = any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC)
-    return output.loss_B.sum(), Outputs(logprobs=logprobs, loss=output)
-
-
 @partial(jax.jit, static_argnames="config")
 def forward(
     params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
 ) -> Outputs:
     """Compute one micro-batch."""
-    return _evaluate(adapter.weights, adapter.scale, params, batch, config, remat=False)[1]
+    hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter)
+    logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
+    return Outputs(logprobs, any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC))
 
 
 @partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total")
@@ -59,9 +45,37 @@ def accumulate(
     remat: bool,
 ) -> tuple[AdapterWeights, Outputs]:
     """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused."""
-    gradient_of = jax.grad(_evaluate, has_aux=True)
-    gradient, outputs = gradient_of(adapter.weights, adapter.scale, params, batch, config, remat)
-    return add(total, gradient), outputs
+
+    def hidden_of(weights: AdapterWeights) -> jax.Array:
+        return models.forward(params, config, batch.tokens_BT, Adapter(weights, adapter.scale), remat=remat)
+
+    hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
+    logprobs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)
+    (d_blocks,) = backward(d_hidden_BTD)
+    outputs = Outputs(logprobs, any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC))
+    return add(total, d_blocks | d_unembed), outputs
+
+
+def _head(
+    params: models.DecoderParams, adapter: Adapter, hidden_BTD: jax.Array, batch: MicroBatch
+) -> tuple[jax.Array, jax.Array, AdapterWeights]:
+    """Return log-probabilities, and the loss's gradient by the hidden states and by the unembedding's adapter.
+
+    The logits are computed once, chunk by chunk, for a loss whose slope can be told from the chunk. For any other
+    they are computed twice: the slopes come from a look at whole rows beforehand.
+    """
+    is_local = any_loss.is_local(batch.loss, batch.targets.ndim)
+
+    def slopes_of_rows() -> jax.Array:
+        logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
+        return any_loss.slope(batch.loss, logprobs, batch.inputs, batch.config_BC)
+
+    def slope(logprobs: jax.Array, pieces: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
+        known, inputs = pieces
+        return jnp.where(is_local, any_loss.slope(batch.loss, logprobs, inputs, batch.config_BC), known)
+
+    known = jax.lax.cond(is_local, lambda: jnp.zeros(batch.targets.shape), slopes_of_rows)
+    return models.target_logprobs_and_gradient(params, hidden_BTD, batch.targets, adapter, slope, (known, batch.inputs))
 
 
 def add(x: AdapterWeights, y: AdapterWeights) -> AdapterWeights:

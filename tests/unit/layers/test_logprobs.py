@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.logprobs import logits, target_logprobs
+from skyrl_tx.layers.logprobs import logits, target_logprobs, target_logprobs_and_gradient
 from skyrl_tx.layers.lora import LoraPair, RowAdapter
 
 B, T, D, V, R = 3, 11, 8, 40, 2
@@ -47,9 +47,39 @@ def test_equals_whole_logits(kind, shape, chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), expected, got)
 
 
+@pytest.mark.parametrize(("shape", "chunk"), [((B, T), 9), ((B, T, 4), 9), ((B, T), 1000)])
+def test_gradient_of_one_pass_equals_that_of_whole_logits(shape, chunk):
+    hidden, unembed, adapter = make("shared")
+    targets = jnp.asarray(np.random.default_rng(4).integers(0, V, shape))
+    weights = draw(*shape, seed=5)
+
+    def loss(hidden, pair):
+        logprobs = target_logprobs(hidden, unembed, targets, RowAdapter(pair=pair, scale=adapter.scale))
+        return (weights * logprobs**2).sum()
+
+    logprobs, *got = target_logprobs_and_gradient(
+        hidden, unembed, targets, adapter, lambda found, weights: 2 * weights * found, weights, chunk=chunk
+    )
+    np.testing.assert_allclose(logprobs, target_logprobs(hidden, unembed, targets, adapter), atol=1e-5)
+    expected = jax.grad(loss, argnums=(0, 1))(hidden, adapter.pair)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expected, tuple(got))
+
+
 def test_memory_is_that_of_a_chunk():
     shapes = (jax.ShapeDtypeStruct((8, 512, 64), jnp.float32), jax.ShapeDtypeStruct((32000, 64), jnp.float32))
     targets = jax.ShapeDtypeStruct((8, 512), jnp.int32)
-    gradient = jax.jit(jax.grad(lambda h, u, t: target_logprobs(h, u, t, None).sum()))
+    adapter = RowAdapter(
+        pair=LoraPair(a=jnp.zeros((64, R)), b=jnp.zeros((R, 32000))),
+        scale=jnp.float32(1),
+    )
+
+    def two_pass(hidden, unembed, targets):
+        return jax.grad(lambda h: target_logprobs(h, unembed, targets, adapter).sum())(hidden)
+
+    def one_pass(hidden, unembed, targets):
+        return target_logprobs_and_gradient(hidden, unembed, targets, adapter, lambda x, _: jnp.ones_like(x), ())
+
     whole = 8 * 512 * 32000 * 4
-    assert gradient.lower(*shapes, targets).compile().memory_analysis().temp_size_in_bytes < whole / 4
+    for gradient in (two_pass, one_pass):
+        memory = jax.jit(gradient).lower(*shapes, targets).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < whole / 4

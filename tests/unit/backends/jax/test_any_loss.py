@@ -41,5 +41,23 @@ def test_the_number_chooses_the_loss(name, ndim):
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "ndim"), CASES)
+def test_a_local_loss_has_the_same_slope_alone_as_in_its_row(name, ndim):
+    draw = np.random.default_rng(1)
+    shape = (2, 6, 3)[:ndim]
+    logprobs = -draw.random(shape, np.float32)
+    inputs = {each: draw.random(shape, np.float32) for each in any_loss.INPUTS}
+    columns = [LOSSES[name].spec.config[c] for c in LOSSES[name].columns]
+    config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : any_loss.NUM_COLUMNS]
+    number = any_loss.number_of(name, ndim)
+    whole = any_loss.slope(number, logprobs, inputs, config_BC)
+    halves = [
+        any_loss.slope(number, logprobs[:, part], {each: x[:, part] for each, x in inputs.items()}, config_BC)
+        for part in (slice(3), slice(3, 6))
+    ]
+    is_same = np.array_equal(whole, np.concatenate(halves, axis=1))
+    assert is_same == any_loss.is_local(number, ndim) == LOSSES[name].is_local
+
+
 def test_only_losses_of_several_targets_take_them():
     assert [loss.spec.name for loss in any_loss.losses_for(3)] == ["cross_entropy"]
