@@ -1,9 +1,8 @@
 """Tiny random models in Hugging Face format: made on the spot, equal for equal seeds, no torch and no hub."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -20,7 +19,18 @@ LLAMA3_ROPE = {
 }
 """The rope scaling of Llama 3.1, over a context short enough for tiny models to feel it."""
 
-PRESETS: Mapping[str, Mapping[str, int]] = {
+
+class _Sizes(TypedDict):
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: NotRequired[int]
+    num_kv_heads: NotRequired[int]
+    head_dim: NotRequired[int]
+    mlp_size: int
+
+
+PRESETS: dict[str, _Sizes] = {
     "tiny": {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "mlp_size": 192},
     "30M": {
         "vocab_size": 16384,
