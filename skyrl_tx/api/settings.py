@@ -14,18 +14,26 @@ class ApiSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     data_dir: Path = Field(description="directory of the database and all weights")
     base_model: str = Field(description="hub id or local directory of the model that is served")
-    served_model_name: str | None = Field(None, description="name that clients use; default: base_model as given")
-    tokenizer_id: str | None = Field(None, description="what clients load the tokenizer from; default: base_model")
-    max_request_bytes: int = Field(256 * 2**20, ge=1024, description="longest body taken, and its length decompressed")
-    retrieve_hold_s: float = Field(30.0, gt=0, le=40, description="how long a poll for a result is held open")
-    engine_silence_s: float = Field(
-        10.0, gt=0, description="clients are told to wait when the engine is silent so long"
+    served_model_name: str | None = Field(
+        default=None, description="name that clients use; default: base_model as given"
     )
-    request_threads: int = Field(100, ge=1, description="requests worked on at once; each may wait for a commit")
+    tokenizer_id: str | None = Field(
+        default=None, description="what clients load the tokenizer from; default: base_model"
+    )
+    max_request_bytes: int = Field(
+        default=256 * 2**20, ge=1024, description="longest body taken, and its length decompressed"
+    )
+    retrieve_hold_s: float = Field(default=30.0, gt=0, le=40, description="how long a poll for a result is held open")
+    engine_silence_s: float = Field(
+        default=10.0, gt=0, description="clients are told to wait when the engine is silent so long"
+    )
+    request_threads: int = Field(
+        default=100, ge=1, description="requests worked on at once; each may wait for a commit"
+    )
 
     @property
     def public_model_name(self) -> str:

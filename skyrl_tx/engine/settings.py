@@ -29,10 +29,12 @@ class EngineSettings(BaseModel):
     )
     max_attempts: int = Field(default=3, ge=1, description="a request that ended the engine so many times fails")
     session_timeout_s: float = Field(
-        3600.0, gt=0, description="models of a client silent so long leave the device; they return when asked for"
+        default=3600.0,
+        gt=0,
+        description="models of a client silent so long leave the device; they return when asked for",
     )
     sampler_retention_s: float = Field(
-        86_400.0, gt=0, description="how long an unnamed sampler is kept unused, if four newer ones exist"
+        default=86_400.0, gt=0, description="how long an unnamed sampler is kept unused, if four newer ones exist"
     )
     housekeeping_interval_s: float = Field(
         default=60.0, gt=0, description="how often what nobody needs any more is removed"

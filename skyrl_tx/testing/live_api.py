@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
+from starlette.types import ASGIApp
 
 from skyrl_tx.api.server import ApiServer
 from skyrl_tx.api.settings import ApiSettings
@@ -64,10 +65,12 @@ class Server:
 
 
 @contextmanager
-def live_api(settings: ApiSettings) -> Generator[Server]:
-    """Serve on a thread of its own, over the store in `settings.data_dir`."""
+def live_api(settings: ApiSettings, wrap: Callable[[ASGIApp], ASGIApp] | None = None) -> Generator[Server]:
+    """Serve on a thread of its own, over the store in `settings.data_dir`; `wrap` may watch or disturb the calls."""
     store = Store.open(settings.data_dir, role="api")
     api = ApiServer(settings, store)
+    if wrap is not None:
+        api.config.app = wrap(api.app)
     thread = threading.Thread(target=api.run)
     thread.start()
     try:

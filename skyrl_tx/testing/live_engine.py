@@ -1,22 +1,20 @@
-"""The real engine over the fake backend, on a thread beside a live API."""
+"""The real engine over any backend, on a thread beside a live API."""
 
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from skyrl_tx.artifacts import ArtifactStore
-from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
 
 
 @contextmanager
-def live_engine(settings: EngineSettings, config: FakeConfig) -> Generator[None]:
+def live_engine(settings: EngineSettings, backend: AbstractBackend) -> Generator[None]:
     """Run an engine until the context is left; what it raised is raised here."""
     store = Store.open(settings.data_dir, role="engine")
-    backend = FakeBackend(settings.base_model, config)
     engine = Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts"))
     stop = threading.Event()
     failures: list[BaseException] = []

@@ -14,6 +14,7 @@ from sqlmodel import select
 from tinker import types
 
 from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.backends.fake.config import FakeConfig
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import stability
@@ -36,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data_dir: Path = tmp_path_factory.mktemp("data")
     with (
         live_api(ApiSettings(port=0, data_dir=data_dir, base_model=BASE_MODEL)) as server,
-        live_engine(EngineSettings(data_dir=data_dir, base_model=BASE_MODEL), FakeConfig()),
+        live_engine(EngineSettings(data_dir=data_dir, base_model=BASE_MODEL), FakeBackend(BASE_MODEL, FakeConfig())),
     ):
         yield server
     gc.collect()  # what the SDK leaves is collected here, where the warnings about it are ignored

@@ -1,0 +1,79 @@
+"""API and engine together over any backend, with everything that is said between them and their clients."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.backends.jax import BACKEND as JAX
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.quickstart.tiny_model import write_tiny_model
+from skyrl_tx.testing.live_api import Server, live_api
+from skyrl_tx.testing.live_engine import live_engine
+from skyrl_tx.testing.wiretap import Wiretap
+
+PUBLIC_NAME = "Qwen/Qwen3-8B"
+VOCAB_SIZE = 1024
+CONTEXT = 128  # tokens
+MAX_RANK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """A server that answers to `PUBLIC_NAME`, with the sizes above whatever its backend."""
+
+    server: Server
+    backend: AbstractBackend
+    wiretap: Wiretap
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self.server.url
+
+
+def small_backend(name: str, directory: Path) -> tuple[str, AbstractBackend]:
+    """Make a backend of the sizes above; return the model that it loads, and it."""
+    if name == "fake":
+        config = FakeConfig(vocab_size=VOCAB_SIZE, max_context_length=CONTEXT, max_lora_rank=MAX_RANK)
+        return "fake", FakeBackend("fake", config)
+    model = str(write_tiny_model(directory / "model"))
+    settings = JaxConfig(
+        compile_cache_dir=None,
+        max_context_length=CONTEXT,
+        max_lora_adapters=4,
+        max_lora_rank=MAX_RANK,
+        max_sampler_adapters=4,
+        micro_batch_tokens=1024,
+        sample_slots=8,
+        max_sample_tokens=2048,
+        prefill_tokens=128,
+    )
+    return model, JAX.load()(model, settings)
+
+
+@contextmanager
+def live_house(backend_name: str, directory: Path) -> Generator[House]:
+    """Serve with a small backend, until the context is left."""
+    base_model, backend = small_backend(backend_name, directory)
+    data_dir, wiretap = directory / "data", Wiretap()
+    data_dir.mkdir(mode=0o700)
+    api = ApiSettings(port=0, data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
+    engine = EngineSettings(data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
+    with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):
+        _wait_until_ready(server)
+        yield House(server=server, backend=backend, wiretap=wiretap)
+
+
+def _wait_until_ready(server: Server, within_s: float = 60.0) -> None:
+    end = time.monotonic() + within_s
+    while (answer := server.client.get("/api/v1/healthz")).status_code != HTTPStatus.OK:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.02)

@@ -1,0 +1,95 @@
+"""What a client really sent, and answers that get lost on their way back to it."""
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_UNASKED = ("/session_heartbeat", "/telemetry")
+_PREFIX = "/api/v1/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request and how it was answered; header names are in lower case."""
+
+    method: str
+    path: str
+    """With its query, without the prefix."""
+    headers: dict[str, str]
+    body: bytes
+    status: int
+    answer_type: str
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+@dataclass(slots=True)
+class Wiretap:
+    """Watches the calls to an application, except for those that clients make on a clock of their own."""
+
+    _heard: list[Call] | None = None
+    _losses: dict[str, list[HTTPStatus]] = field(default_factory=dict)
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """Return an application that is watched."""
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and not scope["path"].endswith(_UNASKED):
+                await self._watch(app, scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return watched
+
+    @contextmanager
+    def listening(self) -> Generator[list[Call]]:
+        """Give the calls that are answered within the context."""
+        self._heard = calls = []
+        yield calls
+        self._heard = None
+
+    def lose_answers(self, path: str, statuses: list[HTTPStatus]) -> None:
+        """Let the next calls of a path take effect, and answer each with a failure in place of what it gave."""
+        self._losses[path] = list(statuses)
+
+    async def _watch(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        losses = self._losses.get(scope["path"].removeprefix(_PREFIX), [])
+        lost_as = losses.pop(0) if losses else None
+        received: list[bytes] = []
+
+        async def hear() -> Message:
+            message = await receive()
+            received.append(message.get("body", b""))
+            return message
+
+        async def say(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._heard is not None:  # before the client can see it
+                status = lost_as or message["status"]
+                self._heard.append(_call(scope, b"".join(received), status, _text(message["headers"])))
+            if lost_as is None:
+                await send(message)
+
+        await app(scope, hear, say)
+        if lost_as is not None:
+            await send({"type": "http.response.start", "status": int(lost_as), "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+
+def _call(scope: Scope, body: bytes, status: int, answer_headers: dict[str, str]) -> Call:
+    path, query = scope["path"].removeprefix(_PREFIX), scope["query_string"].decode()
+    return Call(
+        method=scope["method"],
+        path=f"{path}?{query}" if query else path,
+        headers=_text(scope["headers"]),
+        body=body,
+        status=status,
+        answer_type=answer_headers.get("content-type", ""),
+    )
+
+
+def _text(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in headers}
