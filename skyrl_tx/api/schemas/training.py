@@ -37,7 +37,7 @@ class CreateModelRequest(WireModel):
 
 
 class AdamParams(WireModel):
-    """One step's hyper-parameters; None is what a release that does not know the field sends: its default."""
+    """One step's hyper-parameters; a release that does not know one does not send it, and None is NaN or infinity."""
 
     changes_maths = True
     learning_rate: float | None = None

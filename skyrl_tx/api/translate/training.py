@@ -16,6 +16,8 @@ from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import LossConfigValue, OptimizerParams
 
+_ADAM = tuple(AdamParams.model_fields)
+
 
 def create_model(request: CreateModelRequest, settings: ApiSettings) -> Translated:
     """A fresh adapter; its seed is drawn when the client gave none."""
@@ -61,13 +63,22 @@ def optim_step(request: OptimStepRequest) -> Translated:
     adam = request.adam_params
     if adam is None:
         raise UserError("adam_params: missing")
-    given = {name: value for name in AdamParams.model_fields if (value := getattr(adam, name)) is not None}
-    params = OptimizerParams(**{name: finite(value, f"adam_params.{name}") for name, value in given.items()})
+    given = {
+        name: _number(getattr(adam, name), f"adam_params.{name}") for name in _ADAM if name in adam.model_fields_set
+    }
+    params = OptimizerParams(**given)
     for name, value in (("beta1", params.beta1), ("beta2", params.beta2)):
         require(0 <= value < 1, f"adam_params.{name} {value}: must be in [0, 1)")
     for name, value in (("eps", params.eps), ("grad_clip_norm", params.grad_clip_norm)):
         require(value >= 0, f"adam_params.{name} {value}: must not be negative")
     return Translated.exactly(requests.OptimStep(params=params))
+
+
+def _number(value: float | None, where: str) -> float:
+    """Return a finite number. The SDK writes NaN and infinity as null: taken for absent, they would be the default."""
+    if value is None:
+        raise UserError(f"{where} null: must be a finite number (NaN and infinity arrive as null)")
+    return finite(value, where)
 
 
 def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: int) -> Translated:

@@ -1,0 +1,304 @@
+"""Bad input through the unmodified SDK, or raw where the SDK would not send it, to API and engine over each backend.
+
+Each mistake is told to who made it, with field and value, and is felt by nobody else: after every test a bystander's
+loss is what it was before, bit for bit, and the culprit can train.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import zstandard
+from tinker import types
+
+from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.api.tensors import to_proto
+from skyrl_tx.testing.live_house import CONTEXT, MAX_RANK, VOCAB_SIZE, House
+from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
+
+NAN, INF = float("nan"), float("inf")
+PROMPT = types.ModelInput.from_ints([1, 2])
+IMAGE = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=3)])
+PROTOBUF = {"content-type": "application/x-protobuf"}
+MB = 2**20
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
+]
+
+
+def datum(tokens: list[int] | types.ModelInput | None = None, **inputs: Any) -> types.Datum:
+    """A good datum of two tokens, but for what is given; an input of None is left out."""
+    model_input = tokens if isinstance(tokens, types.ModelInput) else types.ModelInput.from_ints(tokens or [1, 2])
+    length = model_input.length
+    arrays = {"target_tokens": np.full(length, 2, np.int64), "weights": np.ones(length, np.float32)} | inputs
+    return types.Datum(
+        model_input=model_input,
+        loss_fn_inputs={
+            name: np.asarray(array, np.int64 if name == "target_tokens" else np.float32)
+            for name, array in arrays.items()
+            if array is not None
+        },
+    )
+
+
+def sampled(**inputs: Any) -> types.Datum:
+    """A good datum for reinforcement, but for what is given."""
+    arrays = {"weights": None, "logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+    return datum(**(arrays | inputs))
+
+
+@pytest.fixture(scope="module")
+def culprit(house: House) -> Iterator[tinker.TrainingClient]:
+    """A client of its own, that makes all the mistakes."""
+    with client_of(house) as service:
+        yield service.create_lora_training_client(BASE_MODEL, rank=8, seed=1).result()
+
+
+@pytest.fixture(scope="module")
+def bystander(house: House) -> Iterator[tinker.TrainingClient]:
+    with client_of(house) as service:
+        yield service.create_lora_training_client(BASE_MODEL, rank=8, seed=2).result()
+
+
+@pytest.fixture(scope="module")
+def sampling(culprit: tinker.TrainingClient) -> tinker.SamplingClient:
+    return culprit.save_weights_and_get_sampling_client().result()
+
+
+@pytest.fixture(autouse=True)
+def _unharmed(culprit: tinker.TrainingClient, bystander: tinker.TrainingClient) -> Iterator[None]:
+    before = loss_of(bystander)
+    yield
+    assert loss_of(bystander) == before
+    with contextlib.suppress(tinker.RequestFailedError):  # the step may be told of a pass that failed
+        culprit.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    culprit.forward_backward([datum()], "cross_entropy").result()
+    assert culprit.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
+
+
+def client_of(house: House) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=house.url, api_key="tml-local")
+
+
+def loss_of(client: tinker.TrainingClient) -> float:
+    return client.forward([datum([1, 2, 3])], "cross_entropy").result().metrics["loss:sum"]
+
+
+def told(call: Callable[[], Any], *parts: str) -> None:
+    """The call's future fails as its caller's mistake, in a text with all the parts."""
+    with pytest.raises(tinker.RequestFailedError) as failure:
+        call().result()
+    assert failure.value.category == types.RequestErrorCategory.User
+    for part in parts:
+        assert part in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "config", "parts"),
+    [
+        ([datum(), datum(types.ModelInput.from_ints([]))], "cross_entropy", None, ["data[1]", "no tokens"]),
+        ([datum(weights=[1.0])], "cross_entropy", None, ["data[0].loss_fn_inputs['weights']", "1", "2"]),
+        ([datum(target_tokens=[1, 2, 3])], "cross_entropy", None, ["data[0].loss_fn_inputs['target_tokens']", "3"]),
+        ([datum([1, VOCAB_SIZE])], "cross_entropy", None, ["data[0].model_input", str(VOCAB_SIZE)]),
+        ([datum([1, -1])], "cross_entropy", None, ["data[0].model_input", "-1"]),
+        ([datum(target_tokens=[1, VOCAB_SIZE])], "cross_entropy", None, ["['target_tokens']", str(VOCAB_SIZE)]),
+        ([datum(target_tokens=[-100, 1])], "cross_entropy", None, ["['target_tokens']", "-100"]),
+        ([datum([3] * (CONTEXT + 1))], "cross_entropy", None, ["data[0].model_input", str(CONTEXT + 1), str(CONTEXT)]),
+        ([datum(IMAGE, target_tokens=[1] * 3, weights=[1] * 3)], "cross_entropy", None, ["data[0]", "'image'"]),
+        ([datum(weights=[1, NAN])], "cross_entropy", None, ["['weights']", "nan"]),
+        ([datum(weights=[INF, 1])], "cross_entropy", None, ["['weights']", "inf"]),
+        ([sampled(advantages=[NAN, 1])], "importance_sampling", None, ["['advantages']", "nan"]),
+        ([sampled(advantages=[1, -INF])], "ppo", None, ["['advantages']", "-inf"]),
+        ([sampled(logprobs=[1, NAN])], "cispo", None, ["['logprobs']", "nan"]),
+        ([sampled(logprobs=[-INF, 1])], "importance_sampling", None, ["['logprobs']", "-inf"]),
+        ([sampled(logprobs=None)], "importance_sampling", None, ["['logprobs']", "missing"]),
+        ([sampled(advantages=None)], "dro", None, ["['advantages']", "missing"]),
+        ([datum(target_tokens=None)], "cross_entropy", None, ["['target_tokens']", "missing"]),
+        ([datum(rewards=[1, 1])], "cross_entropy", None, ["['rewards']", "cross_entropy"]),
+        ([datum()], "mse", None, ["loss_fn", "'mse'"]),
+        ([sampled()], "ppo", {"clip": 0.2}, ["loss_fn_config", "clip"]),
+        ([sampled()], "ppo", {"clip_low_threshold": NAN}, ["loss_fn_config", "clip_low_threshold", "nan"]),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_pass(
+    culprit: tinker.TrainingClient,
+    data: list[types.Datum],
+    loss: Any,
+    config: dict[str, float] | None,
+    parts: list[str],
+    backward: bool,
+) -> None:
+    call = culprit.forward_backward if backward else culprit.forward
+    told(lambda: call(data, loss, config), *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("learning_rate", NAN, "null"),  # as the SDK writes it
+        ("learning_rate", INF, "null"),
+        ("beta1", NAN, "null"),
+        ("learning_rate", -1.0, "-1.0"),
+        ("grad_clip_norm", -1.0, "-1.0"),
+    ],
+)
+def test_a_step(culprit: tinker.TrainingClient, name: str, value: float, shown: str) -> None:
+    told(lambda: culprit.optim_step(types.AdamParams(**{name: value})), f"adam_params.{name} {shown}")
+
+
+@pytest.mark.parametrize("rank", [0, -4, MAX_RANK + 1, 10**12])
+def test_a_rank(house: House, rank: int) -> None:
+    with client_of(house) as service:
+        told(lambda: service.create_lora_training_client(BASE_MODEL, rank=rank), "lora_config.rank", str(rank))
+
+
+def test_an_unknown_base_model(house: House) -> None:
+    with client_of(house) as service:
+        told(lambda: service.create_lora_training_client("gpt-5", rank=8), "base_model", "'gpt-5'")
+        with pytest.raises(tinker.BadRequestError, match="base_model 'gpt-5'"):
+            service.create_sampling_client(base_model="gpt-5").result()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"prompt": types.ModelInput.from_ints([])}, ["prompt", "no tokens"]),
+        ({"prompt": types.ModelInput.from_ints([1, VOCAB_SIZE])}, ["prompt", str(VOCAB_SIZE)]),
+        ({"prompt": types.ModelInput.from_ints([-1])}, ["prompt", "-1"]),
+        ({"prompt": types.ModelInput.from_ints([1] * (CONTEXT + 1))}, ["prompt", str(CONTEXT + 1)]),
+        ({"prompt": IMAGE}, ["prompt", "'image'"]),
+        ({"num_samples": 0}, ["num_samples 0"]),
+        ({"num_samples": -1}, ["num_samples -1"]),
+        ({"max_tokens": 0}, ["max_tokens 0"]),
+        ({"max_tokens": -7}, ["max_tokens -7"]),
+        ({"max_tokens": CONTEXT - 1}, ["max_tokens", str(CONTEXT - 1), str(CONTEXT)]),
+        ({"temperature": -0.5}, ["temperature -0.5"]),
+        ({"top_p": 0.0}, ["top_p 0.0"]),
+        ({"top_p": 1.01}, ["top_p 1.01"]),
+        ({"top_k": -2}, ["top_k -2"]),
+        ({"stop": ""}, ["stop", "''"]),
+        ({"stop": ["a", ""]}, ["stop[1]", "''"]),
+        ({"stop": [VOCAB_SIZE]}, ["stop", str(VOCAB_SIZE)]),
+        ({"topk_prompt_logprobs": 10**6}, ["topk_prompt_logprobs 1000000"]),
+    ],
+)
+def test_a_prompt(sampling: tinker.SamplingClient, changes: dict[str, Any], parts: list[str]) -> None:
+    own = {name: changes[name] for name in changes if name in ("prompt", "num_samples", "topk_prompt_logprobs")}
+    params = types.SamplingParams(**({"max_tokens": 4} | {name: changes[name] for name in changes if name not in own}))
+    call = {"prompt": PROMPT, "num_samples": 1, "sampling_params": params} | own
+    told(lambda: sampling.sample(**call), *parts)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_a_prompt_with_nan(house: House, sampling: tinker.SamplingClient, name: str) -> None:
+    """The SDK writes no such JSON: it raises by itself, and goes on."""
+    with pytest.raises(ValueError, match="JSON"):
+        sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, **{name: NAN})).result()
+    session_id = house.server.session()
+    made = house.server.post(
+        "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=BASE_MODEL
+    )
+    body = {
+        "sampling_session_id": made.json()["sampling_session_id"],
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2, name: NAN},
+    }
+    failure = house.server.result(house.server.client.post("/api/v1/asample", content=json.dumps(body)))
+    assert failure["category"] == "user" and f"sampling_params.{name} nan" in str(failure["error"])
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "a\0b", "x" * 300])
+def test_a_checkpoint_name(culprit: tinker.TrainingClient, name: str) -> None:
+    for save in (culprit.save_state, culprit.save_weights_for_sampler):
+        told(lambda save=save: save(name), "checkpoint name", repr(name)[:20])
+
+
+def test_a_path_of_another_kind_or_of_nothing(house: House, culprit: tinker.TrainingClient) -> None:
+    weights = f"tinker://{culprit.model_id}/weights/none"
+    sampler = culprit.save_weights_for_sampler("kind").result().path
+    with client_of(house) as service:
+        for path in (weights, sampler, "tinker://no:train:0/weights/a", "/etc/passwd"):
+            told(lambda path=path: culprit.load_state(path), path)
+            told(lambda path=path: culprit.load_state_with_optimizer(path), path)
+        with pytest.raises(tinker.NotFoundError, match=f"{culprit.model_id}/sampler_weights/none"):
+            service.create_sampling_client(model_path=sampler.replace("/kind", "/none")).result()
+        with pytest.raises(tinker.BadRequestError, match=weights):
+            service.create_sampling_client(model_path=weights).result()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("create_model", {"session_id": "no", "model_seq_id": 0, "base_model": BASE_MODEL}, "session 'no'"),
+        ("optim_step", {"model_id": "no:train:0", "adam_params": {}}, "model 'no:train:0'"),
+        ("asample", {"sampling_session_id": "no", "prompt": {}, "sampling_params": {}}, "sampling session 'no'"),
+        ("retrieve_future", {"request_id": "no"}, "request_id 'no'"),
+        ("retrieve_future", {"request_id": "1" * 30}, f"request_id '{'1' * 30}'"),
+    ],
+)
+def test_an_unknown_id(house: House, path: str, body: dict[str, Any], named: str) -> None:
+    answer = house.server.post(path, **body)
+    assert answer.status_code == HTTPStatus.NOT_FOUND and named in answer.json()["detail"]
+
+
+def good_pass(model_id: str) -> bytes:
+    arrays = {"target_tokens": np.array([1, 2]), "weights": np.ones(2, np.float32)}
+    chunk = wire_pb2.Chunk(encoded_text={"tokens": np.array([1, 2], np.int32).tobytes()})
+    inputs = {name: to_proto(array) for name, array in arrays.items()}
+    data = [wire_pb2.Datum(model_input=[chunk], loss_fn_inputs=inputs)]
+    message = wire_pb2.ForwardBackwardRequest(model_id=model_id, data=data, loss_fn="cross_entropy", forward_only=True)
+    return message.SerializeToString()
+
+
+def posted(house: House, content: Any, **headers: str) -> httpx.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return house.server.client.post("/api/v1/forward_backward", content=content, headers=PROTOBUF | named)
+
+
+def test_no_data(house: House, culprit: tinker.TrainingClient) -> None:
+    message = wire_pb2.ForwardBackwardRequest(model_id=culprit.model_id, loss_fn="cross_entropy")
+    failure = house.server.result(posted(house, message.SerializeToString()))
+    assert failure == {"error": "data: holds no datum", "category": "user"}
+
+
+def test_truncated_protobuf(house: House, culprit: tinker.TrainingClient) -> None:
+    whole = good_pass(culprit.model_id)
+    assert "error" not in house.server.result(posted(house, whole))
+    for cut in (1, 7, len(whole) // 2):
+        answer = posted(house, whole[:-cut])
+        assert answer.status_code == HTTPStatus.BAD_REQUEST and "protobuf" in answer.json()["detail"]
+
+
+def test_truncated_zstd(house: House, culprit: tinker.TrainingClient) -> None:
+    packed = zstandard.compress(good_pass(culprit.model_id))
+    answer = posted(house, packed[:-3], content_encoding="zstd")
+    assert answer.status_code == HTTPStatus.BAD_REQUEST and "zstd" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_zstd_bomb(house: House, is_stated: bool) -> None:
+    size = house.server.settings.max_request_bytes + 1
+    packer = zstandard.ZstdCompressor(write_content_size=is_stated).compressobj(size=size if is_stated else -1)
+    zeros = bytes(MB)
+    pieces = [packer.compress(zeros) for _ in range(size // MB)]
+    bomb = b"".join((*pieces, packer.compress(b"\0"), packer.flush()))
+    assert len(bomb) < MB
+    answer = posted(house, bomb, content_encoding="zstd")
+    assert answer.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and "decompresses" in answer.json()["detail"]
+
+
+def test_a_body_of_300_mb(house: House) -> None:
+    piece = bytes(MB)
+    answer = posted(house, (piece for _ in range(300)))
+    assert answer.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and str(300 * MB) in answer.json()["detail"]
