@@ -60,8 +60,8 @@ def body(calls: list[Call], path: str) -> dict[str, object]:
 def proto(calls: list[Call]) -> wire_pb2.ForwardBackwardRequest:
     (call,) = (call for call in calls if call.path == "forward_backward")
     assert call.headers["content-type"] == PROTOBUF and call.headers["accept"] == JSON
-    encoding = call.headers.get("content-encoding", "")
-    sent = Body(raw=call.body, content_type=PROTOBUF, encoding=encoding, max_bytes=2**20)
+    assert call.headers["content-encoding"] == "zstd"
+    sent = Body(raw=call.body, content_type=PROTOBUF, encoding="zstd", max_bytes=2**20)
     return sent.message(wire_pb2.ForwardBackwardRequest)
 
 

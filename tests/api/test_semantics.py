@@ -1,0 +1,133 @@
+"""What training and sampling mean, through the unmodified SDK, over each backend."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
+from skyrl_tx.testing.live_house import VOCAB_SIZE, House
+
+PROMPT = [5, 6, 7]
+FAILURES = [HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE]
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def examples(seed: int, count: int = 2) -> list[types.Datum]:
+    """Random sequences of random lengths."""
+    generator = np.random.default_rng(seed)
+    rows = [generator.integers(1, VOCAB_SIZE, size=generator.integers(4, 20)) for _ in range(count)]
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": row[1:].astype(np.int64), "weights": np.ones(len(row) - 1, np.float32)},
+        )
+        for row in rows
+    ]
+
+
+def steps(client: tinker.TrainingClient, seeds: range) -> Iterator[float]:
+    """Train; give the loss of each step."""
+    for seed in seeds:
+        passed = client.forward_backward(examples(seed), "cross_entropy")
+        stepped = client.optim_step(types.AdamParams(learning_rate=0.02, weight_decay=0.1))
+        yield passed.result().metrics["loss:sum"]
+        stepped.result()
+
+
+def new_client(service: tinker.ServiceClient, rank: int = 8) -> tinker.TrainingClient:
+    return service.create_lora_training_client(BASE_MODEL, rank=rank, seed=3).result()
+
+
+def draw(
+    sampler: tinker.SamplingClient, *, seed: int | None = 1, num_samples: int = 2, temperature: float = 1.0
+) -> list[types.SampledSequence]:
+    params = types.SamplingParams(max_tokens=6, stop=[], seed=seed, temperature=temperature)
+    prompt = types.ModelInput.from_ints(PROMPT)
+    return list(sampler.sample(prompt, num_samples=num_samples, sampling_params=params).result().sequences)
+
+
+def drawn(sequences: list[types.SampledSequence]) -> list[tuple[list[int], list[float]]]:
+    return [(list(sequence.tokens), list(sequence.logprobs or [])) for sequence in sequences]
+
+
+def test_what_is_sampled_has_the_logprobs_that_training_gives_it(training: tinker.TrainingClient) -> None:
+    list(steps(training, range(2)))
+    sampler = training.save_weights_and_get_sampling_client().result()
+    for sequence in draw(sampler, num_samples=4):
+        tokens = [*PROMPT, *sequence.tokens]
+        data = types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": np.array(tokens[1:], np.int64)},
+        )
+        (output,) = training.forward([data], "cross_entropy").result().loss_fn_outputs
+        own = np.array(output["logprobs"].tolist())[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(sequence.logprobs, own, rtol=0, atol=1e-5)
+        again = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+        np.testing.assert_allclose(again[len(PROMPT) :], own, rtol=0, atol=1e-5)
+
+
+def test_a_sampler_is_frozen_and_seeds_reproduce(training: tinker.TrainingClient) -> None:
+    list(steps(training, range(1)))
+    frozen = training.save_weights_and_get_sampling_client().result()
+    before = drawn(draw(frozen))
+    list(steps(training, range(1, 4)))
+    moved = training.save_weights_and_get_sampling_client().result()
+    assert drawn(draw(frozen)) == before, "also after later steps, and beside another sampler"
+    assert drawn(draw(moved)) != before
+    assert drawn(draw(frozen, seed=2)) != before
+    assert drawn(draw(frozen, seed=None)) != drawn(draw(frozen, seed=None))
+    assert before[0] != before[1], "samples of one prompt differ from each other"
+    greedy = draw(frozen, seed=None, temperature=0.0)
+    assert greedy[0].tokens == greedy[1].tokens == draw(frozen, seed=9, temperature=0.0)[0].tokens
+
+
+def test_tenants_side_by_side_get_what_each_gets_alone(service: tinker.ServiceClient, house: House) -> None:
+    def run(rank: int) -> list[float]:
+        with tinker.ServiceClient(base_url=house.url, api_key="tml-local") as own:
+            return list(steps(new_client(own, rank), range(5)))
+
+    alone = [list(steps(new_client(service, rank), range(5))) for rank in (8, 4)]
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(run, rank) for rank in (8, 4, 8)]
+        sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+        while not all(future.done() for future in running):
+            draw(sampler)
+    assert [future.result() for future in running] == [alone[0], alone[1], alone[0]]
+
+
+def test_gradients_add_up_until_a_step(service: tinker.ServiceClient) -> None:
+    data = examples(0, count=4)
+    whole, parts = new_client(service), new_client(service)
+    whole.forward_backward(data, "cross_entropy").result()
+    for datum in data:
+        parts.forward_backward([datum], "cross_entropy").result()
+    parts.forward(data, "cross_entropy").result()  # leaves no trace
+    norms = [
+        client.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics["unclipped_grad_l2:mean"]
+        for client in (whole, parts)
+    ]
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)
+    losses = [client.forward(data, "cross_entropy").result().metrics["loss:sum"] for client in (whole, parts)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["forward_backward", "optim_step", "save_weights", "retrieve_future"])
+def test_an_answer_that_is_lost_changes_nothing(service: tinker.ServiceClient, house: House, path: str) -> None:
+    calm, client = new_client(service), new_client(service)
+    losses = list(steps(calm, range(3)))
+    with house.wiretap.listening() as calls:
+        house.wiretap.lose_answers(path, FAILURES)
+        assert list(steps(client, range(3))) == losses
+        assert client.save_state("kept").result().path.endswith("/weights/kept")
+    lost = [call for call in calls if call.status in FAILURES]
+    again = next(call for call in calls if call.path == path and call.status == HTTPStatus.OK)
+    assert len(lost) == 2 and (path == "retrieve_future" or {call.body for call in lost} == {again.body})
