@@ -1,0 +1,104 @@
+"""The engine is killed in the middle of supervised training on the JAX backend: the SDK's loop never notices."""
+
+import gc
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.quickstart.questions import load_excerpt
+from skyrl_tx.testing.live_server import LiveServer
+
+NUM_STEPS = 10
+BATCH_SIZE = 4
+KILL_AFTER = (3, 7)  # steps
+ENGINE_STARTED = re.compile(r"engine process (\d+)")
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    yield
+    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
+
+
+def served(data_dir: Path, *flags: str) -> LiveServer:
+    return LiveServer(data_dir, flags=("--base-model", "tiny", *flags), ready_within_s=120.0)
+
+
+def train(url: str, after_step: Callable[[int], None]) -> list[float]:
+    """Run supervised training on GSM8K, a step ahead of its results, as recipes do; return losses and a last check."""
+    service = tinker.ServiceClient(base_url=url)
+    training = service.create_lora_training_client("tiny", rank=8, seed=1).result()
+    tokenizer = training.get_tokenizer()
+    data = [datum(tokenizer.encode(f"{row.text} {row.answer}")[:200]) for row in load_excerpt().train]
+    losses: list[float] = []
+    waiting: list[tuple[tinker.APIFuture[types.ForwardBackwardOutput], tinker.APIFuture[types.OptimStepResponse]]] = []
+    for step in range(NUM_STEPS):
+        batch = [data[(step * BATCH_SIZE + row) % len(data)] for row in range(BATCH_SIZE)]
+        passed = training.forward_backward(batch, "cross_entropy")
+        waiting.append((passed, training.optim_step(types.AdamParams(learning_rate=5e-3, weight_decay=0.01))))
+        after_step(step)
+        if len(waiting) > 1:
+            losses.append(finished(*waiting.pop(0)))
+    losses += [finished(*futures) for futures in waiting]
+    sampler = training.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=8, stop=[], seed=1)
+    (sequence,) = sampler.sample(data[0].model_input, num_samples=1, sampling_params=params).result().sequences
+    return [*losses, *(sequence.logprobs or [])]
+
+
+def finished(
+    passed: tinker.APIFuture[types.ForwardBackwardOutput], stepped: tinker.APIFuture[types.OptimStepResponse]
+) -> float:
+    stepped.result()
+    return passed.result().metrics["loss:sum"]
+
+
+def datum(tokens: list[int]) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.array(tokens[1:], np.int64),
+            "weights": np.ones(len(tokens) - 1, np.float32),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What the run gives where nothing happens."""
+    with pytest.MonkeyPatch.context() as patch, served(tmp_path_factory.mktemp("calm")) as server:
+        patch.setenv("TINKER_API_KEY", "tml-local")
+        return train(server.url, lambda step: None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--snapshot-effects", "4")],
+    ids=["replayed from the beginning", "replayed from a snapshot"],
+)
+def test_a_killed_engine_changes_no_bit(tmp_path: Path, undisturbed: list[float], flags: tuple[str, ...]) -> None:
+    with served(tmp_path / "data", *flags) as server:
+
+        def kill_now_and_then(step: int) -> None:
+            if step in KILL_AFTER:
+                os.kill(server.engine_pid, signal.SIGKILL)
+                server.wait_for(ENGINE_STARTED, times=KILL_AFTER.index(step) + 2)
+
+        losses = train(server.url, kill_now_and_then)
+    assert losses == undisturbed
+    assert losses[NUM_STEPS - 1] < losses[0]
