@@ -21,6 +21,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]
 
+# What says little about a backend, or costs it much, is left to the long run.
+jax_is_slow = pytest.mark.parametrize(
+    "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"
+)
+
 
 def datum(length: int = 5, **inputs: Any) -> types.Datum:
     arrays = {
@@ -57,6 +62,7 @@ def test_training_lowers_the_loss(training: tinker.TrainingClient) -> None:
     assert math.isclose(passed.metrics["loss:sum"], total, rel_tol=1e-5)
 
 
+@jax_is_slow
 def test_chunks_that_arrive_backwards_are_put_together_in_order(training: tinker.TrainingClient) -> None:
     """The SDK sends the later chunk first, and the first only once that is acknowledged."""
     data = [datum(1 + index % 7) for index in range(1088)]
@@ -141,6 +147,7 @@ def test_a_pass_that_fails_takes_its_step_with_it(training: tinker.TrainingClien
     assert train(training), "the next accumulation is whole again"
 
 
+@jax_is_slow
 def test_a_failed_chunk_does_not_hang_the_client(training: tinker.TrainingClient) -> None:
     data = [datum() for _ in range(1100)]
     data[0] = datum(weights=np.full(5, np.inf, np.float32))
@@ -150,6 +157,7 @@ def test_a_failed_chunk_does_not_hang_the_client(training: tinker.TrainingClient
         training.optim_step(types.AdamParams()).result()
 
 
+@jax_is_slow
 def test_many_prompts_wait_at_once(service: tinker.ServiceClient) -> None:
     base = service.create_sampling_client(base_model=BASE_MODEL).result()
     params = types.SamplingParams(max_tokens=8, stop=[])

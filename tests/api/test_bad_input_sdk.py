@@ -35,6 +35,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]
 
+# What says little about a backend, or costs it much, is left to the long run.
+jax_is_slow = pytest.mark.parametrize(
+    "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"
+)
+
 
 def datum(tokens: list[int] | types.ModelInput | None = None, **inputs: Any) -> types.Datum:
     """A good datum of two tokens, but for what is given; an input of None is left out."""
@@ -130,17 +135,14 @@ def told(call: Callable[[], Any], *parts: str) -> None:
         ([sampled()], "ppo", {"clip_low_threshold": NAN}, ["loss_fn_config", "clip_low_threshold", "nan"]),
     ],
 )
-@pytest.mark.parametrize("backward", [False, True])
 def test_a_pass(
     culprit: tinker.TrainingClient,
     data: list[types.Datum],
     loss: Any,
     config: dict[str, float] | None,
     parts: list[str],
-    backward: bool,
 ) -> None:
-    call = culprit.forward_backward if backward else culprit.forward
-    told(lambda: call(data, loss, config), *parts)
+    told(lambda: culprit.forward_backward(data, loss, config), *parts)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,7 @@ def test_a_prompt(sampling: tinker.SamplingClient, changes: dict[str, Any], part
     told(lambda: sampling.sample(**call), *parts)
 
 
+@jax_is_slow
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
 def test_a_prompt_with_nan(house: House, sampling: tinker.SamplingClient, name: str) -> None:
     """The SDK writes no such JSON: it raises by itself, and goes on."""
@@ -218,12 +221,14 @@ def test_a_prompt_with_nan(house: House, sampling: tinker.SamplingClient, name: 
     assert failure["category"] == "user" and f"sampling_params.{name} nan" in str(failure["error"])
 
 
+@jax_is_slow
 @pytest.mark.parametrize("name", ["a/b", "..", "a\0b", "x" * 300])
 def test_a_checkpoint_name(culprit: tinker.TrainingClient, name: str) -> None:
     for save in (culprit.save_state, culprit.save_weights_for_sampler):
         told(lambda save=save: save(name), "checkpoint name", repr(name)[:20])
 
 
+@jax_is_slow
 def test_a_path_of_another_kind_or_of_nothing(house: House, culprit: tinker.TrainingClient) -> None:
     weights = f"tinker://{culprit.model_id}/weights/none"
     sampler = culprit.save_weights_for_sampler("kind").result().path
@@ -237,6 +242,7 @@ def test_a_path_of_another_kind_or_of_nothing(house: House, culprit: tinker.Trai
             service.create_sampling_client(model_path=weights).result()
 
 
+@jax_is_slow
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
@@ -266,12 +272,14 @@ def posted(house: House, content: Any, **headers: str) -> httpx.Response:
     return house.server.client.post("/api/v1/forward_backward", content=content, headers=PROTOBUF | named)
 
 
+@jax_is_slow
 def test_no_data(house: House, culprit: tinker.TrainingClient) -> None:
     message = wire_pb2.ForwardBackwardRequest(model_id=culprit.model_id, loss_fn="cross_entropy")
     failure = house.server.result(posted(house, message.SerializeToString()))
     assert failure == {"error": "data: holds no datum", "category": "user"}
 
 
+@jax_is_slow
 def test_truncated_protobuf(house: House, culprit: tinker.TrainingClient) -> None:
     whole = good_pass(culprit.model_id)
     assert "error" not in house.server.result(posted(house, whole))
@@ -280,12 +288,14 @@ def test_truncated_protobuf(house: House, culprit: tinker.TrainingClient) -> Non
         assert answer.status_code == HTTPStatus.BAD_REQUEST and "protobuf" in answer.json()["detail"]
 
 
+@jax_is_slow
 def test_truncated_zstd(house: House, culprit: tinker.TrainingClient) -> None:
     packed = zstandard.compress(good_pass(culprit.model_id))
     answer = posted(house, packed[:-3], content_encoding="zstd")
     assert answer.status_code == HTTPStatus.BAD_REQUEST and "zstd" in answer.json()["detail"]
 
 
+@jax_is_slow
 @pytest.mark.parametrize("is_stated", [True, False])
 def test_a_zstd_bomb(house: House, is_stated: bool) -> None:
     size = house.server.settings.max_request_bytes + 1
@@ -298,6 +308,7 @@ def test_a_zstd_bomb(house: House, is_stated: bool) -> None:
     assert answer.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and "decompresses" in answer.json()["detail"]
 
 
+@jax_is_slow
 def test_a_body_of_300_mb(house: House) -> None:
     piece = bytes(MB)
     answer = posted(house, (piece for _ in range(300)))

@@ -20,6 +20,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
+# What says little about a backend, or costs it much, is left to the long run.
+jax_is_slow = pytest.mark.parametrize(
+    "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"
+)
+
 
 def examples(seed: int, count: int = 2) -> list[types.Datum]:
     """Random sequences of random lengths."""
@@ -104,6 +109,7 @@ def test_tenants_side_by_side_get_what_each_gets_alone(service: tinker.ServiceCl
     assert [future.result() for future in running] == [alone[0], alone[1], alone[0]]
 
 
+@jax_is_slow
 def test_gradients_add_up_until_a_step(service: tinker.ServiceClient) -> None:
     data = examples(0, count=4)
     whole, parts = new_client(service), new_client(service)
@@ -120,6 +126,7 @@ def test_gradients_add_up_until_a_step(service: tinker.ServiceClient) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
+@jax_is_slow
 @pytest.mark.parametrize("path", ["forward_backward", "optim_step", "save_weights", "retrieve_future"])
 def test_an_answer_that_is_lost_changes_nothing(service: tinker.ServiceClient, house: House, path: str) -> None:
     calm, client = new_client(service), new_client(service)
