@@ -173,14 +173,3 @@ def test_two_clients_do_not_disturb_each_other(service: tinker.ServiceClient) ->
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, range(2))
     assert first == second
-
-
-def test_a_custom_loss_runs_on_the_client(training: tinker.TrainingClient) -> None:
-    pytest.importorskip("torch")
-
-    def twice_the_loss(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
-        return -2 * sum(row.sum() for row in logprobs), {"seen": float(len(data))}
-
-    passed = training.forward_backward_custom([datum()], twice_the_loss).result()
-    assert passed.metrics["seen"] == 1.0 and "loss:sum" in passed.metrics
-    assert training.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics
