@@ -1,5 +1,7 @@
 """Fixtures that several rooms share."""
 
+import asyncio
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -30,3 +32,25 @@ def client_environment() -> Callable[[ClientEnvironment], PreparedEnvironment]:
         return outcome
 
     return get
+
+
+def pytest_sessionfinish() -> None:
+    """Stop the SDK's background loop, where clients that no test closed still send heartbeats.
+
+    A callback of its native transport into an interpreter that is shutting down aborts the process.
+    """
+    holder = sys.modules.get("tinker.lib.internal_client_holder")
+    background = holder and holder._internal_client_holder_thread_singleton
+    if not background or background._thread is None:
+        return
+    loop = background.get_loop()
+
+    async def cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout=30)
+    loop.call_soon_threadsafe(loop.stop)
+    background._thread.join(timeout=30)
