@@ -39,7 +39,9 @@ def test_sl_loop_learns_gsm8k(workplace, server):
     assert workplace.last_checkpoint("sl_loop").startswith("tinker://")
 
 
-def test_rl_loop_trains_what_sl_loop_taught_with_its_default_loss(workplace, server):
+# None: its own default, which is stable_reinforce.
+@pytest.mark.parametrize("loss", ["importance_sampling", None])
+def test_rl_loop_trains_what_sl_loop_taught(workplace, server, loss):
     questions = load_excerpt().train[:NUM_QUESTIONS]
     workplace.write_conversations([boxed(question) for question in questions] * 60)
     workplace.write_questions(questions * NUM_RL_STEPS)
@@ -53,6 +55,7 @@ def test_rl_loop_trains_what_sl_loop_taught_with_its_default_loss(workplace, ser
         "group_size=8",
         "max_tokens=24",
         "learning_rate=1e-3",
+        *([] if loss is None else [f"loss_fn={loss}"]),
     )
     steps = [row for row in metrics if "reward/total" in row]
     assert len(steps) == NUM_RL_STEPS
