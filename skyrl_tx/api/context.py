@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 
 from skyrl_tx.api.principal import Principal, principal
 from skyrl_tx.api.recall import Recall
@@ -76,3 +76,6 @@ async def incoming(request: Request, caller: Annotated[Principal, Depends(princi
 
 
 Incoming = Annotated[Call, Depends(incoming)]
+
+Limit = Annotated[int, Query(ge=0, le=10_000)]
+Offset = Annotated[int, Query(ge=0, lt=2**63)]

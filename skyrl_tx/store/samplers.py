@@ -2,7 +2,7 @@
 
 from sqlmodel import Session, col, select
 
-from skyrl_tx.contract.ids import SamplerId, SamplingSessionId
+from skyrl_tx.contract.ids import SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store.tables import SamplingSessionRow
 
 
@@ -18,6 +18,13 @@ def create_session(tx: Session, row: SamplingSessionRow) -> bool:
 def get(tx: Session, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
     """Read a sampling session."""
     return tx.get(SamplingSessionRow, sampling_session_id)
+
+
+def ids_of_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId]:
+    """All sampling sessions that a client session began, oldest first."""
+    oldest_first = (col(SamplingSessionRow.created_at), col(SamplingSessionRow.sampling_session_id))
+    wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.session_id == session_id)
+    return [SamplingSessionId(found) for found in tx.exec(wanted.order_by(*oldest_first))]
 
 
 def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:

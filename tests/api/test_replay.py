@@ -229,3 +229,11 @@ def manage(house: House, service: tinker.ServiceClient, model_id: str) -> None:
     with sends(house, "GET checkpoints?limit=100&offset=0"):
         listed = rest.list_user_checkpoints().result().checkpoints
     assert {checkpoint.tinker_path for checkpoint in checkpoints} <= {checkpoint.tinker_path for checkpoint in listed}
+    session_id = model_id.partition(":")[0]
+    with sends(house, "GET sessions?limit=20&offset=0&access_scope=owned"):
+        assert session_id == rest.list_sessions().result().sessions[0], "the newest first"
+    with sends(house, f"GET sessions/{session_id}?access_scope=owned"):
+        session = rest.get_session(session_id).result()
+    assert session.training_run_ids == [f"{session_id}:train:{index}" for index in range(3)]
+    assert session.sampler_ids == [f"{session_id}:sample:{index}" for index in range(3)]
+    assert session.user_metadata == {"a": "b"}

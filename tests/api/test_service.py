@@ -131,7 +131,7 @@ def test_a_busy_engine_is_no_reason_to_pause(server: Server) -> None:
     assert "starting" in server.client.get("/api/v1/healthz").json()["detail"]
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/sessions"), ("POST", "/api/v1/oai"), ("GET", "/")])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/sessions/no"), ("POST", "/api/v1/oai"), ("GET", "/")])
 def test_every_error_has_a_detail(server: Server, method: str, path: str) -> None:
     answer = server.client.request(method, path)
     assert answer.status_code == 404 and isinstance(answer.json()["detail"], str)

@@ -4,13 +4,13 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import lookup
-from skyrl_tx.api.context import Call, Incoming
+from skyrl_tx.api.context import Call, Incoming, Limit, Offset
 from skyrl_tx.api.errors import bad_request, not_found
 from skyrl_tx.api.schemas.weights import (
     Checkpoint,
@@ -27,9 +27,6 @@ from skyrl_tx.store import checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 router = APIRouter()
-
-Limit = Annotated[int, Query(ge=0, le=10_000)]
-Offset = Annotated[int, Query(ge=0, lt=2**63)]
 
 _TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
     CheckpointKind.TRAINING: "training",

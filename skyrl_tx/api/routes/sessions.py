@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import lookup
-from skyrl_tx.api.context import Incoming
+from skyrl_tx.api.context import Incoming, Limit, Offset
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.schemas.service import (
     CreateSessionAnswer,
@@ -15,9 +15,11 @@ from skyrl_tx.api.schemas.service import (
     FinishRequest,
     HeartbeatAnswer,
     HeartbeatRequest,
+    SessionAnswer,
+    SessionsAnswer,
 )
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store import sessions
+from skyrl_tx.store import models, samplers, sessions
 
 router = APIRouter()
 
@@ -69,3 +71,27 @@ def finish(session_id: str, call: Incoming) -> dict[str, str]:
 
     call.store.write(work)
     return {}
+
+
+@router.get("/sessions")
+def list_sessions(call: Incoming, limit: Limit = 20, offset: Offset = 0) -> SessionsAnswer:
+    """A page of the caller's sessions, newest first."""
+    return SessionsAnswer(
+        sessions=[*call.store.read(lambda tx: sessions.list_ids(tx, call.caller.owner, limit, offset))]
+    )
+
+
+@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+def get_session(session_id: str, call: Incoming) -> SessionAnswer:
+    """What was made in one session."""
+
+    def work(tx: Session) -> SessionAnswer:
+        row = lookup.session(tx, call.caller, SessionId(session_id))
+        return SessionAnswer(
+            training_run_ids=[model.model_id for model in models.of_session(tx, row.session_id)],
+            sampler_ids=[*samplers.ids_of_session(tx, row.session_id)],
+            user_metadata={name: str(value) for name, value in row.user_metadata.items()},
+            display_name=row.display_name,
+        )
+
+    return call.store.read(work)

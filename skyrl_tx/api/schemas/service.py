@@ -106,6 +106,21 @@ class TelemetryAnswer(Answer):
     status: Literal["accepted"] = "accepted"
 
 
+class SessionsAnswer(Answer):
+    """A page of sessions."""
+
+    sessions: list[str]
+
+
+class SessionAnswer(Answer):
+    """What was made in a session; the client reads metadata as text."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str]
+    display_name: str | None = None
+
+
 class RetrieveFutureRequest(WireModel):
     """A poll for a result."""
 
