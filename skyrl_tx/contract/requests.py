@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from skyrl_tx.contract.arrays import Float32Array, Int32Array, Int64Array, NumberArray
+from skyrl_tx.contract.arrays import Int32Array, Int64Array, NumberArray
 from skyrl_tx.contract.ids import ArtifactId, SamplerId, SamplingSessionId
 
-Number = float | int
 LossConfigValue = float | str
 
 
@@ -183,22 +182,3 @@ class Rejected:
 
 
 Request = CreateModel | ModelPass | OptimStep | SaveWeights | LoadWeights | UnloadModel | Sample | Rejected
-
-__all__ = [
-    "CreateModel",
-    "Datum",
-    "Float32Array",
-    "LoadWeights",
-    "LoraSpec",
-    "ModelPass",
-    "ModelSpec",
-    "OptimStep",
-    "OptimizerParams",
-    "PromptOptions",
-    "Rejected",
-    "Request",
-    "Sample",
-    "SamplingParams",
-    "SaveWeights",
-    "UnloadModel",
-]
