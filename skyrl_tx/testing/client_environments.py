@@ -36,11 +36,14 @@ class ClientEnvironment:
     name: str
     requirements: tuple[str, ...]
     no_deps: tuple[str, ...] = ()
+    over: "ClientEnvironment | None" = None
+    """One whose packages are seen too, after this one's own: what is large is installed once."""
 
     @property
     def key(self) -> str:
         """The directory's name in the cache; another recipe or Python gives another."""
-        recipe = json.dumps([self.requirements, self.no_deps, sys.version, sys.platform])
+        below = [] if self.over is None else [self.over.key]
+        recipe = json.dumps([self.requirements, self.no_deps, sys.version, sys.platform, *below])
         return f"{self.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
 
 
@@ -96,6 +99,12 @@ COOKBOOK = ClientEnvironment(
 )
 """The recipes that users of the protocol run: what sl_loop and rl_loop import, and the SDK."""
 
+SDKS = {
+    version: ClientEnvironment(name=f"sdk-{version}", requirements=(f"tinker=={version}",), over=TORCH)
+    for version in ("0.16.1", "0.18.2", "0.22.7", "0.25.0", "0.26.2", "0.30.4", "0.36.0", "0.38.0")
+}
+"""The generations of the SDK: of each wire dialect the last release, and the newest."""
+
 
 def is_required() -> bool:
     """Whether a missing environment is a failure rather than a skip."""
@@ -121,11 +130,12 @@ def prepare(environment: ClientEnvironment, cache: Path | None = None) -> Prepar
     directory = cache / environment.key
     python = directory / "bin" / "python"
     complete = directory / "complete"
+    below = None if environment.over is None else prepare(environment.over, cache)
     with _lock(cache / f"{environment.key}.lock"):
         if not complete.exists():
             shutil.rmtree(directory, ignore_errors=True)  # what an interrupted build left
             try:
-                _build(environment, directory, python)
+                _build(environment, directory, python, below)
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
@@ -133,8 +143,10 @@ def prepare(environment: ClientEnvironment, cache: Path | None = None) -> Prepar
     return PreparedEnvironment(python=python)
 
 
-def _build(environment: ClientEnvironment, directory: Path, python: Path) -> None:
+def _build(environment: ClientEnvironment, directory: Path, python: Path, below: PreparedEnvironment | None) -> None:
     _call(environment, [sys.executable, "-m", "venv", str(directory)])
+    if below is not None:
+        (_site_packages(python) / "below.pth").write_text(f"{_site_packages(below.python)}\n")
     report = directory / "report.json"
     install = [str(python), "-m", "pip", "install", "--quiet", "--retries", "2"]
     _call(environment, [*install, "--dry-run", "--report", str(report), *environment.requirements])
@@ -147,6 +159,11 @@ def _build(environment: ClientEnvironment, directory: Path, python: Path) -> Non
     _call(environment, [*install, *environment.requirements])
     if environment.no_deps:
         _call(environment, [*install, "--no-deps", *environment.no_deps])
+
+
+def _site_packages(python: Path) -> Path:
+    (directory,) = (python.parent.parent / "lib").glob("python*/site-packages")
+    return directory
 
 
 def _call(environment: ClientEnvironment, command: list[str]) -> None:

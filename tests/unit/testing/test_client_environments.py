@@ -42,6 +42,20 @@ def test_builds_once_and_runs_scripts(package, tmp_path, monkeypatch):
         first.run(script)
 
 
+def test_one_over_another_sees_its_packages_after_its_own(package, tmp_path):
+    wheel = package / "harmless-1.0-py3-none-any.whl"
+    below = ClientEnvironment(name="below", requirements=(str(wheel),))
+    above = ClientEnvironment(name="above", requirements=(str(wheel),), over=below)
+    script = tmp_path / "script.py"
+    script.write_text("import harmless; print(harmless.__file__)")
+    prepared = prepare(above, tmp_path)
+    assert prepared.run(script).stdout.startswith(str(tmp_path / below.key)), "installed once: pip sees it below"
+    assert above.key != ClientEnvironment(name="above", requirements=(str(wheel),)).key
+    own = next((tmp_path / above.key / "lib").glob("python*/site-packages"))
+    (own / "harmless.py").write_text("")
+    assert prepared.run(script).stdout.startswith(str(own))
+
+
 def test_refuses_accelerator_packages(package, tmp_path):
     recipe = ClientEnvironment(name="gpu", requirements=(str(package / "nvidia_pretender-1.0-py3-none-any.whl"),))
     with pytest.raises(UnavailableEnvironment, match="nvidia-pretender"):
