@@ -28,6 +28,9 @@ class ApiSettings(BaseModel):
         default=256 * 2**20, ge=1024, description="longest body taken, and its length decompressed"
     )
     retrieve_hold_s: float = Field(default=30.0, gt=0, le=40, description="how long a poll for a result is held open")
+    large_result_bytes: int = Field(
+        default=2**20, ge=0, description="results longer than this are announced by their size, then fetched"
+    )
     engine_silence_s: float = Field(
         default=10.0, gt=0, description="clients are told to wait when the engine is silent so long"
     )

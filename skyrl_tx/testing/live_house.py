@@ -60,12 +60,18 @@ def small_backend(name: str, directory: Path) -> tuple[str, AbstractBackend]:
 
 
 @contextmanager
-def live_house(backend_name: str, directory: Path) -> Generator[House]:
+def live_house(backend_name: str, directory: Path, *, large_result_bytes: int = 2**20) -> Generator[House]:
     """Serve with a small backend, until the context is left."""
     base_model, backend = small_backend(backend_name, directory)
     data_dir, wiretap = directory / "data", Wiretap()
     data_dir.mkdir(mode=0o700)
-    api = ApiSettings(port=0, data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
+    api = ApiSettings(
+        port=0,
+        data_dir=data_dir,
+        base_model=base_model,
+        served_model_name=PUBLIC_NAME,
+        large_result_bytes=large_result_bytes,
+    )
     engine = EngineSettings(data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
     with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):
         _wait_until_ready(server)

@@ -114,6 +114,21 @@ def test_a_failure_is_a_success_of_http(server: Server) -> None:
     assert server.result(step) == {"error": "no gradient", "category": "user"}
 
 
+def test_a_large_result_is_announced_by_its_size(server: Server) -> None:
+    step = server.post("optim_step", model_id=server.model(), adam_params={})
+    request_id = RequestId(step.json()["request_id"])
+    size = server.settings.large_result_bytes + 1
+    done = codec.encode(results.OptimStepOutput(metrics={"x" * size: 1.0}))
+    server.store.write(
+        lambda tx: futures.complete(tx, request_id, done, failed=False, effect_order=None, now=time.time())
+    )
+    announced = server.post("retrieve_future", request_id=request_id, allow_metadata_only=True).json()
+    whole = server.post("retrieve_future", request_id=request_id, allow_metadata_only=False)
+    assert announced == {"status": "complete_metadata", "response_payload_size": len(whole.content)}
+    assert whole.json()["metrics"] and len(whole.content) > size
+    assert server.post("retrieve_future", request_id=request_id).content == whole.content, "releases that do not ask"
+
+
 def test_a_busy_engine_is_no_reason_to_pause(server: Server) -> None:
     def publish(status: engine_state.EngineStatus) -> None:
         server.store.write(
