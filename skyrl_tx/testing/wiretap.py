@@ -32,7 +32,7 @@ class Wiretap:
     """Watches the calls to an application, except for those that clients make on a clock of their own."""
 
     _heard: list[Call] | None = None
-    _losses: dict[str, list[HTTPStatus]] = field(default_factory=dict)
+    _losses: dict[tuple[str, str | None], list[HTTPStatus]] = field(default_factory=dict)
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return an application that is watched."""
@@ -52,12 +52,16 @@ class Wiretap:
         yield calls
         self._heard = None
 
-    def lose_answers(self, path: str, statuses: list[HTTPStatus]) -> None:
-        """Let the next calls of a path take effect, and answer each with a failure in place of what it gave."""
-        self._losses[path] = list(statuses)
+    def lose_answers(self, path: str, statuses: list[HTTPStatus], kind: str | None = None) -> None:
+        """Let the next calls of a path take effect, and answer each with a failure in place of what it gave.
+
+        `kind` picks the polls for results of one kind, as clients name it in `x-tinker-request-type`.
+        """
+        self._losses[path, kind] = list(statuses)
 
     async def _watch(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        losses = self._losses.get(scope["path"].removeprefix(_PREFIX), [])
+        path, kind = scope["path"].removeprefix(_PREFIX), _text(scope["headers"]).get("x-tinker-request-type")
+        losses = self._losses.get((path, kind)) or self._losses.get((path, None))
         lost_as = losses.pop(0) if losses else None
         received: list[bytes] = []
 
