@@ -1,64 +1,117 @@
-"""Every field that the installed SDK may send is known to our schemas."""
+"""Every field that the installed SDK may send is known to us: of every kind of request, and of what is in it."""
 
 import dataclasses
+import importlib
+import pkgutil
 import typing
+from types import ModuleType
+from typing import Any
 
 import pytest
+import tinker.types
 from tinker import types
-from tinker.types import (
-    create_model_request,
-    create_sampling_session_request,
-    create_session_request,
-    forward_backward_input,
-    load_weights_request,
-    optim_step_request,
-    sample_request,
-    save_weights_for_sampler_request,
-    save_weights_request,
-    session_heartbeat_request,
-)
+from tinker.types import optim_step_request, provenance_spans
 from tinker.types._pydantic_types import datum, model_input, sampling_params, tensor_data
 
-from skyrl_tx.api.schemas import inputs, sampling, service, training, weights
+import skyrl_tx.api.schemas
+from skyrl_tx.api.app import create_app
+from skyrl_tx.api.schemas import inputs, sampling, training
 from skyrl_tx.api.schemas.base import WireModel
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.store.database import Store
 
-PAIRS: list[tuple[type, type[WireModel]]] = [
-    (create_session_request.CreateSessionRequest, service.CreateSessionRequest),
-    (session_heartbeat_request.SessionHeartbeatRequest, service.HeartbeatRequest),
-    (create_model_request.CreateModelRequest, training.CreateModelRequest),
+OUR_NAMES = {
+    "SessionHeartbeatRequest": "HeartbeatRequest",
+    "FutureRetrieveRequest": "RetrieveFutureRequest",
+    "FuturesRetrieveRequest": "RetrieveFuturesRequest",
+}
+"""Requests that have another name here."""
+
+WITHOUT_SCHEMA = {
+    "CopyWeightsRequest": "copy_weights",
+    "CreateCustomLossRequest": "create_custom_loss",
+    "FuturesRetrieveRequest": "retrieve_futures",
+    "GetBillingUsageRequest": "billing/usage/events",
+    "GetCurrentCheckpointStorageUsageRequest": "billing/usage/checkpoints/current",
+    "JoinSamplingSessionRequest": "join_sampling_session",
+    "SaveWeightsExternalRequest": "save_weights_external",
+    "SessionSearchRequest": "sessions/search",
+    "TelemetrySendRequest": "telemetry",  # taken in any shape, and dropped
+}
+"""Requests that may have no schema, by their routes: there is none, or it takes the fields as a query."""
+
+INSIDE: list[tuple[type, type[WireModel]]] = [
     (types.LoraConfig, training.LoraConfig),
+    (types.AdamOptimizerConfig, training.OptimizerConfig),
     (types.AdamParams, training.AdamParams),
-    (forward_backward_input.ForwardBackwardInput, training.PassInput),
-    (save_weights_request.SaveWeightsRequest, weights.SaveWeightsRequest),
-    (save_weights_for_sampler_request.SaveWeightsForSamplerRequest, weights.SaveWeightsForSamplerRequest),
-    (load_weights_request.LoadWeightsRequest, weights.LoadWeightsRequest),
-    (create_sampling_session_request.CreateSamplingSessionRequest, sampling.CreateSamplingSessionRequest),
-    (sample_request.SampleRequest, sampling.SampleRequest),
+    (types.ForwardBackwardInput, training.PassInput),
     (sampling_params.SamplingParams, sampling.SamplingParams),
     (model_input.ModelInput, inputs.ModelInput),
     (tensor_data.TensorData, inputs.TensorData),
     (datum.Datum, inputs.Datum),
+    (provenance_spans.PromptProvenanceSpan, inputs.TokenRun),
+    (provenance_spans.SampledProvenanceSpan, inputs.TokenRun),
 ]
 
 
-def field_names(kind: type) -> set[str]:
+def classes_of(package: ModuleType) -> dict[str, Any]:
+    """All classes that a package's modules define or import, by name."""
+    modules = [
+        importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+    ]
+    return {name: kind for module in modules for name, kind in vars(module).items() if isinstance(kind, type)}
+
+
+THEIRS = {name: kind for name, kind in classes_of(tinker.types).items() if name.endswith("Request")}
+OURS = {name: kind for name, kind in classes_of(skyrl_tx.api.schemas).items() if issubclass(kind, WireModel)}
+
+
+def fields_of(kind: Any) -> set[str]:
     if dataclasses.is_dataclass(kind) and not hasattr(kind, "model_fields"):
         return {field.name for field in dataclasses.fields(kind)}
-    return set(kind.model_fields)  # pyright: ignore
+    return set(kind.model_fields)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), PAIRS, ids=lambda kind: kind.__name__)
-def test_all_fields_of_the_sdk_are_known(theirs: type, ours: type[WireModel]) -> None:
-    assert field_names(theirs) <= set(ours.model_fields)
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("data")
+    store = Store.open(directory, role="api")
+    try:
+        paths = create_app(ApiSettings(data_dir=directory, base_model="tiny"), store).openapi()["paths"]
+    finally:
+        store.close()
+    return {path.removeprefix("/api/v1/"): operations for path, operations in paths.items()}
+
+
+def test_the_sdk_has_requests() -> None:
+    assert {"CreateModelRequest", "ForwardBackwardRequest", "SampleRequest", "LoadWeightsRequest"} <= set(THEIRS)
+
+
+@pytest.mark.parametrize("name", sorted(THEIRS))
+def test_every_request_is_known_in_full(name: str, routes: dict[str, Any]) -> None:
+    ours = OURS.get(OUR_NAMES.get(name, name))
+    if ours is not None:
+        own = {"optim_params"} if name == "OptimStepRequest" else set[str]()  # written as one of two others, see below
+        assert fields_of(THEIRS[name]) - own <= fields_of(ours)
+        return
+    path = WITHOUT_SCHEMA[name]
+    if path in routes and path != "telemetry":
+        (operation,) = routes[path].values()
+        assert fields_of(THEIRS[name]) <= {parameter["name"] for parameter in operation["parameters"]}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), INSIDE, ids=lambda kind: kind.__name__)
+def test_what_is_in_a_request_is_known_in_full(theirs: type, ours: type[WireModel]) -> None:
+    assert fields_of(theirs) <= fields_of(ours)
 
 
 def test_the_fields_of_an_optimizer_step_are_known() -> None:
     sent = optim_step_request.OptimStepRequest(model_id="m", optim_params=types.AdamParams()).model_dump()
-    assert set(sent) <= set(training.OptimStepRequest.model_fields)
+    assert set(sent) <= fields_of(training.OptimStepRequest)
 
 
 def test_all_kinds_of_chunks_are_known() -> None:
     chunk_kinds = typing.get_args(typing.get_args(types.ModelInputChunk)[0])
     assert chunk_kinds
     for kind in chunk_kinds:
-        assert field_names(kind) <= set(inputs.Chunk.model_fields), kind
+        assert fields_of(kind) <= fields_of(inputs.Chunk), kind
