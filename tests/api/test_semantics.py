@@ -80,6 +80,32 @@ def test_what_is_sampled_has_the_logprobs_that_training_gives_it(training: tinke
         np.testing.assert_allclose(again[len(PROMPT) :], own, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.8, 2.0])
+def test_differences_of_logprobs_scale_with_the_temperature(
+    training: tinker.TrainingClient, temperature: float
+) -> None:
+    """(log p_T(a) - log p_T(b)) * T is the same at every T, for tokens that are drawn at the same place."""
+    list(steps(training, range(2)))
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(PROMPT)
+
+    def first_tokens(temperature: float) -> dict[int, float]:
+        params = types.SamplingParams(max_tokens=1, stop=[], seed=1, temperature=temperature)
+        drawn = sampler.sample(prompt, num_samples=48, sampling_params=params).result().sequences
+        return {sequence.tokens[0]: (sequence.logprobs or [])[0] for sequence in drawn}
+
+    def at_one(token: int) -> float:
+        return sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT, token])).result()[-1] or 0.0
+
+    scaled = first_tokens(temperature)
+    assert len(scaled) > 3
+    reference, *others = sorted(scaled)[:6]
+    for token in others:
+        difference = (scaled[token] - scaled[reference]) * temperature
+        assert difference == pytest.approx(at_one(token) - at_one(reference), abs=2e-5)
+    assert any(abs(at_one(token) - at_one(reference)) > 0.1 for token in others), "not all alike"
+
+
 def test_a_sampler_is_frozen_and_seeds_reproduce(training: tinker.TrainingClient) -> None:
     list(steps(training, range(1)))
     frozen = training.save_weights_and_get_sampling_client().result()
