@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 
-from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.store import futures
+from skyrl_tx.contract.ids import RequestId, SamplingSessionId
+from skyrl_tx.store import completions, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 
@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 _WAIT_S = 1.0
 _NOTE_FETCHED_EVERY_S = 5.0
 _LONGEST_PAUSE_S = 0.05
+_PAGE = 5000
 
 
 class Waiters:
@@ -24,7 +25,8 @@ class Waiters:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._waiting: dict[RequestId, list[asyncio.Event]] = {}
+        self._waiting: dict[str, list[asyncio.Event]] = {}
+        self._seen = store.read(completions.last_order)
         self._fetched: set[RequestId] = set()
         self._noted_at = time.monotonic()
         self._is_closed = False
@@ -57,24 +59,24 @@ class Waiters:
             self._thread.join()
 
     @contextmanager
-    def expecting(self, request_id: RequestId) -> Generator[asyncio.Event]:
-        """Give an event that is set once the request is answered.
+    def expecting(self, name: RequestId | SamplingSessionId) -> Generator[asyncio.Event]:
+        """Give an event that is set once a request is answered, or any of a sampling session.
 
-        Look at the request inside: an answer given before is not announced.
+        Look for answers inside: one given before is not announced.
         """
         event = asyncio.Event()
         with self._lock:
-            self._waiting.setdefault(request_id, []).append(event)
+            self._waiting.setdefault(name, []).append(event)
             if self._is_closed:
                 event.set()
         try:
             yield event
         finally:
             with self._lock:
-                events = self._waiting[request_id]
+                events = self._waiting[name]
                 events.remove(event)
                 if not events:
-                    del self._waiting[request_id]
+                    del self._waiting[name]
 
     def note_fetched(self, request_id: RequestId) -> None:
         """Remember that a client has its result; written now and then, because only pruning reads it."""
@@ -95,17 +97,17 @@ class Waiters:
             time.sleep(min(time.monotonic() - begun_at, _LONGEST_PAUSE_S))
 
     def _announce(self) -> None:
-        with self._lock:
-            request_ids = list(self._waiting)
-        if not request_ids:
-            return
-        answered = self._store.read(lambda tx: futures.statuses(tx, request_ids))
-        if answered and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._wake, answered.keys())
+        """Wake those that wait for what was answered since the last look."""
+        while page := self._store.read(lambda tx: completions.since(tx, self._seen, _PAGE)):
+            self._seen = page[-1][0]
+            with self._lock:
+                names = {name for _, *pair in page for name in pair if name in self._waiting}
+            if names and self._loop is not None:
+                self._loop.call_soon_threadsafe(self._wake, names)
 
-    def _wake(self, request_ids: Collection[RequestId]) -> None:
+    def _wake(self, names: Collection[str]) -> None:
         with self._lock:
-            events = [event for name in request_ids for event in self._waiting.get(name, ())]
+            events = [event for name in names for event in self._waiting.get(name, ())]
         for event in events:
             event.set()
 

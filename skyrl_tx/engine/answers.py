@@ -12,6 +12,7 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory, RequestError
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import Failure, Result
 from skyrl_tx.engine.work import Work
 from skyrl_tx.store import futures, models
@@ -80,7 +81,8 @@ class Answers:
             counted = models.next_effect(tx, work.model_id)
             assert counted == answer.effect_order, f"effect {answer.effect_order} of {work.model_id} is no. {counted}"
         if not futures.complete(tx, work.request_id, data, failed=failed, effect_order=answer.effect_order, now=now):
-            _log.warning("%s request %s was answered or removed by someone else", work.kind, work.request_id)
+            level = logging.DEBUG if isinstance(work.request, Sample) else logging.WARNING  # samples can be cancelled
+            _log.log(level, "%s request %s was answered or removed by someone else", work.kind, work.request_id)
         if work.model_id is not None and now - self._touched.get(work.model_id, 0.0) >= _TOUCH_PERIOD_S:
             self._touched[work.model_id] = now
             if models.get(tx, work.model_id) is not None:

@@ -22,7 +22,7 @@ from skyrl_tx.engine.schedule import Place, Schedule, Step
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.state import StatePublisher
 from skyrl_tx.engine.work import BARRIER_KINDS, Work, work_of
-from skyrl_tx.store import futures
+from skyrl_tx.store import cancellations, futures
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Engine:
                 models=Models(self._backend, capabilities, self._store, answers, jobs, recovery),
                 samplers=Samplers(self._backend, capabilities, recovery),
             )
+            self._store.write(cancellations.forget)  # they are answered, so they will not be read
             loop = _Loop(room, self._artifacts)
             state.say("ready", capabilities)
             on_ready(capabilities)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sqlmodel import Session
 
@@ -17,7 +17,7 @@ from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.gather import Gathering
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.work import Work
-from skyrl_tx.store import futures, samplers, stability
+from skyrl_tx.store import cancellations, futures, samplers, stability
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Sampling:
         self._waiting: dict[SessionId, deque[Work]] = {}  # the session served least recently first
         self._running: dict[RequestId, _Running] = {}
         self._suspects: set[RequestId] = set()
+        self._heard = 0  # cancellations, up to this position
         self.num_bytes = 0
         """What all that waits takes in memory."""
 
@@ -65,6 +66,7 @@ class Sampling:
 
     def step(self) -> bool:
         """Begin what has room and decode one slice of all that runs; whether there was anything to do."""
+        self._forget_cancelled()
         self._admit()
         if not self._running:
             return False
@@ -83,6 +85,36 @@ class Sampling:
         request_ids = list(self._running)
         self._drop_all()
         self._room.store.write(lambda tx: futures.release_attempt(tx, request_ids))
+
+    def _forget_cancelled(self) -> None:
+        """Let go of what was answered already because its client wants it no more."""
+        if not self._running and not self._waiting:
+            return
+        heard = self._room.store.read(lambda tx: cancellations.since(tx, self._heard))
+        if not heard:
+            return
+        self._heard = position = heard[-1][0]
+        self._room.store.write_soon(lambda tx: cancellations.forget(tx, position))
+        self._remove({request_id for _, request_id in heard})
+
+    def _remove(self, request_ids: Collection[RequestId]) -> list[Work]:
+        """Have requests neither wait nor run any more; returns those that did."""
+        removed = [running.work for running in self._running.values() if running.work.request_id in request_ids]
+        for work in removed:
+            self._drop(self._running[work.request_id])
+        for session_id, queue in list(self._waiting.items()):
+            gone = [work for work in queue if work.request_id in request_ids]
+            if not gone:
+                continue
+            removed += gone
+            self.num_bytes -= sum(work.num_bytes for work in gone)
+            kept = deque(work for work in queue if work.request_id not in request_ids)
+            if kept:
+                self._waiting[session_id] = kept
+            else:
+                del self._waiting[session_id]
+        self._suspects.difference_update(request_ids)
+        return removed
 
     def _admit(self) -> None:
         begun: list[Work] = []

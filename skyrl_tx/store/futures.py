@@ -14,7 +14,7 @@ from sqlalchemy import bindparam, func, insert, literal_column, or_, select, upd
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store.tables import ModelRow, RequestRow, SnapshotRow
+from skyrl_tx.store.tables import AnswerCounterRow, ModelRow, RequestRow, SnapshotRow
 
 _IDS_A_QUERY = 1000
 
@@ -107,6 +107,18 @@ _OPEN_AFTER = (
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )
+_COUNT_ANSWER = update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1)
+_ANSWER = (
+    update(RequestRow)
+    .where(col(RequestRow.request_id) == bindparam("name"), col(RequestRow.status) == "open")
+    .values(
+        status=bindparam("outcome"),
+        result=bindparam("data"),
+        effect_order=bindparam("effect"),
+        completed_at=bindparam("now"),
+        answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
+    )
+)
 
 
 def request_id(key: str) -> RequestId:
@@ -194,11 +206,11 @@ def complete(
     tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
 ) -> bool:
     """Answer a request, for ever; False if it was answered before or does not exist."""
-    answered = tx.connection().execute(
-        update(RequestRow)
-        .where(col(RequestRow.request_id) == request_id, col(RequestRow.status) == "open")
-        .values(status="failed" if failed else "done", result=result, effect_order=effect_order, completed_at=now)
-    )
+    connection = tx.connection()
+    connection.execute(_COUNT_ANSWER)
+    outcome = "failed" if failed else "done"
+    values = {"name": request_id, "outcome": outcome, "data": result, "effect": effect_order, "now": now}
+    answered = connection.execute(_ANSWER, values)
     return answered.rowcount == 1
 
 

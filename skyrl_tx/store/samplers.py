@@ -27,6 +27,16 @@ def ids_of_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId
     return [SamplingSessionId(found) for found in tx.exec(wanted.order_by(*oldest_first))]
 
 
+def add_clone(tx: Session, sampling_session_id: SamplingSessionId) -> int:
+    """Number one more copy of a session's client; the first is 1. Raises LookupError if there is no such session."""
+    row = get(tx, sampling_session_id)
+    if row is None:
+        raise LookupError(f"no sampling session {sampling_session_id!r}")
+    row.num_clones += 1
+    tx.flush()
+    return row.num_clones
+
+
 def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
     """Note that a sampling session is in use. Raises LookupError if there is none."""
     row = get(tx, sampling_session_id)

@@ -77,6 +77,8 @@ class RequestRow(SQLModel, table=True):
         Index("ix_requests_model_effect", "model_id", "effect_order"),
         Index("ix_requests_loads", "position", sqlite_where=text("kind = 'load_weights'")),
         Index("ix_requests_prunable", "fetched_at", sqlite_where=text("result IS NOT NULL")),
+        Index("ix_requests_answers", "answer_order"),
+        Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
         {"sqlite_autoincrement": True},  # a position is never given twice: readers keep it as a cursor
     )
 
@@ -99,6 +101,27 @@ class RequestRow(SQLModel, table=True):
     created_at: float
     completed_at: float | None = None
     fetched_at: float | None = None
+    answer_order: int | None = Field(default=None, sa_type=BigInteger)
+    """Order of answers, as they were committed: what was read up to one of them is never added to."""
+
+
+class AnswerCounterRow(SQLModel, table=True):
+    """How many answers were given; one row, so that those who answer take turns until they have committed."""
+
+    __tablename__ = "answer_counter"
+
+    id: int = Field(default=1, primary_key=True)
+    value: int = Field(default=0, sa_type=BigInteger)
+
+
+class CancellationRow(SQLModel, table=True):
+    """A sample that was answered because its client wants it no more, until the engine has heard of it."""
+
+    __tablename__ = "cancellations"
+    __table_args__ = {"sqlite_autoincrement": True}
+
+    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    request_id: RequestId = Field(sa_type=String)
 
 
 class SamplingSessionRow(SQLModel, table=True):
@@ -115,6 +138,8 @@ class SamplingSessionRow(SQLModel, table=True):
     created_at: float
     last_used_at: float
     request_id: RequestId | None = Field(default=None, sa_type=String)
+    num_clones: int = 0
+    """Copies of the client, in other processes, that number their requests apart."""
 
 
 class CheckpointRow(SQLModel, table=True):

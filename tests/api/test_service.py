@@ -21,7 +21,7 @@ def test_flags_suit_every_release(server: Server) -> None:
     assert flags["parallel_fwdbwd_chunks"] and flags["create_model_via_load_weights"]
     assert not flags["pjwt_auth_enabled"]
     assert server.post("client/config").status_code == 200
-    assert server.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is False
+    assert server.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is True
 
 
 def test_a_session_lives_until_it_is_finished(server: Server) -> None:

@@ -1,26 +1,39 @@
-"""Results, by long poll."""
+"""Results, by long poll, and the end of those that are wanted no more."""
 
 import asyncio
 import logging
+import time
 from http import HTTPStatus
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
+from sqlmodel import Session
 
+from skyrl_tx.api import lookup
 from skyrl_tx.api.answers import answer
 from skyrl_tx.api.context import Call, Incoming
-from skyrl_tx.api.errors import ApiError, not_found
+from skyrl_tx.api.errors import ApiError, bad_request, not_found
 from skyrl_tx.api.schemas.base import shown
-from skyrl_tx.api.schemas.service import RetrieveFutureRequest
+from skyrl_tx.api.schemas.service import (
+    CancelFutureAnswer,
+    CancelFutureRequest,
+    CompletionAnswer,
+    RetrieveFutureRequest,
+    RetrieveFuturesAnswer,
+    RetrieveFuturesRequest,
+)
 from skyrl_tx.contract import codec, results
-from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.store import futures
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.ids import RequestId, SamplingSessionId
+from skyrl_tx.store import cancellations, completions, futures
 from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 1.0
+_COMPLETIONS_A_POLL = 1000
+_CANCELLED = results.Failure(message="cancelled by the client", category=ErrorCategory.USER)
 router = APIRouter()
 
 QueueState = Literal["active", "paused_capacity"]
@@ -39,6 +52,56 @@ async def retrieve_future(call: Incoming, request: Request) -> Response:
         _log.error("no result can be looked up: %s", error)
         await asyncio.sleep(_PAUSE_S)
         return _patience(request_id, f"the database cannot serve now: {error}")
+
+
+@router.post("/retrieve_futures", response_model_exclude_none=True)
+async def retrieve_futures(call: Incoming) -> RetrieveFuturesAnswer:
+    """Say which samples of one client have their results, as soon as there is news; the results are asked for apart."""
+    asked = call.body.model(RetrieveFuturesRequest)
+    name = SamplingSessionId(asked.target.sampling_session_id)
+    hold_s = call.settings.retrieve_hold_s
+    end = time.monotonic() + min(hold_s if asked.timeout is None else max(asked.timeout, 0.0), hold_s)
+    while True:
+        with call.parts.waiters.expecting(name) as answered:
+            news = await run_in_threadpool(_news, call, name, asked.target.cloned_sampler_id, asked.prev_cursor)
+            left = end - time.monotonic()
+            if news.completions or left <= 0 or call.parts.waiters.is_closed:
+                return news
+            try:
+                await asyncio.wait_for(answered.wait(), left)
+            except TimeoutError:
+                return news
+
+
+def _news(call: Call, name: SamplingSessionId, clone: int, cursor: int) -> RetrieveFuturesAnswer:
+    def look(tx: Session) -> list[completions.Completion]:
+        lookup.sampling_session(tx, call.caller, name)
+        return completions.of_client(tx, name, clone, cursor, _COMPLETIONS_A_POLL)
+
+    found = call.store.read(look)
+    return RetrieveFuturesAnswer(
+        completions=[
+            CompletionAnswer(state="failed", request_id=each.request_id)
+            if each.failed
+            else CompletionAnswer(
+                state="finished", request_id=each.request_id, response_payload_uncompressed_size=each.num_bytes or None
+            )
+            for each in found
+        ],
+        cursor=found[-1].answer_order if found else cursor,
+    )
+
+
+@router.post("/cancel_future")
+def cancel_future(call: Incoming) -> CancelFutureAnswer:
+    """End a sample that its client wants no more; of no effect once it is answered, or if it never was."""
+    request_id = RequestId(call.body.model(CancelFutureRequest).request_id)
+    failure = codec.encode(_CANCELLED)
+    outcome = call.store.write(lambda tx: cancellations.cancel(tx, request_id, call.caller.owner, failure, time.time()))
+    if outcome == "no sample":
+        raise bad_request(f"request_id {shown(request_id)}: only samples can be cancelled")
+    call.store.wake()  # others may wait for it: the doorbell tells the engine alone
+    return CancelFutureAnswer()
 
 
 async def _held(call: Call, request_id: RequestId, accept: str, limit: int | None) -> Response:

@@ -13,6 +13,8 @@ from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.schemas.sampling import (
     CreateSamplingSessionAnswer,
     CreateSamplingSessionRequest,
+    JoinSamplingSessionAnswer,
+    JoinSamplingSessionRequest,
     SamplerAnswer,
     SampleRequest,
 )
@@ -54,6 +56,18 @@ def create_sampling_session(call: Incoming) -> CreateSamplingSessionAnswer:
 
     call.store.write(work)
     return CreateSamplingSessionAnswer(sampling_session_id=name)
+
+
+@router.post("/join_sampling_session")
+def join_sampling_session(call: Incoming) -> JoinSamplingSessionAnswer:
+    """Number a copy of a sampling client, so that its requests are told from those of the others."""
+    name = SamplingSessionId(call.body.model(JoinSamplingSessionRequest).sampling_session_id)
+
+    def work(tx: Session) -> int:
+        lookup.sampling_session(tx, call.caller, name)
+        return samplers.add_clone(tx, name)
+
+    return JoinSamplingSessionAnswer(client_counter=call.store.write(work))
 
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)

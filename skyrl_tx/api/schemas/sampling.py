@@ -55,6 +55,20 @@ class CreateSamplingSessionAnswer(Answer):
     sampling_session_id: str
 
 
+class JoinSamplingSessionRequest(WireModel):
+    """A copy of a sampling client begins, in another process."""
+
+    sampling_session_id: str
+    type: str | None = None
+
+
+class JoinSamplingSessionAnswer(Answer):
+    """The copy numbers its requests from so many billions."""
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
 class SamplerAnswer(Answer):
     """What a sampling session samples from."""
 

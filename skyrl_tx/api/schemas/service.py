@@ -22,13 +22,15 @@ class ClientConfigAnswer(Answer):
     proto_compress_fwdbwd: bool = True
     fwd_via_fwdbwd: bool = True
     create_model_via_load_weights: bool = True
+    sample_use_retrieve_futures: bool = True
+    sample_join_sampling_session: bool = True
 
 
 class DynamicConfigAnswer(Answer):
     """Flags that the SDK asks for again and again."""
 
     refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
+    sample_cancel_enabled: bool = True
 
 
 class CreateSessionRequest(WireModel):
@@ -126,3 +128,47 @@ class RetrieveFutureRequest(WireModel):
 
     request_id: str
     allow_metadata_only: bool | None = None
+
+
+class SamplingSessionTarget(WireModel):
+    """The samples of one client: of the one that began the sampling session (0), or of a copy."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0, le=10**9)
+
+
+class RetrieveFuturesRequest(WireModel):
+    """A poll for news of many results; those retrieved were noted when they were."""
+
+    target: SamplingSessionTarget
+    prev_cursor: int = Field(default=0, ge=0, lt=2**63)
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = Field(default_factory=list[str])
+
+
+class CompletionAnswer(Answer):
+    """One request that has its result."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class RetrieveFuturesAnswer(Answer):
+    """What was answered since the cursor of the last poll, and the cursor for the next."""
+
+    completions: list[CompletionAnswer]
+    cursor: int
+
+
+class CancelFutureRequest(WireModel):
+    """A result that is wanted no more."""
+
+    request_id: str
+
+
+class CancelFutureAnswer(Answer):
+    """Heard; there may have been nothing left to cancel."""
+
+    type: Literal["cancel_future"] = "cancel_future"

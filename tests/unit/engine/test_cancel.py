@@ -1,0 +1,79 @@
+"""Samples that clients want no more leave the device; others notice nothing."""
+
+import time
+
+import numpy as np
+
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.results import Failure
+from skyrl_tx.store import cancellations
+from skyrl_tx.testing.engine_house import OWNER, House, sample
+
+OVER = Failure(message="cancelled", category=ErrorCategory.USER)
+
+
+class Cancelling(FakeBackend):
+    """Cancels requests, as the API does, while its n-th slice is decoded."""
+
+    def __init__(self, house: House, doomed: list, at_slice: int) -> None:
+        super().__init__("tiny", house.config)
+        self.house, self.doomed, self.at_slice = house, doomed, at_slice
+        self.begun, self.cancelled, self.slices_of = [], [], {}
+
+    def begin_sample(self, batch):
+        self.begun += [request.request_id for request in batch.requests]
+        super().begin_sample(batch)
+
+    def step_sample(self):
+        self.at_slice -= 1
+        if self.at_slice == 0:
+            for request_id in self.doomed:
+                cancel(self.house, request_id)
+        deltas = super().step_sample()
+        for delta in deltas:
+            self.slices_of[delta.request_id] = self.slices_of.get(delta.request_id, 0) + 1
+        return deltas
+
+    def cancel_sample(self, request_ids):
+        self.cancelled += [request_id for request_id in request_ids if request_id in self._running]
+        super().cancel_sample(request_ids)
+
+
+def cancel(house, request_id):
+    return house.api.write(lambda tx: cancellations.cancel(tx, request_id, OWNER, codec.encode(OVER), time.time()))
+
+
+def long(**params):
+    return sample(**{"max_tokens": 1600, "eos_stops": False, "temperature": 1.0, **params})
+
+
+def test_a_running_sample_leaves_and_its_neighbour_goes_on(house):
+    alone = house.answer(long(seed=9))
+    doomed, neighbour = house.submit(long(seed=8)), house.submit(long(seed=9))
+    backend = Cancelling(house, [doomed], at_slice=3)
+    house.run(doomed, neighbour, backend=backend)
+    assert house.result(doomed) == OVER
+    assert backend.cancelled == [doomed]
+    assert backend.slices_of[doomed] == 3 and backend.slices_of[neighbour] == 100
+    np.testing.assert_array_equal(house.result(neighbour).sequences[0].tokens, alone.sequences[0].tokens)
+
+
+def test_a_waiting_sample_is_never_begun(tmp_path):
+    house = House(tmp_path)
+    house.config = house.config.model_copy(update={"max_sample_tokens": 1602})
+    first, doomed, last = (house.submit(long(seed=seed)) for seed in range(3))
+    backend = Cancelling(house, [doomed], at_slice=2)
+    house.run(first, doomed, last, backend=backend)
+    assert house.result(doomed) == OVER and backend.begun == [first, last]
+    house.close()
+
+
+def test_the_next_engine_does_not_take_a_cancelled_sample_up(house):
+    doomed, other = house.submit(long()), house.submit(sample())
+    assert cancel(house, doomed) == "cancelled"
+    backend = Cancelling(house, [], at_slice=0)
+    house.run(other, backend=backend)
+    assert backend.begun == [other] and house.result(doomed) == OVER
+    assert house.api.read(lambda tx: cancellations.since(tx, 0)) == []

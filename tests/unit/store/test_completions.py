@@ -1,0 +1,97 @@
+"""Who was answered when, and what clients want no more."""
+
+from collections.abc import Callable
+
+import pytest
+
+from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
+from skyrl_tx.store import cancellations, completions, futures
+from skyrl_tx.store.completions import CLONE_STRIDE, Completion
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.futures import NewRequest
+
+SAMPLING = SamplingSessionId("s:sample:0")
+Submit = Callable[..., RequestId]
+
+
+@pytest.fixture
+def submit(store: Store, session_id: SessionId) -> Submit:
+    def submit(seq_id: int, kind: str = "sample") -> RequestId:
+        new = NewRequest(
+            key=f"{kind}/{seq_id}",
+            kind=kind,
+            owner="ann",
+            session_id=session_id,
+            body=b"body",
+            seq_id=seq_id,
+            sampling_session_id=SAMPLING,
+        )
+        return store.write(lambda tx: futures.submit(tx, new, 1.0)).request_id
+
+    return submit
+
+
+def complete(store: Store, request_id: RequestId, *, failed: bool = False) -> None:
+    assert store.write(
+        lambda tx: futures.complete(tx, request_id, b"result", failed=failed, effect_order=None, now=1.0)
+    )
+
+
+def cancel(store: Store, request_id: RequestId, owner: str = "ann") -> str:
+    return store.write(lambda tx: cancellations.cancel(tx, request_id, owner, b"over", 2.0))
+
+
+def of_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[Completion]:
+    return store.read(lambda tx: completions.of_client(tx, SAMPLING, clone, after, limit))
+
+
+def test_answers_come_in_the_order_in_which_they_were_given(store: Store, submit: Submit) -> None:
+    first, second, third = (submit(seq_id) for seq_id in range(3))
+    assert store.read(completions.last_order) == 0
+    complete(store, third)
+    complete(store, first, failed=True)
+    assert of_client(store) == [Completion(1, third, False, 6), Completion(2, first, True, 6)]
+    assert [each.request_id for each in of_client(store, limit=1)] == [third]
+    cursor = of_client(store)[-1].answer_order
+    assert of_client(store, after=cursor) == []
+    complete(store, second)
+    assert [each.request_id for each in of_client(store, after=cursor)] == [second]
+    assert store.read(lambda tx: completions.since(tx, 1, 10)) == [(2, first, SAMPLING), (3, second, SAMPLING)]
+    assert store.read(completions.last_order) == 3
+
+
+def test_copies_of_a_client_hear_of_their_own_requests(store: Store, submit: Submit) -> None:
+    original, last_of_copy, copy = submit(5), submit(8 * CLONE_STRIDE - 1), submit(7 * CLONE_STRIDE)
+    for request_id in (original, last_of_copy, copy):
+        complete(store, request_id)
+    assert [each.request_id for each in of_client(store)] == [original]
+    assert [each.request_id for each in of_client(store, clone=7)] == [last_of_copy, copy]
+    assert of_client(store, clone=8) == []
+
+
+def test_a_cancelled_sample_is_answered_and_the_engine_hears_of_it_once(store: Store, submit: Submit) -> None:
+    running, other = submit(0), submit(1)
+    assert cancel(store, running) == "cancelled"
+    state = store.read(lambda tx: futures.result(tx, running, "ann"))
+    assert (state.status, state.result) == ("failed", b"over")
+    assert [request.request_id for request in store.read(lambda tx: futures.pending(tx, 0, 10))] == [other]
+    ((position, heard),) = store.read(lambda tx: cancellations.since(tx, 0))
+    assert heard == running
+    store.write(lambda tx: cancellations.forget(tx, position))
+    assert cancel(store, other) == "cancelled"
+    ((later, heard),) = store.read(lambda tx: cancellations.since(tx, position))
+    assert heard == other and later > position
+    store.write(cancellations.forget)
+    assert store.read(lambda tx: cancellations.since(tx, 0)) == []
+
+
+def test_only_open_samples_of_ones_own_are_cancelled(store: Store, submit: Submit) -> None:
+    answered, foreign, training = submit(0), submit(1), submit(2, kind="model_pass")
+    complete(store, answered)
+    assert cancel(store, answered) == "over"
+    assert cancel(store, foreign, owner="bob") == "over"
+    assert cancel(store, RequestId("req-never")) == "over"
+    assert cancel(store, training) == "no sample"
+    assert cancel(store, foreign) == "cancelled"
+    assert cancel(store, foreign) == "over"
+    assert store.read(lambda tx: futures.result(tx, answered, "ann")).result == b"result"
