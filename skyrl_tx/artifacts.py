@@ -1,13 +1,14 @@
 """Weight files: immutable directories under random ids, made atomically, hashed, confined to one root."""
 
+import fcntl
 import hashlib
 import os
 import re
 import secrets
 import shutil
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from skyrl_tx.contract.ids import ArtifactId
 _ID = re.compile(r"art-[0-9a-f]{32}")
 _TEMPORARY = ".tmp-"
 _MANIFEST = "manifest.json"
-_SUFFIXES = frozenset({".safetensors", ".json"})
+_SUFFIXES = frozenset({".safetensors", ".json", ".age"})
 _CHUNK_BYTES = 2**20
 
 
@@ -32,12 +33,17 @@ class ArtifactCorrupt(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """A finished artifact. `size_bytes` counts its files, the manifest apart."""
+    """A finished artifact. `files` has the size of each file, by its path within; the manifest is none of them."""
 
     artifact_id: ArtifactId
     path: Path
-    size_bytes: int
+    files: Mapping[str, int]
     metadata: Mapping[str, str]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files."""
+        return sum(self.files.values())
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -52,42 +58,35 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class ArtifactStore:
-    """All artifacts under one root. Many processes may open; one alone creates and collects."""
+    """All artifacts under one root. Many processes may open and create at once; one alone collects."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
-        self._in_progress: set[str] = set()
-        self._lock = threading.Lock()
 
     def create(self, write: Callable[[Path], None], metadata: Mapping[str, str] | None = None) -> Artifact:
         """Let `write` fill a directory, then make it an artifact: wholly and on disk, or not at all.
 
-        Raises ValueError if anything but plain .safetensors and .json files was written.
+        Raises ValueError if anything but plain .safetensors, .json and .age files was written.
         """
         artifact_id = ArtifactId(f"art-{secrets.token_hex(16)}")
         temporary = self._root / f"{_TEMPORARY}{artifact_id}"
         path = self._root / artifact_id
-        with self._lock:
-            self._in_progress.add(temporary.name)
-        try:
-            temporary.mkdir(mode=0o700)
-            write(temporary)
-            files = {name: _finish(temporary / name) for name in sorted(_names(temporary))}
-            manifest = _Manifest(1, dict(metadata or {}), files)
-            (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-            _fsync(temporary / _MANIFEST)
-            for folder in [folder for folder, _, _ in os.walk(temporary, topdown=False)]:
-                _fsync(Path(folder))
-            os.utime(temporary)
-            temporary.rename(path)
-            _fsync(self._root)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        finally:
-            with self._lock:
-                self._in_progress.discard(temporary.name)
+        with _in_progress(temporary):
+            try:
+                write(temporary)
+                files = {name: _finish(temporary / name) for name in sorted(_names(temporary))}
+                manifest = _Manifest(1, dict(metadata or {}), files)
+                (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+                _fsync(temporary / _MANIFEST)
+                for folder in [folder for folder, _, _ in os.walk(temporary, topdown=False)]:
+                    _fsync(Path(folder))
+                os.utime(temporary)
+                temporary.rename(path)
+                _fsync(self._root)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
         return _artifact(path, manifest)
 
     def open(self, artifact_id: ArtifactId, *, verify: bool = True) -> Path:
@@ -114,10 +113,7 @@ class ArtifactStore:
         kept = frozenset(keep)
         for path in sorted(self._root.iterdir()):
             if path.name.startswith(_TEMPORARY):
-                with self._lock:
-                    is_left_over = path.name not in self._in_progress
-                if is_left_over:
-                    shutil.rmtree(path)
+                _sweep(path)
             elif _ID.fullmatch(path.name) and path.name not in kept and time.time() - path.stat().st_mtime >= min_age_s:
                 doomed = path.rename(self._root / f"{_TEMPORARY}{path.name}")  # never seen in part
                 shutil.rmtree(doomed)
@@ -131,9 +127,40 @@ class ArtifactStore:
         return path
 
 
+@contextmanager
+def _in_progress(folder: Path) -> Generator[None]:
+    """Make a directory and hold it, so that no other process takes it for what a killed one left."""
+    while True:
+        folder.mkdir(mode=0o700)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.is_dir():  # not swept up between the two
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove a directory that nobody holds."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:  # finished meanwhile
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
 def _artifact(path: Path, manifest: _Manifest) -> Artifact:
-    size_bytes = sum(file.size_bytes for file in manifest.files.values())
-    return Artifact(artifact_id=ArtifactId(path.name), path=path, size_bytes=size_bytes, metadata=manifest.metadata)
+    files = {name: file.size_bytes for name, file in manifest.files.items()}
+    return Artifact(artifact_id=ArtifactId(path.name), path=path, files=files, metadata=manifest.metadata)
 
 
 def _names(folder: Path) -> Iterator[str]:

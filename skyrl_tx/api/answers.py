@@ -85,6 +85,8 @@ def as_json(result: results.Result) -> dict[str, object]:
         case results.SaveWeightsOutput():
             if result.kind == "weights":
                 return {"type": "save_weights", "path": result.path}
+            if result.kind == "external_weights":
+                return {"type": "save_weights_external", "path": result.path, "size_bytes": result.size_bytes}
             return {
                 "type": "save_weights_for_sampler",
                 "path": result.path,

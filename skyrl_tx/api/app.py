@@ -15,21 +15,29 @@ from starlette.exceptions import HTTPException
 from skyrl_tx import __version__
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.routes import futures, runs, sampling, service, sessions, training, weights
+from skyrl_tx.api.routes import downloads, futures, runs, sampling, service, sessions, training, weights
 from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.api.signing import SigningKey
 from skyrl_tx.api.waiters import Waiters
+from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _PREFIX = "/api/v1"
-_ROUTERS = (service, sessions, training, weights, sampling, futures, runs)
+_ROUTERS = (service, sessions, training, weights, sampling, futures, runs, downloads)
 
 
 def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     """Put the HTTP application together; the store stays the caller's to close."""
-    context = ApiContext(settings=settings, store=store, waiters=Waiters(store))
+    context = ApiContext(
+        settings=settings,
+        store=store,
+        artifacts=ArtifactStore(settings.data_dir / "artifacts"),
+        signing_key=SigningKey.of(settings.data_dir),
+        waiters=Waiters(store),
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:

@@ -10,9 +10,11 @@ from skyrl_tx.api.principal import Principal, principal
 from skyrl_tx.api.recall import Recall
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.api.signing import SigningKey
 from skyrl_tx.api.translate.translated import UnknownFields
 from skyrl_tx.api.waiters import Waiters
 from skyrl_tx.api.wire import Body, read_body
+from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 
@@ -23,6 +25,8 @@ class ApiContext:
 
     settings: ApiSettings
     store: Store
+    artifacts: ArtifactStore
+    signing_key: SigningKey
     waiters: Waiters
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     recall: Recall = field(default_factory=Recall)
@@ -64,9 +68,14 @@ class Call:
         self.parts.unknown_fields.check(model, self.sdk_version)
 
 
+async def parts_of(request: Request) -> ApiContext:
+    """Find the parts of this process."""
+    return cast(ApiContext, request.app.state.context)
+
+
 async def incoming(request: Request, caller: Annotated[Principal, Depends(principal)]) -> Call:
     """Receive a call in full."""
-    parts = cast(ApiContext, request.app.state.context)
+    parts = await parts_of(request)
     return Call(
         parts=parts,
         caller=caller,

@@ -34,6 +34,12 @@ class ApiSettings(BaseModel):
     engine_silence_s: float = Field(
         default=10.0, gt=0, description="clients are told to wait when the engine is silent so long"
     )
+    download_url_ttl_s: float = Field(
+        default=3600.0, gt=0, description="how long a URL to download weights from is valid"
+    )
+    public_url: str | None = Field(
+        default=None, description="where clients reach this server, for URLs to download from; default: as they ask"
+    )
     request_threads: int = Field(
         default=100, ge=1, description="requests worked on at once; each may wait for a commit"
     )

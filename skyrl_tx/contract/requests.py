@@ -82,15 +82,17 @@ class OptimStep:
 class SaveWeights:
     """Keep the weights as they are at this place in the model's order.
 
-    `kind` "weights" keeps the optimizer too. `name` None: an unnamed sampler save, which makes `sampling_session_id`.
+    `kind` "weights" keeps the optimizer too; "external_weights" are for download, each file encrypted to
+    `age_recipients` if there are any. `name` None: an unnamed sampler save, which makes `sampling_session_id`.
     """
 
-    kind: Literal["weights", "sampler_weights"]
+    kind: Literal["weights", "sampler_weights", "external_weights"]
     name: str | None
     sampling_session_id: SamplingSessionId | None = None
     ttl_s: int | None = None
     overwrite: bool = False
     user_metadata: Mapping[str, str] | None = None
+    age_recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,9 +100,10 @@ class OptimStepOutput:
 class SaveWeightsOutput:
     """Exactly one is set: a path for a named save, a sampling session for an unnamed one."""
 
-    kind: Literal["weights", "sampler_weights"]
+    kind: Literal["weights", "sampler_weights", "external_weights"]
     path: str | None = None
     sampling_session_id: SamplingSessionId | None = None
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from sqlmodel import Session
@@ -29,6 +30,7 @@ from skyrl_tx.contract.results import (
 )
 from skyrl_tx.engine import validate
 from skyrl_tx.engine.answers import Answer
+from skyrl_tx.engine.export import write_export
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.work import Work
 from skyrl_tx.store import checkpoints, models, samplers, snapshots
@@ -38,6 +40,7 @@ from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 _SAVED_PARTS = {
     "weights": frozenset({StatePart.WEIGHTS, StatePart.OPTIMIZER}),
     "sampler_weights": frozenset({StatePart.WEIGHTS}),
+    "external_weights": frozenset({StatePart.WEIGHTS}),
 }
 
 
@@ -152,9 +155,15 @@ def _save_weights(room: Room, work: Work, request: SaveWeights) -> None:
         except Exception as error:
             room.fail(work, _as_user_error(error))
 
+    def write(directory: Path) -> None:
+        if request.kind == "external_weights":
+            write_export(snapshot, directory, room.settings.base_models[0], request.age_recipients)
+        else:
+            snapshot.write(directory)
+
     extra = {"model_id": model_id, "kind": request.kind, "base_model": room.settings.base_models[0]}
     # The model is held: were later requests answered first, a crash would repeat this save with later weights.
-    room.jobs.start(lambda: room.recovery.write(snapshot, extra), answer, hold=model_id)
+    room.jobs.start(lambda: room.recovery.write(write, extra), answer, hold=model_id)
 
 
 def _check_free(room: Room, path: CheckpointPath, request: SaveWeights) -> None:
@@ -200,6 +209,7 @@ def _record_save(room: Room, work: Work, request: SaveWeights, path: CheckpointP
         kind=request.kind,
         path=None if path is None else str(path),
         sampling_session_id=None if path is not None else request.sampling_session_id,
+        size_bytes=artifact.size_bytes,
     )
     room.answers.give_now([Answer(work=work, result=result)], rows)
 

@@ -6,7 +6,8 @@ requests alone (the contract's canonical rule). Saves and forward passes had no 
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore
 from skyrl_tx.contract import codec, requests
@@ -35,10 +36,10 @@ class Recovery:
         self._store = store
         self._artifacts = artifacts
 
-    def write(self, snapshot: Snapshot, extra: Mapping[str, str]) -> Artifact:
-        """Make an artifact of a snapshot; any thread."""
+    def write(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Artifact:
+        """Make an artifact of what a snapshot writes; any thread."""
         fingerprint = {_FINGERPRINT + name: value for name, value in self._capabilities.fingerprint.items()}
-        return self._artifacts.create(snapshot.write, {**fingerprint, **extra})
+        return self._artifacts.create(write, {**fingerprint, **extra})
 
     def record(self, model_id: ModelId, artifact_id: ArtifactId, effect_order: int) -> None:
         """Make an artifact the one that a model is brought back from."""

@@ -169,7 +169,7 @@ class Models:
             self._recovery.record(model_id, artifact_id, effect_order)
 
         extra = {"model_id": model_id, "effect_order": str(effect_order)}
-        self._jobs.start(lambda: self._recovery.write(snapshot, extra), record)
+        self._jobs.start(lambda: self._recovery.write(snapshot.write, extra), record)
 
 
 class Samplers:

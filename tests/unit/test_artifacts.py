@@ -122,7 +122,7 @@ def test_a_link_in_the_root_is_no_artifact(store: ArtifactStore, tmp_path: Path)
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda folder: (folder / "weights.pkl").touch(), "weights.pkl is not among .json, .safetensors"),
+        (lambda folder: (folder / "weights.pkl").touch(), "weights.pkl is not among .age, .json, .safetensors"),
         (lambda folder: (folder / "manifest.json").touch(), "manifest.json"),
         (lambda folder: (folder / "a.json").symlink_to("/etc/hostname"), "a.json is a link"),
     ],

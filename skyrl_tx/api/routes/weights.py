@@ -14,6 +14,7 @@ from skyrl_tx.api.schemas.addresses import CreationAddress, ModelAddress
 from skyrl_tx.api.schemas.training import OptimizerAnswer, Promise
 from skyrl_tx.api.schemas.weights import (
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     WeightsInfoAnswer,
@@ -51,6 +52,17 @@ def save_weights_for_sampler(call: Incoming) -> Promise:
         value,
         lambda schema: weights.save_weights_for_sampler(schema, session_id),
         call.check_unknown,
+    )
+    return _to_model(call, address, request)
+
+
+@router.post("/save_weights_external", response_model_exclude_none=True)
+def save_weights_external(call: Incoming) -> Promise:
+    """Queue weights for download, in a layout that other software loads."""
+    value = call.body.mapping()
+    address = parse(ModelAddress, value)
+    request = translated(
+        "save_weights", SaveWeightsExternalRequest, value, weights.save_weights_external, call.check_unknown
     )
     return _to_model(call, address, request)
 

@@ -32,6 +32,17 @@ class SaveWeightsForSamplerRequest(WireModel):
     type: str | None = None
 
 
+class SaveWeightsExternalRequest(WireModel):
+    """Keep weights for download, each file encrypted if there are recipients."""
+
+    model_id: str
+    path: str | None = None
+    seq_id: SeqId | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: str | None = None
+
+
 class LoadWeightsRequest(WireModel):
     """Put a checkpoint into a model (`model_id`), or make a model from it (`session_id`, `model_seq_id`)."""
 
@@ -70,6 +81,13 @@ class TtlRequest(WireModel):
     """A new lifetime for a checkpoint from now on; null: for ever."""
 
     ttl_seconds: int | None
+
+
+class ExternalWeightsUrlsAnswer(Answer):
+    """Where each file of external weights can be had, without a key, until `expires`."""
+
+    urls: dict[str, str]
+    expires: datetime
 
 
 class Cursor(Answer):

@@ -1,7 +1,13 @@
 """Keeping weights and taking them up again."""
 
+from skyrl_tx import age
 from skyrl_tx.api.schemas.base import shown
-from skyrl_tx.api.schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
+from skyrl_tx.api.schemas.weights import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.translate.checks import require, ttl
 from skyrl_tx.api.translate.training import optimizer_kind
@@ -53,6 +59,22 @@ def save_weights_for_sampler(request: SaveWeightsForSamplerRequest, session_id: 
             ),
             ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
             user_metadata=request.user_metadata,
+        )
+    )
+
+
+def save_weights_external(request: SaveWeightsExternalRequest) -> Translated:
+    """Weights for download, under a name."""
+    if request.path is None:
+        raise UserError("path: missing; external weights need a name")
+    recipients = tuple(request.age_encryption_recipients or ())
+    age.check_recipients(recipients, "age_encryption_recipients")
+    return Translated.exactly(
+        requests.SaveWeights(
+            kind=CheckpointKind.EXTERNAL.value,
+            name=checkpoint_name(request.path),
+            ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
+            age_recipients=recipients,
         )
     )
 

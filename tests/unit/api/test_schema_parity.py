@@ -34,7 +34,6 @@ WITHOUT_SCHEMA = {
     "GetBillingUsageRequest": "billing/usage/events",
     "GetCurrentCheckpointStorageUsageRequest": "billing/usage/checkpoints/current",
     "JoinSamplingSessionRequest": "join_sampling_session",
-    "SaveWeightsExternalRequest": "save_weights_external",
     "SessionSearchRequest": "sessions/search",
     "TelemetrySendRequest": "telemetry",  # taken in any shape, and dropped
 }

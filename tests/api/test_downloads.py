@@ -1,0 +1,226 @@
+"""Weights out, through the SDK and by hand: signed URLs, ranges, archives, encryption."""
+
+import io
+import json
+import tarfile
+import time
+import urllib.request
+from http import HTTPStatus
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pyrage
+import pytest
+import tinker
+from safetensors.numpy import load
+
+from skyrl_tx.api.routes import downloads
+from skyrl_tx.testing.live_house import PUBLIC_NAME, House
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.fixture
+def rest(house: House, monkeypatch: pytest.MonkeyPatch) -> tinker.RestClient:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    return tinker.RestClient(base_url=house.url)
+
+
+@pytest.fixture
+def trained(training: tinker.TrainingClient) -> tinker.TrainingClient:
+    """One step from the start, so that no factor of the adapter is zero."""
+    tokens = tinker.ModelInput.from_ints([5, 6, 7, 8])
+    datum = tinker.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4})
+    training.forward_backward([datum], "cross_entropy")
+    training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+    return training
+
+
+def fetch(url: str) -> bytes:
+    """As the SDK's command line does: without any header of ours."""
+    with urllib.request.urlopen(url, timeout=20) as response:
+        return response.read()
+
+
+def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
+    saved = trained.save_weights_external("out", ttl_seconds=3600).result()
+    assert saved.path.endswith("/external_weights/out")
+    signed = rest.get_external_weights_urls(saved.path).result()
+    assert set(signed.urls) == ADAPTER
+    assert 3500 < signed.expires.timestamp() - time.time() < 3700
+    files = {name: fetch(url) for name, url in signed.urls.items()}
+    config = json.loads(files["adapter_config.json"])
+    assert config["base_model_name_or_path"] == PUBLIC_NAME and config["r"] == 8 and config["lora_alpha"] == 32
+    tensors = load(files["adapter_model.safetensors"])
+    assert all(name.startswith("base_model.model.") for name in tensors)
+    assert any(np.any(array) for name, array in tensors.items() if ".lora_B." in name)
+    listed = {checkpoint.tinker_path: checkpoint for checkpoint in rest.list_user_checkpoints().result().checkpoints}
+    assert listed[saved.path].checkpoint_type == "external"
+    assert listed[saved.path].size_bytes == sum(map(len, files.values()))
+    assert listed[saved.path].expires_at is not None
+    rest.delete_checkpoint_from_tinker_path(saved.path).result()
+    assert httpx.get(signed.urls["adapter_config.json"]).status_code == HTTPStatus.FORBIDDEN
+
+
+def test_a_url_serves_ranges(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
+    path = trained.save_weights_external("ranges").result().path
+    url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
+    whole = httpx.get(url)
+    size = len(whole.content)
+    assert whole.status_code == HTTPStatus.OK and int(whole.headers["content-length"]) == size
+    head = httpx.head(url)
+    assert head.headers["content-length"] == str(size) and head.headers["accept-ranges"] == "bytes"
+    for header, expected in (
+        ("bytes=0-99", whole.content[:100]),
+        ("bytes=100-", whole.content[100:]),
+        ("bytes=-7", whole.content[-7:]),
+        (f"bytes=10-{size * 2}", whole.content[10:]),
+    ):
+        part = httpx.get(url, headers={"range": header})
+        assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == expected
+        first = size - len(expected) if header != "bytes=0-99" else 0
+        assert part.headers["content-range"] == f"bytes {first}-{first + len(expected) - 1}/{size}"
+    for ignored in ("bytes=5-2", "lines=1-2", "bytes=-", "bytes=0-1,5-6"):
+        assert httpx.get(url, headers={"range": ignored}).content == whole.content
+    outside = httpx.get(url, headers={"range": f"bytes={size}-"})
+    assert outside.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    assert outside.headers["content-range"] == f"bytes */{size}"
+    changed = httpx.get(url, headers={"range": "bytes=0-9", "if-range": '"another"'})
+    assert changed.status_code == HTTPStatus.OK and changed.content == whole.content
+
+
+def test_a_url_is_good_for_one_file_until_it_expires(
+    trained: tinker.TrainingClient, rest: tinker.RestClient, house: House
+) -> None:
+    path = trained.save_weights_external("signed").result().path
+    url = httpx.URL(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
+    assert httpx.get(url).status_code == HTTPStatus.OK
+    expires = int(url.params["expires"])
+    forged = (
+        url.copy_set_param("expires", str(expires + 1)),
+        url.copy_set_param("signature", "0" * 64),
+        url.copy_with(path=url.path.replace("adapter_config.json", "adapter_model.safetensors")),
+        url.copy_with(path=url.path.replace("adapter_config.json", "%2e%2e/adapter_config.json")),
+        url.copy_with(path=url.path.replace("/file/", "/archive/")),
+        url.copy_with(path=url.path.replace("signed", "other")),
+    )
+    for each in forged:
+        assert httpx.get(each).status_code == HTTPStatus.FORBIDDEN, each
+    assert httpx.get(url.copy_remove_param("signature")).status_code == HTTPStatus.BAD_REQUEST
+
+
+def test_a_url_expires(
+    trained: tinker.TrainingClient, rest: tinker.RestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = trained.save_weights_external("late").result().path
+    url = rest.get_external_weights_urls(path).result().urls["adapter_config.json"]
+    later = SimpleNamespace(time=lambda: time.time() + 3601)
+    monkeypatch.setattr(downloads, "time", later)
+    answer = httpx.get(url)
+    assert answer.status_code == HTTPStatus.FORBIDDEN and "expired" in answer.json()["detail"]
+
+
+def test_urls_are_where_the_client_asked(trained: tinker.TrainingClient, house: House) -> None:
+    path = trained.save_weights_external("host").result().path
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    endpoint = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
+    answer = house.server.client.get(endpoint, headers={"host": "tinker.example:8443"})
+    assert all(url.startswith("http://tinker.example:8443/api/v1/downloads/") for url in answer.json()["urls"].values())
+
+
+def test_an_encrypted_export_is_for_its_recipients_alone(
+    trained: tinker.TrainingClient, rest: tinker.RestClient
+) -> None:
+    first, second, other = (pyrage.x25519.Identity.generate() for _ in range(3))
+    recipients = [str(first.to_public()), str(second.to_public())]
+    path = trained.save_weights_external("secret", age_encryption_recipients=recipients).result().path
+    urls = rest.get_external_weights_urls(path).result().urls
+    assert set(urls) == {f"{name}.age" for name in ADAPTER}
+    sealed = fetch(urls["adapter_config.json.age"])
+    assert b"lora_alpha" not in sealed
+    for identity in (first, second):
+        assert json.loads(pyrage.decrypt(sealed, [identity]))["r"] == 8
+    with pytest.raises(pyrage.DecryptError):
+        pyrage.decrypt(sealed, [other])
+
+
+def test_what_is_no_recipient_is_refused(trained: tinker.TrainingClient) -> None:
+    with pytest.raises(tinker.RequestFailedError, match="age_encryption_recipients 'age1nobody'"):
+        trained.save_weights_external("sealed", age_encryption_recipients=["age1nobody"]).result()
+
+
+def test_names_are_taken_once_and_repetitions_are_one_save(trained: tinker.TrainingClient, house: House) -> None:
+    first = house.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
+    again = house.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
+    assert first.json()["request_id"] == again.json()["request_id"]
+    done = house.server.result(first)
+    assert done["type"] == "save_weights_external" and isinstance(done["size_bytes"], int)
+    taken = house.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=51)
+    assert "exists already" in str(house.server.result(taken)["error"])
+
+
+def test_each_kind_has_its_use(
+    trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    """Training and sampler checkpoints have no URLs; external weights are for neither training nor sampling."""
+    state, sampler = trained.save_state("state").result().path, trained.save_weights_for_sampler("b").result().path
+    external = trained.save_weights_external("c").result().path
+    for path in (state, sampler):
+        with pytest.raises(ValueError, match="only accepts external"):
+            rest.get_external_weights_urls(path)
+    with pytest.raises(tinker.RequestFailedError, match="save_state"):
+        service.create_training_client_from_state(external).result()
+    with pytest.raises(tinker.BadRequestError, match="save_weights_for_sampler"):
+        service.create_sampling_client(model_path=external).result()
+
+
+def test_a_training_checkpoint_is_downloaded_through_an_export(
+    trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    """The same bytes, whichever model wrote them."""
+    direct = trained.save_weights_external("direct").result().path
+    state = trained.save_state("kept").result().path
+    again = service.create_training_client_from_state(state).result().save_weights_external("download").result().path
+    first, second = (
+        fetch(rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"])
+        for path in (direct, again)
+    )
+    assert load(first).keys() == load(second).keys()
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
+def test_an_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, house: House, kind: str) -> None:
+    save = {
+        "weights": trained.save_state,
+        "sampler_weights": trained.save_weights_for_sampler,
+        "external_weights": trained.save_weights_external,
+    }[kind]
+    save("archived").result()
+    answer = house.server.client.get(f"/api/v1/training_runs/{trained.model_id}/checkpoints/{kind}/archived/archive")
+    assert answer.status_code == HTTPStatus.FOUND and "GMT" in answer.headers["expires"]
+    url = answer.headers["location"]
+    content = fetch(url)
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        assert set(tar.getnames()) == ADAPTER | {"checkpoint_complete"}
+        assert all(member.isfile() for member in tar)
+        config = tar.extractfile("adapter_config.json")
+        weights = tar.extractfile("adapter_model.safetensors")
+        assert config is not None and json.load(config)["r"] == 8
+        assert weights is not None and load(weights.read())
+    part = httpx.get(url, headers={"range": "bytes=700-1800"})
+    assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == content[700:1801]
+
+
+def test_what_is_not_there_has_no_url(house: House) -> None:
+    session = house.server.session()
+    for place in ("archive", "external_weights_urls"):
+        for kind, status in (("external_weights", 404), ("pictures", 400)):
+            answer = house.server.client.get(f"/api/v1/training_runs/{session}:train:0/checkpoints/{kind}/x/{place}")
+            assert answer.status_code == status
