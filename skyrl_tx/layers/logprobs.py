@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.lora import LoraPair, RowAdapter
+from skyrl_tx.layers.lora import AdaptedMap, LoraPair, RowAdapter
 
 Slope = Callable[[jax.Array, Any], jax.Array]
 """(log-probabilities of some positions, what else the loss reads there) -> the loss's derivative by each of them."""
@@ -59,16 +59,24 @@ def target_logprobs_and_gradient(
     slope must follow from that position alone; `inputs` is a tree of arrays [B, T, ...], cut into chunks beside it.
     """
     cut = partial(_cut, chunk=chunk)
+    unembed = AdaptedMap.of(unembed_VD.T, adapter.pair, adapter.scale, hidden_BTD.shape[0] * hidden_BTD.shape[1])
 
     def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[jax.Array, jax.Array]]:
         hidden, targets, inputs = pieces
-
-        def of_chunk(hidden: jax.Array, pair: LoraPair) -> jax.Array:
-            return _of_chunk(unembed_VD, hidden, RowAdapter(pair=pair, scale=adapter.scale), targets)
-
-        logprobs, backward = jax.vjp(of_chunk, hidden, adapter.pair)
-        d_hidden, d_pair_of_chunk = backward(slope(logprobs, inputs))
-        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, d_hidden)
+        x_CD = hidden.reshape(-1, hidden.shape[-1])
+        targets_CK = targets.reshape(x_CD.shape[0], -1)
+        y_CV = unembed.product(x_CD)
+        highest = y_CV.max(axis=-1, keepdims=True)
+        exp_CV = jnp.exp(y_CV - highest)
+        total = exp_CV.sum(axis=-1, keepdims=True)
+        chosen_CK = jnp.take_along_axis(y_CV, targets_CK, axis=-1)
+        logprobs = (chosen_CK - highest - jnp.log(total)).reshape(targets.shape)
+        slope_CK = slope(logprobs, inputs).reshape(targets_CK.shape)
+        # d log p(target) / d logits = one at the target, less the softmax everywhere
+        d_y_CV = exp_CV * (-slope_CK.sum(axis=-1, keepdims=True) / total)
+        d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(slope_CK)
+        d_x_CD, d_pair_of_chunk = unembed.gradient(x_CD, d_y_CV)
+        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, d_x_CD.reshape(hidden.shape))
 
     nothing = jax.tree.map(jnp.zeros_like, adapter.pair)
     pieces = (cut(hidden_BTD), cut(targets), jax.tree.map(cut, inputs))
