@@ -27,6 +27,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.huge_pages import restart_with_huge_pages
 from skyrl_tx.models.adapters import target_sizes
 from skyrl_tx.testing.client_environments import TORCH, prepare
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
@@ -278,4 +279,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_with_huge_pages()  # as the server's engine
     main()

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSetti
 from skyrl_tx import __version__
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.huge_pages import restart_with_huge_pages
 from skyrl_tx.listening import CannotServe, raise_file_limit
 from skyrl_tx.logs import configure_logging
 from skyrl_tx.quickstart.settings import QuickstartSettings
@@ -199,6 +200,7 @@ def _run(command: str, settings: ServerSettings) -> int:
             case "api":
                 return supervisor.run_api(settings)
             case "engine":
+                restart_with_huge_pages()
                 return supervisor.run_engine(settings)
             case _:
                 return supervisor.serve(settings)

@@ -18,6 +18,7 @@ from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.engine.process import ExitCode, run_engine
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.huge_pages import ask_for_huge_pages
 from skyrl_tx.listening import CannotServe
 from skyrl_tx.logs import LogLevel, configure_logging
 from skyrl_tx.store.errors import StoreError, StoreInUse
@@ -64,6 +65,7 @@ class EngineProcess:
 
     def __init__(self, launch: EngineLaunch) -> None:
         """Start the child; its first words come to `live`."""
+        ask_for_huge_pages(os.environ)  # what the child starts with
         spawn = multiprocessing.get_context("spawn")
         self._pipe, childs_end = spawn.Pipe()
         self._process = spawn.Process(target=_child, args=(launch, childs_end), name="skyrl-tx engine")
