@@ -21,6 +21,9 @@ class ApiSettings(BaseModel):
     served_model_name: str | None = Field(
         default=None, description="name that clients use; default: base_model as given"
     )
+    served_model_aliases: list[str] = Field(
+        default=[], description="more names of the model, separated by commas; runs are listed under the first name"
+    )
     tokenizer_id: str | None = Field(
         default=None, description="what clients load the tokenizer from; default: base_model"
     )
@@ -49,10 +52,15 @@ class ApiSettings(BaseModel):
         """The name that answers carry."""
         return self.served_model_name or self.base_model
 
+    @property
+    def offered_names(self) -> list[str]:
+        """The names that clients are told of, the public one first."""
+        return list(dict.fromkeys([self.public_model_name, *self.served_model_aliases]))
+
     def known_model_name(self, name: str) -> str:
         """Return the public name of the base model that a client asks for; raises UserError for another model."""
-        if name not in (self.served_model_name, self.base_model):
-            raise UserError(f"base_model {name[:200]!r}: this server serves {self.public_model_name!r}")
+        if name not in (self.served_model_name, self.base_model, *self.served_model_aliases):
+            raise UserError(f"base_model {name[:200]!r}: this server serves {', '.join(map(repr, self.offered_names))}")
         return self.public_model_name
 
     @property

@@ -36,8 +36,10 @@ def capabilities(call: Incoming) -> CapabilitiesAnswer:
     """Which base models there are; the context length once the engine has said it."""
     state = call.store.read(engine_state.get)
     context_length = None if state is None else cast(int | None, state.capabilities.get("max_context_length"))
-    model = SupportedModel(model_name=call.settings.public_model_name, max_context_length=context_length)
-    return CapabilitiesAnswer(supported_models=[model])
+    names = call.settings.offered_names
+    return CapabilitiesAnswer(
+        supported_models=[SupportedModel(model_name=name, max_context_length=context_length) for name in names]
+    )
 
 
 @router.get("/healthz", response_model_exclude_none=True)

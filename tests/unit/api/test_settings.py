@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.contract.errors import UserError
+
+
+def settings(**more: object) -> ApiSettings:
+    return ApiSettings.model_validate({"data_dir": Path("data"), "base_model": "models/mine", **more})
+
+
+def test_every_name_of_a_model_means_the_public_one() -> None:
+    named = settings(served_model_name="org/model", served_model_aliases=["org/judge", "org/teacher"])
+    for name in ("org/model", "models/mine", "org/judge", "org/teacher"):
+        assert named.known_model_name(name) == "org/model"
+    assert named.offered_names == ["org/model", "org/judge", "org/teacher"]
+    assert settings(served_model_aliases=["org/judge"]).known_model_name("org/judge") == "models/mine"
+
+
+def test_a_name_of_another_model_is_refused_with_those_that_are_served() -> None:
+    with pytest.raises(UserError, match=r"'org/other'.*'models/mine', 'org/judge'"):
+        settings(served_model_aliases=["org/judge"]).known_model_name("org/other")
