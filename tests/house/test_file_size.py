@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 400
 SOURCES = sorted(
     path
-    for folder in ("skyrl_tx", "tests", "benchmarks")
+    for folder in ("skyrl_tx", "tests", "benchmarks", "examples")
     for path in (ROOT / folder).rglob("*.py")
     if not path.name.endswith("_pb2.py")
 )

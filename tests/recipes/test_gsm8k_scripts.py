@@ -1,0 +1,56 @@
+"""The four scripts of examples/gsm8k, as a user runs them, against a live server with the tiny model."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.quickstart.tiny_model import write_tiny_model
+from skyrl_tx.testing.live_server import LiveServer
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "gsm8k"
+MODEL_NAME = "Qwen/Qwen3-0.6B"
+
+
+def script(name, *arguments, cwd):
+    command = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["inference.py", "sft.py", "rl.py", "evaluate.py"])
+def test_each_says_what_it_does(name, tmp_path):
+    said = script(name, "--help", cwd=tmp_path)
+    assert "GSM8K" in said and "default:" in said
+    assert len((SCRIPTS / name).read_text().splitlines()) <= 90
+
+
+@pytest.mark.slow
+def test_from_a_base_model_to_scores(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    data = tmp_path / "gsm8k.jsonl"  # short answers, so that a tiny model gets to their end
+    rows = [{"question": f"How many legs have {n} cats?", "answer": f"{n} * 4.\n#### {n * 4}"} for n in range(1, 41)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--base-model", str(model), "--served-model-name", MODEL_NAME)
+    with LiveServer(tmp_path / "server", flags=flags) as server:
+        told = ("--base-url", server.url, "--tokenizer", model, "--data", data)
+
+        taught = script("sft.py", *told, "--batch-size", "16", "--steps", "30", "--learning-rate", "1e-2", cwd=tmp_path)
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", taught)]
+        assert len(losses) == 30 and losses[0] > 6 and losses[-1] < 1.5
+        state, weights = re.findall(r"tinker://\S+", taught)
+        assert "/weights/final" in state and "/sampler_weights/final" in weights
+
+        asked = ("--groups", "8", "--group-size", "8", "--steps", "2", "--max-tokens", "32")
+        reinforced = script("rl.py", *told, *asked, "--checkpoint", state, "--learning-rate", "1e-3", cwd=tmp_path)
+        assert any(0 < float(reward) < 1 for reward in re.findall(r"reward ([\d.]+)", reinforced))
+        assert any(int(count) for count in re.findall(r"trained on (\d+)", reinforced))
+        weights = re.findall(r"tinker://\S+/sampler_weights/final", reinforced)[-1]
+
+        said = script("inference.py", *told, "--checkpoint", weights, "--max-tokens", "32", cwd=tmp_path)
+        assert "4 answers in answers.jsonl" in said
+    assert re.match(r"right \d/4 \(.*%\); with a number \d", script("evaluate.py", "--show", "1", cwd=tmp_path))
