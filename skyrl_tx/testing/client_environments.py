@@ -55,12 +55,24 @@ class PreparedEnvironment:
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def run(
-        self, script: Path, *arguments: str | Path, cwd: Path | None = None, timeout_s: float = 600.0
+        self,
+        script: Path,
+        *arguments: str | Path,
+        cwd: Path | None = None,
+        timeout_s: float = 600.0,
+        stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Run a Python script and return what it printed; raises RuntimeError with its output when it fails."""
         command = [str(self.python), str(script), *map(str, arguments)]
         done = subprocess.run(
-            command, cwd=cwd, timeout=timeout_s, capture_output=True, text=True, env=self.environment, check=False
+            command,
+            cwd=cwd,
+            timeout=timeout_s,
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            check=False,
+            input=stdin,
         )
         if done.returncode:
             raise RuntimeError(f"{script.name} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -80,24 +92,30 @@ TORCH = ClientEnvironment(
 COOKBOOK = ClientEnvironment(
     name="cookbook",
     requirements=(
-        "torch==2.13.0",
-        "transformers>=5.7,<6",
         "tinker==0.38.0",
+        "transformers>=5.7,<6",
+        "aiohttp",
         "anyio",
         "blobfile",
         "chz",
         "cloudpickle",
         "datasets",
+        "inspect-ai",
+        "math-verify",
         "pillow",
         "pylatexenc",
+        "pyrage",
         "rich",
         "sympy",
+        "termcolor",
+        "tiktoken",
         "tqdm",
     ),
     # It asks for a version of tml-renderers that may not be had, and needs it for one family of models only.
     no_deps=("tinker-cookbook==0.6.1",),
+    over=TORCH,
 )
-"""The recipes that users of the protocol run: what sl_loop and rl_loop import, and the SDK."""
+"""The recipes and evaluations that users of the protocol run, and the SDK."""
 
 SDKS = {
     version: ClientEnvironment(name=f"sdk-{version}", requirements=(f"tinker=={version}",), over=TORCH)

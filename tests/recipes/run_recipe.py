@@ -1,4 +1,4 @@
-"""Run a recipe of the installed cookbook as a user does: `run_recipe.py NAME key=value …`."""
+"""Run a module of the installed cookbook as a user does: `run_recipe.py MODULE key=value …`."""
 
 import runpy
 import sys
@@ -6,4 +6,4 @@ import sys
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
     sys.argv = [name, *arguments]
-    runpy.run_module(f"tinker_cookbook.recipes.{name}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"tinker_cookbook.{name}", run_name="__main__", alter_sys=True)

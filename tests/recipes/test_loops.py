@@ -6,27 +6,12 @@ from skyrl_tx.quickstart.questions import load_excerpt
 
 pytestmark = pytest.mark.slow
 
-# What rl_loop puts before and after every question, so that supervised training meets the same prompts.
-SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
-EXAMPLE = (
-    {"role": "user", "content": "How many r's are in strawberry?" + SUFFIX},
-    {
-        "role": "assistant",
-        "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r "
-        "10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
-    },
-)
 NUM_QUESTIONS = 8
 NUM_RL_STEPS = 3
 
 
 def conversation(question, answer):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def boxed(question):
-    number = question.answer.split("#### ")[1]
-    return [*EXAMPLE, *conversation(question.text + SUFFIX, f"\\boxed{{{number}}}")]
 
 
 def test_sl_loop_learns_gsm8k(workplace, server):
@@ -43,7 +28,7 @@ def test_sl_loop_learns_gsm8k(workplace, server):
 @pytest.mark.parametrize("loss", ["importance_sampling", None])
 def test_rl_loop_trains_what_sl_loop_taught(workplace, server, loss):
     questions = load_excerpt().train[:NUM_QUESTIONS]
-    workplace.write_conversations([boxed(question) for question in questions] * 60)
+    workplace.write_conversations([workplace.boxed(question) for question in questions] * 60)
     workplace.write_questions(questions * NUM_RL_STEPS)
     workplace.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
 
