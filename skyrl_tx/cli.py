@@ -37,7 +37,12 @@ _COMMANDS = {
     "api": "run the API alone, on the data directory that an engine shares",
     "engine": "run the engine alone, on the data directory that an API shares",
     "quickstart": "train and sample a tiny model through the Tinker SDK, to see it work",
+    "runs": "list and delete training runs",
+    "checkpoints": "list and delete checkpoints, and say how long they last",
+    "export": "write a checkpoint as a PEFT adapter, or merged into its base model",
+    "import": "make a checkpoint of a PEFT adapter from elsewhere",
 }
+_ON_DATA = frozenset({"runs", "checkpoints", "export", "import"})
 _FIRST_FLAGS = (
     *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
     *("--backend", "--load-format", "--config", "--log-level"),
@@ -48,7 +53,7 @@ usage: skyrl-tx COMMAND [flags]
 Train and sample language models with the Tinker API on hardware you own.
 
 commands:
-{chr(10).join(f"  {name:<12}{text}" for name, text in _COMMANDS.items())}
+{chr(10).join(f"  {name:<13}{text}" for name, text in _COMMANDS.items())}
 
 `skyrl-tx COMMAND --help` lists the flags of a command; `--version` prints the version.
 
@@ -78,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if command == "quickstart":
             return _quickstart(rest)
+        if command in _ON_DATA:
+            return _on_data(command, rest)
         settings = read_settings(command, rest)
     except SettingsError as error:
         return _refuse(f"skyrl-tx {command}", str(error))
@@ -113,10 +120,10 @@ def _read(settings: type[S], parser: argparse.ArgumentParser, arguments: Sequenc
         raise SettingsError(describe(error)) from error
 
 
-def _parser(command: str, *, usage: str, epilog: str | None = None) -> argparse.ArgumentParser:
+def _parser(command: str, *, usage: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"skyrl-tx {command}",
-        usage=f"skyrl-tx {command} {usage}",
+        usage=None if usage is None else f"skyrl-tx {command} {usage}",
         description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.",
         epilog=epilog,
         allow_abbrev=False,
@@ -130,6 +137,12 @@ def _quickstart(arguments: Sequence[str]) -> int:
     from skyrl_tx.quickstart.run import run  # brings the SDK
 
     return run(QuickstartSettings.model_validate(flags.model_dump()))
+
+
+def _on_data(command: str, arguments: Sequence[str]) -> int:
+    from skyrl_tx import commands  # bring the database
+
+    return commands.run(_parser(command, usage=None), command, arguments)
 
 
 def with_tiny_model(settings: ServerSettings) -> ServerSettings:
@@ -182,7 +195,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
         """What everyone needs comes first, the rest as the components declare it."""
         place = {flag: index for index, flag in enumerate(_FIRST_FLAGS)}
-        super().add_arguments(sorted(actions, key=lambda action: place.get(action.option_strings[0], len(place))))
+        super().add_arguments(
+            sorted(actions, key=lambda action: place.get(next(iter(action.option_strings), ""), len(place)))
+        )
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # Where there is no value to show, the description says what happens.

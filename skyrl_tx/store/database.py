@@ -1,5 +1,7 @@
 """Opening, writing, reading, waiting: all that differs between SQLite and another database."""
 
+import os
+import secrets
 import sqlite3
 import threading
 import time
@@ -22,8 +24,8 @@ from skyrl_tx.store.writer import GroupWriter
 __all__ = ["Role", "Store", "StoreError", "StoreInUse"]
 
 T = TypeVar("T")
-Role = Literal["api", "engine"]
-_PEER: dict[Role, Role] = {"api": "engine", "engine": "api"}
+Role = Literal["api", "engine", "tool"]
+_PEER: dict[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
 _FALLBACK_S = 0.1
 """How late a lost ring is noticed."""
 _WAL_KEPT_BYTES = 64 * 2**20
@@ -62,7 +64,7 @@ class Store:
 
     @classmethod
     def open(cls, data_dir: Path, *, role: Role, url: str | None = None, busy_timeout_s: float = 10.0) -> Self:
-        """Open, creating or migrating as needed, and take the role.
+        """Open, creating or migrating as needed, and take the role; any number may be a `tool` at once.
 
         Raises StoreInUse if the role is taken, StoreError if the database cannot serve. `url` names another file
         ("sqlite:///path"); `busy_timeout_s` is how long a write waits while another process writes.
@@ -71,7 +73,8 @@ class Store:
         with ExitStack() as stack:
             try:
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-                stack.enter_context(role_lock(data_dir, role))
+                if role != "tool":
+                    stack.enter_context(role_lock(data_dir, role))
                 write_engine = _engine(path, busy_timeout_s, writes=True)
                 stack.callback(write_engine.dispose)
                 with file_lock(data_dir / "schema.lock"):
@@ -80,7 +83,8 @@ class Store:
                 stack.callback(reader.dispose)
                 watch = _Watch(path)
                 stack.callback(watch.close)
-                bell = Doorbell(data_dir, own=role, peer=_PEER[role])
+                own = f"tool-{os.getpid()}-{secrets.token_hex(4)}" if role == "tool" else role
+                bell = Doorbell(data_dir, own=own, peer=_PEER[role])
                 stack.callback(bell.close)
             except (DBAPIError, sqlite3.Error, OSError) as error:
                 raise _explain(path, error) from error

@@ -1,0 +1,40 @@
+"""Runs in the torch environment: adapters that peft made, and what peft and transformers make of exported weights.
+
+    python exported_weights.py JOBS.json
+
+Each job names a `model` directory and the `tokens` of one row, and one of: `make`, a directory for a new random
+adapter of `config` (saved there); `adapter`, one to load; or neither. Its log-probabilities of the tokens after the
+first are written to `out`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+
+def evaluate(job: dict) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="eager")
+    if "make" in job:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **job["config"]))
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(job["make"])
+    elif "adapter" in job:
+        model = PeftModel.from_pretrained(model, job["adapter"])
+    tokens = torch.tensor([job["tokens"]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens).logits, -1)
+    return logprobs[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        np.save(each["out"], evaluate(each))
