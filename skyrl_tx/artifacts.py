@@ -57,6 +57,11 @@ class _Manifest(msgspec.Struct, frozen=True):
     files: dict[str, _File]
 
 
+def artifact_id_for(name: str) -> ArtifactId:
+    """The id of what a request of this name makes, the same whenever it is made again."""
+    return ArtifactId(f"art-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}")
+
+
 class ArtifactStore:
     """All artifacts under one root. Many processes may open and create at once; one alone collects."""
 
@@ -64,12 +69,20 @@ class ArtifactStore:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
 
-    def create(self, write: Callable[[Path], None], metadata: Mapping[str, str] | None = None) -> Artifact:
+    def create(
+        self,
+        write: Callable[[Path], None],
+        metadata: Mapping[str, str] | None = None,
+        artifact_id: ArtifactId | None = None,
+    ) -> Artifact:
         """Let `write` fill a directory, then make it an artifact: wholly and on disk, or not at all.
 
+        One that exists under the id is returned as it is; by default the id is new and random.
         Raises ValueError if anything but plain .safetensors, .json and .age files was written.
         """
-        artifact_id = ArtifactId(f"art-{secrets.token_hex(16)}")
+        artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
+        if self.has(artifact_id):
+            return self.describe(artifact_id)
         temporary = self._root / f"{_TEMPORARY}{artifact_id}"
         path = self._root / artifact_id
         with _in_progress(temporary):
@@ -88,6 +101,10 @@ class ArtifactStore:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
         return _artifact(path, manifest)
+
+    def has(self, artifact_id: ArtifactId) -> bool:
+        """Whether there is an artifact of that id."""
+        return bool(_ID.fullmatch(artifact_id)) and (self._root / artifact_id).is_dir()
 
     def open(self, artifact_id: ArtifactId, *, verify: bool = True) -> Path:
         """The directory of an artifact. `verify` reads every file.

@@ -83,12 +83,14 @@ class SaveWeights:
     """Keep the weights as they are at this place in the model's order.
 
     `kind` "weights" keeps the optimizer too; "external_weights" are for download, each file encrypted to
-    `age_recipients` if there are any. `name` None: an unnamed sampler save, which makes `sampling_session_id`.
+    `age_recipients` if there are any. `name` None: an unnamed sampler save, which makes `sampling_session_id`;
+    with `is_inflight` that session follows the model: each such save gives new weights to all of them.
     """
 
     kind: Literal["weights", "sampler_weights", "external_weights"]
     name: str | None
     sampling_session_id: SamplingSessionId | None = None
+    is_inflight: bool = False
     ttl_s: int | None = None
     overwrite: bool = False
     user_metadata: Mapping[str, str] | None = None

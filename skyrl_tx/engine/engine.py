@@ -8,6 +8,7 @@ from collections.abc import Callable
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine import sessions
 from skyrl_tx.engine.answers import Answers
@@ -21,8 +22,9 @@ from skyrl_tx.engine.sampling import Sampling
 from skyrl_tx.engine.schedule import Place, Schedule, Step
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.state import StatePublisher
+from skyrl_tx.engine.unnamed import WriteBehind
 from skyrl_tx.engine.work import BARRIER_KINDS, Work, work_of
-from skyrl_tx.store import cancellations, futures
+from skyrl_tx.store import cancellations, futures, samplers
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Engine:
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
             answers = Answers(self._store)
             recovery = Recovery(self._backend, capabilities, self._store, self._artifacts)
+            behind = WriteBehind(jobs, recovery, self._store, self._settings.max_unwritten_samplers)
             room = Room(
                 settings=self._settings,
                 backend=self._backend,
@@ -64,11 +67,13 @@ class Engine:
                 answers=answers,
                 jobs=jobs,
                 recovery=recovery,
-                models=Models(self._backend, capabilities, self._store, answers, jobs, recovery),
-                samplers=Samplers(self._backend, capabilities, recovery),
+                models=Models(self._backend, capabilities, self._store, answers, jobs, recovery, behind),
+                samplers=Samplers(self._backend, capabilities, recovery, behind),
+                behind=behind,
             )
             self._store.write(cancellations.forget)  # they are answered, so they will not be read
             loop = _Loop(room, self._artifacts)
+            loop.make_samplers_again()
             state.say("ready", capabilities)
             on_ready(capabilities)
             while not stop.is_set():
@@ -101,6 +106,16 @@ class _Loop:
         self._is_busy = False
         self._housekeeping_at = time.monotonic()
 
+    def make_samplers_again(self) -> None:
+        """Bring back the models whose unnamed samplers an engine's end kept from the disk: the replay makes them."""
+        unnamed = self._room.store.read(samplers.unnamed)
+        lost = {model_id for model_id, sampler in unnamed if not self._room.recovery.has_sampler(sampler)}
+        for model_id in sorted(lost):
+            try:
+                self._room.models.ensure([model_id])
+            except RequestError as error:
+                _log.error("unnamed samplers of model %s are lost: %s", model_id, error)
+
     def turn(self) -> bool:
         """Do a little of everything; whether there was anything to do."""
         worked = self._take_in() if self._has_room() else False
@@ -113,7 +128,8 @@ class _Loop:
         if time.monotonic() >= self._housekeeping_at and not self._passes.is_active:
             self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
             sessions.release_idle_models(self._room, self._schedule)
-            sessions.forget_unneeded(self._room, self._artifacts)
+            sessions.forget_unneeded(self._room, self._artifacts, self._sampling.samplers_in_use())
+            self._room.behind.retry()
         return worked
 
     def _has_room(self) -> bool:

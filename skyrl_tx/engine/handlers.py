@@ -32,10 +32,11 @@ from skyrl_tx.engine import validate
 from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.export import write_export
 from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.save_unnamed import save_unnamed
 from skyrl_tx.engine.work import Work
-from skyrl_tx.store import checkpoints, models, samplers, snapshots
+from skyrl_tx.store import checkpoints, models, snapshots
 from skyrl_tx.store.database import StoreError
-from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
+from skyrl_tx.store.tables import CheckpointRow
 
 _SAVED_PARTS = {
     "weights": frozenset({StatePart.WEIGHTS, StatePart.OPTIMIZER}),
@@ -105,6 +106,7 @@ def _never_made(room: Room, model_id: ModelId, error: Exception) -> None:
 
 def _unload_model(room: Room, work: Work, request: UnloadModel) -> None:
     model = room.models.get(_model_id(work))
+    room.jobs.finish(wait=True)  # what the model's unnamed samplers would be made from again goes with it
     room.models.forget(model.model_id)
 
     def rows(tx: Session) -> None:
@@ -136,10 +138,11 @@ def _optim_step(room: Room, work: Work, request: OptimStep) -> None:
 def _save_weights(room: Room, work: Work, request: SaveWeights) -> None:
     model_id = room.models.get(_model_id(work)).model_id
     validate.check_save(request)
-    path = None
-    if request.name is not None:
-        path = CheckpointPath(model_id, CheckpointKind(request.kind), request.name)
-        _check_free(room, path, request)
+    if request.name is None:
+        save_unnamed(room, work, request)
+        return
+    path = CheckpointPath(model_id, CheckpointKind(request.kind), request.name)
+    _check_free(room, path, request)
     room.models.ensure([model_id])
     snapshot = room.backend.capture(model_id, _SAVED_PARTS[request.kind])
 
@@ -175,43 +178,24 @@ def _as_user_error(error: Exception) -> Exception:
     return UserError(f"path: {error}") if isinstance(error, checkpoints.CheckpointExists) else error
 
 
-def _record_save(room: Room, work: Work, request: SaveWeights, path: CheckpointPath | None, artifact: Artifact) -> None:
+def _record_save(room: Room, work: Work, request: SaveWeights, path: CheckpointPath, artifact: Artifact) -> None:
     now = time.time()
-
-    def rows(tx: Session) -> None:
-        if path is not None:
-            checkpoint = CheckpointRow(
-                model_id=path.model_id,
-                kind=path.kind,
-                name=path.name,
-                artifact_id=artifact.artifact_id,
-                created_at=now,
-                expires_at=None if request.ttl_s is None else now + request.ttl_s,
-                size_bytes=artifact.size_bytes,
-                user_metadata=request.user_metadata,
-            )
-            checkpoints.put(tx, checkpoint, request.overwrite)
-            return
-        assert request.sampling_session_id is not None
-        session = SamplingSessionRow(
-            sampling_session_id=request.sampling_session_id,
-            session_id=work.session_id,
-            base_model=room.settings.base_models[0],
-            sampler_id=SamplerId(artifact.artifact_id),
-            model_id=work.model_id,
-            created_at=now,
-            last_used_at=now,
-            request_id=work.request_id,
-        )
-        samplers.create_session(tx, session)
-
-    result = SaveWeightsOutput(
-        kind=request.kind,
-        path=None if path is None else str(path),
-        sampling_session_id=None if path is not None else request.sampling_session_id,
+    checkpoint = CheckpointRow(
+        model_id=path.model_id,
+        kind=path.kind,
+        name=path.name,
+        artifact_id=artifact.artifact_id,
+        created_at=now,
+        expires_at=None if request.ttl_s is None else now + request.ttl_s,
         size_bytes=artifact.size_bytes,
+        user_metadata=request.user_metadata,
     )
-    room.answers.give_now([Answer(work=work, result=result)], rows)
+    result = SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
+    room.answers.give_now([Answer(work=work, result=result)], lambda tx: _put(tx, checkpoint, request.overwrite))
+
+
+def _put(tx: Session, checkpoint: CheckpointRow, overwrite: bool) -> None:
+    checkpoints.put(tx, checkpoint, overwrite)
 
 
 def _rejected(room: Room, work: Work, request: Rejected) -> None:

@@ -1,7 +1,7 @@
 """Bringing a model back: its newest snapshot, then its answered effects again, in their order.
 
 The requests on disk are the log; an effect is repeated exactly because a backend's arithmetic depends on a model's own
-requests alone (the contract's canonical rule). Saves and forward passes had no effect and are not repeated.
+requests alone (the contract's canonical rule). Named saves and forward passes had no effect and are not repeated.
 """
 
 import logging
@@ -9,20 +9,24 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, artifact_id_for
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import ServerError
-from skyrl_tx.contract.ids import ArtifactId, ModelId
+from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.work import Work, work_of
-from skyrl_tx.store import futures, snapshots
+from skyrl_tx.store import futures, samplers, snapshots
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
 _FINGERPRINT = "fingerprint."
+
+
+KeepSampler = Callable[[SamplerId, ModelId, int, Snapshot], None]
+"""Takes an unnamed sampler, its model, the effect that its save was, and its weights."""
 
 
 class Recovery:
@@ -41,14 +45,25 @@ class Recovery:
         fingerprint = {_FINGERPRINT + name: value for name, value in self._capabilities.fingerprint.items()}
         return self._artifacts.create(write, {**fingerprint, **extra})
 
+    def write_sampler(self, sampler: SamplerId, model_id: ModelId, snapshot: Snapshot) -> Artifact:
+        """Make the artifact of an unnamed sampler, unless it is there; any thread."""
+        fingerprint = {_FINGERPRINT + name: value for name, value in self._capabilities.fingerprint.items()}
+        metadata = {**fingerprint, "model_id": model_id, "kind": "sampler_weights"}
+        return self._artifacts.create(snapshot.write, metadata, ArtifactId(sampler))
+
+    def has_sampler(self, sampler: SamplerId) -> bool:
+        """Whether the files of a sampler are on disk."""
+        return self._artifacts.has(ArtifactId(sampler))
+
     def record(self, model_id: ModelId, artifact_id: ArtifactId, effect_order: int) -> None:
         """Make an artifact the one that a model is brought back from."""
         self._store.write(lambda tx: snapshots.put(tx, model_id, artifact_id, effect_order, time.time()))
 
-    def bring_back(self, model_id: ModelId, spec: ModelSpec) -> int:
+    def bring_back(self, model_id: ModelId, spec: ModelSpec, keep_sampler: KeepSampler) -> int:
         """Put a model into the backend as its last answered request left it.
 
-        Returns the effect that its snapshot contains. Raises ServerError where that cannot be done.
+        Unnamed samplers whose files are not there are made again, and given to `keep_sampler`. Returns the effect
+        that the model's snapshot contains. Raises ServerError where that cannot be done.
         """
         started = time.monotonic()
         row = self._store.read(lambda tx: snapshots.get(tx, model_id))
@@ -58,7 +73,11 @@ class Recovery:
             if row is not None:
                 self._backend.restore(model_id, spec, self.open(row.artifact_id), ALL_PARTS)
             for effect in effects:
-                self._replay(model_id, work_of(effect), failed=effect.failed)
+                work = work_of(effect)
+                self._replay(model_id, work, failed=effect.failed)
+                if (sampler := self._lost_sampler(work)) is not None:
+                    snapshot = self._backend.capture(model_id, {StatePart.WEIGHTS})
+                    keep_sampler(sampler, model_id, effect.effect_order or 0, snapshot)
         except ServerError:
             self._backend.delete_model(model_id)
             raise
@@ -99,9 +118,25 @@ class Recovery:
             case requests.ModelPass() as request:
                 examples = prepare.pass_examples(work.request_id, model_id, request, self._capabilities)
                 self._backend.forward_backward(prepare.pass_batch([tuple(examples)]))
+            case requests.SaveWeights(name=None):
+                pass  # the model stays as it is; see `_lost_sampler`
             case requests.OptimStep() if failed:
                 self._backend.clear_gradient(model_id)
             case requests.OptimStep(params=params):
                 self._backend.optim_step(model_id, params)
             case _:
                 raise ServerError(f"cannot repeat the {codec.kind_of(work.request)} request {work.request_id}")
+
+    def _lost_sampler(self, work: Work) -> SamplerId | None:
+        """The unnamed sampler that a request made, if it is still wanted and an engine's end forestalled its files."""
+        request = work.request
+        if not isinstance(request, requests.SaveWeights) or (name := request.sampling_session_id) is None:
+            return None
+        row = self._store.read(lambda tx: samplers.get(tx, name))
+        sampler = sampler_of(work.request_id)
+        return None if row is None or row.sampler_id is None or self.has_sampler(sampler) else sampler
+
+
+def sampler_of(request_id: RequestId) -> SamplerId:
+    """The sampler that an unnamed save makes, the same whenever it is made again."""
+    return SamplerId(artifact_id_for(request_id))

@@ -20,6 +20,7 @@ from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine.answers import Answers
 from skyrl_tx.engine.jobs import Jobs
 from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.engine.unnamed import WriteBehind
 from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
 
@@ -58,8 +59,10 @@ class Models:
         answers: Answers,
         jobs: Jobs,
         recovery: Recovery,
+        behind: WriteBehind,
     ) -> None:
         self._backend = backend
+        self._behind = behind
         self._max_models = capabilities.max_models
         self._store = store
         self._answers = answers
@@ -103,7 +106,7 @@ class Models:
             if not model.is_resident:
                 self.make_room(model_ids)
                 self._answers.settle(wait=True)  # what is still being written would be missed
-                model.snapshot_order = self._recovery.bring_back(model_id, model.spec)
+                model.snapshot_order = self._recovery.bring_back(model_id, model.spec, self._behind.add)
                 model.is_resident = True
             self.use(model)
 
@@ -165,6 +168,9 @@ class Models:
                 _log.exception("snapshot of model %s at effect %d failed", model_id, effect_order)
                 model.snapshot_order = min(before, model.snapshot_order)
                 return
+            if self._behind.owes(model_id, effect_order):  # only the log could make those samplers again
+                model.snapshot_order = min(before, model.snapshot_order)
+                return
             self._answers.settle(wait=True)
             self._recovery.record(model_id, artifact_id, effect_order)
 
@@ -175,8 +181,11 @@ class Models:
 class Samplers:
     """Frozen weights on the device: a cache of artifacts, those in use pinned."""
 
-    def __init__(self, backend: AbstractBackend, capabilities: Capabilities, recovery: Recovery) -> None:
+    def __init__(
+        self, backend: AbstractBackend, capabilities: Capabilities, recovery: Recovery, behind: WriteBehind
+    ) -> None:
         self._backend = backend
+        self._behind = behind
         self._max_samplers = capabilities.max_samplers
         self._recovery = recovery
         self._loaded: dict[SamplerId, None] = {}  # the least recently used first
@@ -190,7 +199,8 @@ class Samplers:
         if sampler not in self._loaded:
             if not self._make_room():
                 return False
-            self._backend.load_sampler(sampler, self._recovery.open(ArtifactId(sampler)))
+            source = self._behind.source(sampler) or self._recovery.open(ArtifactId(sampler))
+            self._backend.load_sampler(sampler, source)
         self._loaded[sampler] = self._loaded.pop(sampler, None)
         self._uses[sampler] += 1
         return True

@@ -13,6 +13,7 @@ from skyrl_tx.engine.jobs import Jobs
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.unnamed import WriteBehind
 from skyrl_tx.engine.work import Work
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
@@ -33,6 +34,7 @@ class Room:
     recovery: Recovery
     models: Models
     samplers: Samplers
+    behind: WriteBehind
 
     def attempt(self, works: list[Work]) -> list[Work]:
         """Note on disk that these are begun; those that ended too many engines are answered, the others returned."""

@@ -9,7 +9,7 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.batches import PreparedSampleBatch
 from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError, UserError
-from skyrl_tx.contract.ids import RequestId, SessionId
+from skyrl_tx.contract.ids import RequestId, SamplerId, SessionId
 from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare, validate
@@ -63,6 +63,12 @@ class Sampling:
             self._suspects.add(work.request_id)
         self._waiting.setdefault(work.session_id, deque()).append(work)
         self.num_bytes += work.num_bytes
+
+    def samplers_in_use(self) -> set[SamplerId]:
+        """Samplers that requests wait for or run on, whatever becomes of their names meanwhile."""
+        works = [work for queue in self._waiting.values() for work in queue]
+        works += [running.work for running in self._running.values()]
+        return {sampler for work in works if (sampler := _sample(work).sampler) is not None}
 
     def step(self) -> bool:
         """Begin what has room and decode one slice of all that runs; whether there was anything to do."""

@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactStore
-from skyrl_tx.contract.ids import ArtifactId, ModelId
+from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import checkpoints, futures, samplers, sessions, stability
@@ -29,18 +30,19 @@ def release_idle_models(room: Room, schedule: Schedule) -> list[ModelId]:
     return released
 
 
-def forget_unneeded(room: Room, artifacts: ArtifactStore) -> None:
+def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId]) -> None:
     """Drop expired checkpoints, unused samplers and records, old results, and the files that nothing points at then."""
     now = time.time()
 
     def drop(tx: Session) -> None:
         checkpoints.expire(tx, now)
-        samplers.release_unused(tx, now - room.settings.sampler_retention_s)
+        settings = room.settings
+        samplers.release_unused(tx, now - settings.sampler_retention_s, max_bytes=settings.max_unnamed_sampler_bytes)
         stability.expire(tx, now)
         futures.prune(tx, now)
 
     room.store.write(drop)
-    keep = room.store.read(checkpoints.referenced_artifacts)
+    keep = room.store.read(checkpoints.referenced_artifacts) | {ArtifactId(sampler) for sampler in in_use}
 
     def collected(removed: Future[list[ArtifactId]]) -> None:
         for artifact_id in removed.result():

@@ -36,6 +36,12 @@ class EngineSettings(BaseModel):
     sampler_retention_s: float = Field(
         default=86_400.0, gt=0, description="how long an unnamed sampler is kept unused, if four newer ones exist"
     )
+    max_unnamed_sampler_bytes: int = Field(
+        default=32 * 2**30, ge=0, description="disk space for unnamed samplers; each model's newest is kept in any case"
+    )
+    max_unwritten_samplers: int = Field(
+        default=8, ge=1, description="unnamed samplers in memory that wait to be written; a model that makes more waits"
+    )
     housekeeping_interval_s: float = Field(
         default=60.0, gt=0, description="how often what nobody needs any more is removed"
     )

@@ -1,8 +1,11 @@
 """Sampling sessions: what clients sample from."""
 
+from collections import Counter
+
+from sqlalchemy import update
 from sqlmodel import Session, col, select
 
-from skyrl_tx.contract.ids import SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store.tables import SamplingSessionRow
 
 
@@ -46,23 +49,71 @@ def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> No
     tx.flush()
 
 
-def release_unused(tx: Session, before: float, *, keep_newest: int = 4) -> list[SamplerId]:
+def unnamed(tx: Session) -> list[tuple[ModelId, SamplerId]]:
+    """Samplers of unnamed saves that are kept, and their models."""
+    columns = col(SamplingSessionRow.model_id), col(SamplingSessionRow.sampler_id)
+    kept = select(*columns).where(columns[0].is_not(None), columns[1].is_not(None)).distinct()
+    return [(ModelId(str(model_id)), SamplerId(str(sampler))) for model_id, sampler in tx.exec(kept)]
+
+
+def set_size(tx: Session, model_id: ModelId, sampler: SamplerId, size_bytes: int) -> None:
+    """Note how much room an unnamed sampler takes on the disk."""
+    its_own = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.sampler_id) == sampler
+    tx.connection().execute(update(SamplingSessionRow).where(*its_own).values(size_bytes=size_bytes))
+
+
+def follow(tx: Session, model_id: ModelId, sampler: SamplerId) -> None:
+    """Give new weights to all sampling sessions that follow a model."""
+    following = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.is_inflight)
+    tx.connection().execute(update(SamplingSessionRow).where(*following).values(sampler_id=sampler, size_bytes=None))
+
+
+def release_unused(
+    tx: Session, before: float, *, keep_newest: int = 4, max_bytes: int | None = None
+) -> list[SamplerId]:
     """Let go of unnamed samplers not used since a time, but for each model's newest; returns those let go.
 
+    Then of more, the one used longest ago first, while they take more than `max_bytes`; each model's newest stays.
     Their sessions stay, without a sampler: sampling from one is then a user error that says to save with a name.
     """
-    unnamed = (
-        select(SamplingSessionRow)
-        .where(col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None))
-        .order_by(col(SamplingSessionRow.created_at).desc())
-    )
-    num_newer: dict[str, int] = {}
-    released: list[SamplerId] = []
-    for row in tx.exec(unnamed):
-        model_id = str(row.model_id)
-        num_newer[model_id] = num_newer.get(model_id, 0) + 1
-        if num_newer[model_id] > keep_newest and row.last_used_at < before and row.sampler_id is not None:
-            released.append(row.sampler_id)
-            row.sampler_id = None
+    kept: list[list[SamplingSessionRow]] = []
+    released: list[list[SamplingSessionRow]] = []
+    newest: dict[SamplerId, bool] = {}
+    num_newer: Counter[str] = Counter()
+    for rows in _by_sampler(tx):
+        model_id = str(rows[0].model_id)
+        num_newer[model_id] += 1
+        newest[_sampler(rows)] = num_newer[model_id] == 1
+        is_old = num_newer[model_id] > keep_newest and _last_used(rows) < before
+        (released if is_old else kept).append(rows)
+    if max_bytes is not None:
+        num_bytes = sum(rows[0].size_bytes or 0 for rows in kept)
+        for rows in sorted((rows for rows in kept if not newest[_sampler(rows)]), key=_last_used):
+            if num_bytes <= max_bytes:
+                break
+            num_bytes -= rows[0].size_bytes or 0
+            released.append(rows)
+    names = [_sampler(rows) for rows in released]
+    for row in (row for rows in released for row in rows):
+        row.sampler_id = None
     tx.flush()
-    return released
+    return names
+
+
+def _by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
+    """The sessions of each unnamed sampler, the newest sampler first; in-flight sessions share one."""
+    rows = select(SamplingSessionRow).where(
+        col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None)
+    )
+    sessions: dict[SamplerId, list[SamplingSessionRow]] = {}
+    for row in tx.exec(rows.order_by(col(SamplingSessionRow.created_at).desc())):
+        sessions.setdefault(SamplerId(str(row.sampler_id)), []).append(row)
+    return list(sessions.values())
+
+
+def _sampler(rows: list[SamplingSessionRow]) -> SamplerId:
+    return SamplerId(str(rows[0].sampler_id))
+
+
+def _last_used(rows: list[SamplingSessionRow]) -> float:
+    return max(row.last_used_at for row in rows)

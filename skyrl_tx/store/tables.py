@@ -138,6 +138,10 @@ class SamplingSessionRow(SQLModel, table=True):
     created_at: float
     last_used_at: float
     request_id: RequestId | None = Field(default=None, sa_type=String)
+    size_bytes: int | None = Field(default=None, sa_type=BigInteger)
+    """Of an unnamed save's files, once they are written."""
+    is_inflight: bool = False
+    """Whether it follows its model: each in-flight save gives it new weights."""
     num_clones: int = 0
     """Copies of the client, in other processes, that number their requests apart."""
 

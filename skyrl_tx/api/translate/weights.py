@@ -23,6 +23,7 @@ from skyrl_tx.contract.ids import (
     sampling_session_id,
 )
 
+_INFLIGHT = "inflight"
 _NOT_LOOKED_UP = requests.ModelSpec(lora=requests.LoraSpec(rank=1, seed=0))
 
 
@@ -43,9 +44,11 @@ def save_weights(request: SaveWeightsRequest) -> Translated:
 
 def save_weights_for_sampler(request: SaveWeightsForSamplerRequest, session_id: SessionId) -> Translated:
     """Weights to sample from: under a name, or as a sampling session of the model's session."""
+    is_inflight = request.kind == _INFLIGHT
+    require(is_inflight or request.kind == "snapshot", f"kind {shown(request.kind)}: must be 'snapshot' or 'inflight'")
     require(
-        request.kind == "snapshot",
-        f"kind {shown(request.kind)}: this server offers 'snapshot', samplers whose weights never change",
+        not is_inflight or request.path is None,
+        f"kind 'inflight': path {shown(request.path)} names weights that never change; leave it out",
     )
     if request.path is None and request.sampling_session_seq_id is None:
         raise UserError("path: missing, and sampling_session_seq_id too; one of them must name what is saved")
@@ -57,6 +60,7 @@ def save_weights_for_sampler(request: SaveWeightsForSamplerRequest, session_id: 
             sampling_session_id=(
                 sampling_session_id(session_id, seq_id) if request.path is None and seq_id is not None else None
             ),
+            is_inflight=is_inflight,
             ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
             user_metadata=request.user_metadata,
         )

@@ -50,3 +50,37 @@ def test_only_old_unused_unnamed_samplers_are_released(store: Store, session_id:
     assert get(store, "run-1").sampler_id is None
     assert get(store, "run-0").sampler_id == "art-run-0"
     assert store.write(lambda tx: samplers.release_unused(tx, 40.0, keep_newest=3)) == []
+
+
+def test_a_byte_budget_takes_the_one_used_longest_ago_first(store: Store, session_id: SessionId) -> None:
+    for number, model in enumerate(("run", "run", "run", "other")):
+        new = row(session_id, f"s-{number}", model=model, now=float(number))
+        store.write(lambda tx, new=new: samplers.create_session(tx, new))
+        sampler = SamplerId(f"art-s-{number}")
+        store.write(lambda tx, new=new, sampler=sampler: samplers.set_size(tx, new.model_id, sampler, 100))
+    store.write(lambda tx: samplers.touch(tx, SamplingSessionId("s-0"), 50.0))
+    assert store.write(lambda tx: samplers.release_unused(tx, 0.0, max_bytes=400)) == []
+    assert store.write(lambda tx: samplers.release_unused(tx, 0.0, max_bytes=399)) == ["art-s-1"]
+    assert store.write(lambda tx: samplers.release_unused(tx, 0.0, max_bytes=0)) == ["art-s-0"]
+    assert [get(store, f"s-{number}").sampler_id for number in (2, 3)] == ["art-s-2", "art-s-3"], "the newest stay"
+
+
+def test_sessions_that_follow_a_model_share_a_sampler(store: Store, session_id: SessionId) -> None:
+    for number, follows in enumerate((True, True, False)):
+        new = row(session_id, f"s-{number}")
+        new.is_inflight = follows
+        store.write(lambda tx, new=new: samplers.create_session(tx, new))
+    model, newest = ModelId("run"), SamplerId("art-new")
+    store.write(lambda tx: samplers.follow(tx, model, newest))
+    store.write(lambda tx: samplers.set_size(tx, model, newest, 100))
+    assert [get(store, f"s-{number}").sampler_id for number in range(3)] == [newest, newest, "art-s-2"]
+    assert sorted(store.read(samplers.unnamed)) == [(model, newest), (model, "art-s-2")]
+    assert store.write(lambda tx: samplers.release_unused(tx, 9.0, keep_newest=1, max_bytes=100)) == ["art-s-2"]
+    assert store.write(samplers.unnamed) == [(model, newest)]
+
+
+def test_copies_of_a_client_are_numbered(store: Store, session_id: SessionId) -> None:
+    store.write(lambda tx: samplers.create_session(tx, row(session_id, "s")))
+    assert [store.write(lambda tx: samplers.add_clone(tx, SamplingSessionId("s"))) for _ in range(2)] == [1, 2]
+    with pytest.raises(LookupError, match="'nobody'"):
+        store.write(lambda tx: samplers.add_clone(tx, SamplingSessionId("nobody")))

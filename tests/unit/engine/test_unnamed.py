@@ -1,0 +1,207 @@
+"""Unnamed samplers: usable before their files are written, and there again whatever happens to those."""
+
+import time
+
+import pytest
+
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.contract.errors import BackendLost, ErrorCategory
+from skyrl_tx.contract.ids import SamplingSessionId
+from skyrl_tx.contract.requests import SaveWeights, UnloadModel
+from skyrl_tx.contract.results import Failure, SaveWeightsOutput
+from skyrl_tx.store import futures, samplers, snapshots
+from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
+
+
+class Disk:
+    """Stands between an engine and its artifacts."""
+
+    def __init__(self, house):
+        self.create = house.artifacts.create
+        self.num_refused = 0
+        self.before = lambda: None
+        house.artifacts.create = self.create_after
+
+    def create_after(self, write, metadata=None, artifact_id=None):
+        try:
+            if artifact_id is not None:  # an unnamed sampler
+                self.before()
+        except OSError:
+            self.num_refused += 1
+            raise
+        return self.create(write, metadata, artifact_id)
+
+
+def fail():
+    raise OSError("no space left")
+
+
+def save(number, **changes):
+    name = SamplingSessionId(f"s:sample:{number}")
+    return SaveWeights(**{"kind": "sampler_weights", "name": None, "sampling_session_id": name, **changes})
+
+
+def row_of(house, number):
+    return house.api.read(lambda tx: samplers.get(tx, SamplingSessionId(f"s:sample:{number}")))
+
+
+def drawn(house, number):
+    """What a sampling session gives, with an engine of its own."""
+    output = house.answer(sample(sampler=row_of(house, number).sampler_id, temperature=1.0, max_tokens=20))
+    return output.sequences[0].tokens.tolist(), output.sequences[0].logprobs.tobytes()
+
+
+def train_and_save(house, model_id, first=0, last=3):
+    """A step and an unnamed save, several times; the answers' ids."""
+    ids, seq_id = [], 3 * first
+    for number in range(first, last):
+        for request in (forward_backward(number), optim_step(), save(number)):
+            seq_id += 1
+            ids.append(house.submit(request, model_id=model_id, seq_id=seq_id))
+    return ids
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    house = House(tmp_path_factory.mktemp("undisturbed"))
+    model_id, _ = house.create()
+    house.run(*train_and_save(house, model_id))
+    yield [drawn(house, number) for number in range(3)]
+    house.close()
+
+
+def test_a_sampler_is_used_before_anything_is_written(house):
+    model_id, _ = house.create()
+    saved = train_and_save(house, model_id, last=1)[-1]
+    disk, sampled = Disk(house), []
+
+    def until_sampled():
+        end = time.monotonic() + 10
+        while not (ids := house.api.read(lambda tx: futures.statuses(tx, [saved]))):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        assert ids == {saved: "done"}
+        sampled.append(house.submit(sample(sampler=row_of(house, 0).sampler_id)))
+        while not house.api.read(lambda tx: futures.statuses(tx, sampled)):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    disk.before = until_sampled
+    named = house.submit(SaveWeights(kind="weights", name="later"), model_id=model_id, seq_id=4)
+    house.run(named)  # its files come after those of the sampler
+    assert len(sampled) == 1 and house.result(sampled[0]).sequences
+    row = row_of(house, 0)
+    assert house.artifacts.describe(row.sampler_id).size_bytes == row.size_bytes > 0
+
+
+@pytest.mark.parametrize("snapshot_effects", [1, 10_000])
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_the_next_engine_makes_a_lost_sampler_again(tmp_path, undisturbed, snapshot_effects, num_written):
+    house = House(tmp_path, snapshot_effects=snapshot_effects)
+    model_id, _ = house.create()
+    house.run(*train_and_save(house, model_id, last=1))
+    disk = Disk(house)
+    room = [None] * num_written
+
+    def some_room():
+        if not room:
+            fail()
+        room.pop()
+
+    disk.before = some_room
+    ids = train_and_save(house, model_id, first=1)
+
+    class Dying(FakeBackend):
+        def step_sample(self):
+            raise BackendLost("unplugged")
+
+    house.run(*ids)  # the files of one sampler at least could not be written when this engine ended
+    assert disk.num_refused >= 1
+    doomed = house.submit(sample(sampler=row_of(house, 2).sampler_id))
+    with pytest.raises(BackendLost):
+        house.run(doomed, backend=Dying("tiny", house.config))
+    disk.before = lambda: None
+    assert [drawn(house, number) for number in range(3)] == undisturbed
+    kept = house.api.read(lambda tx: snapshots.get(tx, model_id))
+    assert all(house.artifacts.has(row_of(house, number).sampler_id) for number in range(3))
+    assert kept.effect_order == 10, "a creation, and three times three effects"
+    house.close()
+
+
+def test_no_snapshot_replaces_what_an_unwritten_sampler_is_made_from(tmp_path):
+    house = House(tmp_path, snapshot_effects=1, snapshot_interval_s=0)
+    model_id, _ = house.create()
+    house.run(house.submit(forward_backward(), model_id=model_id, seq_id=1))
+    before = house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order
+    disk = Disk(house)
+    disk.before = fail
+    house.submit(save(0), model_id=model_id, seq_id=2)
+    house.run(house.submit(optim_step(), model_id=model_id, seq_id=3))
+    assert house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order == before
+    disk.before = lambda: None
+    house.run(house.submit(optim_step(), model_id=model_id, seq_id=4))
+    assert house.artifacts.has(row_of(house, 0).sampler_id)
+    assert house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order > before
+    house.close()
+
+
+def test_a_disk_that_was_full_for_a_while(tmp_path):
+    house = House(tmp_path, max_unwritten_samplers=1, housekeeping_interval_s=0.001)
+    disk = Disk(house)
+    disk.before = fail
+    model_id, created = house.create()
+    house.run(created)
+    # While none can be written each save is kept in memory, up to the limit; beyond it the disk is to blame.
+    results = [house.submit(save(number), model_id=model_id, seq_id=number + 1) for number in range(4)]
+    house.settings = house.settings.model_copy(update={"housekeeping_interval_s": 1000.0})
+    house.run(*results)
+    answers = [house.result(each) for each in results]
+    assert isinstance(answers[0], SaveWeightsOutput)
+    assert isinstance(answers[-1], Failure) and answers[-1].category == ErrorCategory.SERVER
+    assert "no space left" in answers[-1].message
+    house.settings = house.settings.model_copy(update={"housekeeping_interval_s": 0.001})
+    refusals = [None] * 2
+
+    def full_at_first():
+        if refusals:
+            refusals.pop()
+            fail()
+
+    disk.before = full_at_first
+    house.run(house.submit(sample(max_tokens=2000, eos_stops=False)))
+    assert not refusals and house.artifacts.has(row_of(house, 0).sampler_id)
+    assert isinstance(house.answer(save(7), model_id=model_id, seq_id=9), SaveWeightsOutput)
+    house.close()
+
+
+def test_inflight_sessions_follow_their_model_and_others_do_not(house):
+    model_id, _ = house.create()
+    frozen = house.submit(save(0), model_id=model_id, seq_id=1)
+    first = house.submit(save(1, is_inflight=True), model_id=model_id, seq_id=2)
+    house.run(frozen, first)
+    before = row_of(house, 1).sampler_id
+    queued = house.submit(sample(sampler=before, temperature=1.0, max_tokens=20))
+    for seq_id, request in enumerate((forward_backward(), optim_step(), save(2, is_inflight=True)), start=3):
+        last = house.submit(request, model_id=model_id, seq_id=seq_id)
+    house.run(queued, last)
+    rows = [row_of(house, number) for number in range(3)]
+    assert rows[1].sampler_id == rows[2].sampler_id not in (before, rows[0].sampler_id)
+    assert rows[1].size_bytes == rows[2].size_bytes > 0
+    assert drawn(house, 1) == drawn(house, 2) != drawn(house, 0)
+    kept = house.result(queued).sequences[0]
+    assert (kept.tokens.tolist(), kept.logprobs.tobytes()) == drawn(house, 0), "it was asked of the weights before"
+
+
+def test_a_name_is_given_once(house):
+    model_id, _ = house.create()
+    house.run(house.submit(save(0), model_id=model_id, seq_id=1))
+    taken = house.answer(save(0), model_id=model_id, seq_id=2)
+    assert taken.category == ErrorCategory.USER and "sampling_session_seq_id" in taken.message
+
+
+def test_samplers_outlive_an_unloaded_model(house):
+    model_id, _ = house.create()
+    house.submit(save(0), model_id=model_id, seq_id=1)
+    house.run(house.submit(UnloadModel(), model_id=model_id, seq_id=2))
+    assert house.artifacts.has(row_of(house, 0).sampler_id)
+    assert drawn(house, 0)
