@@ -39,10 +39,15 @@ class House:
         return self.server.url
 
 
-def small_backend(name: str, directory: Path) -> tuple[str, AbstractBackend]:
-    """Make a backend of the sizes above; return the model that it loads, and it."""
+def small_backend(name: str, directory: Path, token_delay_s: float = 0.0) -> tuple[str, AbstractBackend]:
+    """Make a backend of the sizes above; return the model that it loads, and it.
+
+    `token_delay_s` makes the fake one draw a token at a time, each after so long.
+    """
     if name == "fake":
         config = FakeConfig(vocab_size=VOCAB_SIZE, max_context_length=CONTEXT, max_lora_rank=MAX_RANK)
+        if token_delay_s:
+            config = config.model_copy(update={"slice_tokens": 1, "step_delay_s": token_delay_s})
         return "fake", FakeBackend("fake", config)
     model = str(write_tiny_model(directory / "model"))
     settings = JaxConfig(
@@ -60,9 +65,11 @@ def small_backend(name: str, directory: Path) -> tuple[str, AbstractBackend]:
 
 
 @contextmanager
-def live_house(backend_name: str, directory: Path, *, large_result_bytes: int = 2**20) -> Generator[House]:
+def live_house(
+    backend_name: str, directory: Path, *, large_result_bytes: int = 2**20, token_delay_s: float = 0.0
+) -> Generator[House]:
     """Serve with a small backend, until the context is left."""
-    base_model, backend = small_backend(backend_name, directory)
+    base_model, backend = small_backend(backend_name, directory, token_delay_s)
     data_dir, wiretap = directory / "data", Wiretap()
     data_dir.mkdir(mode=0o700)
     api = ApiSettings(

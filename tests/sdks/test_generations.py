@@ -68,6 +68,12 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 @pytest.fixture(scope="module")
+def slow_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with live_house("fake", tmp_path_factory.mktemp("slow"), token_delay_s=0.02) as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
 def run(house: House, client_environment: Callable[[ClientEnvironment], PreparedEnvironment]) -> Callable[[str], Run]:
     """Give the run of a generation, made once."""
     runs: dict[str, Run] = {}
@@ -227,3 +233,24 @@ def test_sparse_tensors_and_long_ids_and_large_results(run: Callable[[str], Run]
     assert longest >= CLONE_BLOCK
     asked = [row["allow_metadata_only"] for row in own.json("retrieve_future")]
     assert asked.count(False) >= 1, "what is large is announced first, then fetched"
+
+
+@pytest.mark.parametrize("version", SDKS)
+def test_samples_are_announced_and_clones_join(run: Callable[[str], Run], version: str) -> None:
+    own = run(version)
+    polls = own.json("retrieve_futures")
+    assert bool(polls) == (release(version) >= (0, 26))
+    clones = {row["target"]["cloned_sampler_id"] for row in polls}
+    assert len(clones) >= 2 or not polls, "the client itself, and its copy"
+    assert len(own.to("join_sampling_session")) == (1 if release(version) >= (0, 33) else 0)
+
+
+@pytest.mark.parametrize("version", [version for version in SDKS if release(version) >= (0, 26)])
+def test_a_sample_that_is_given_up_is_cancelled(
+    slow_house: House, client_environment: Callable[[ClientEnvironment], PreparedEnvironment], version: str
+) -> None:
+    environment = replace(client_environment(SDKS[version]), variables=CLIENT)
+    with slow_house.wiretap.listening() as calls:
+        environment.run(PROGRAM.with_name("give_up.py"), slow_house.url, timeout_s=60.0)
+    (cancelled,) = [call for call in calls if call.path == "cancel_future"]
+    assert cancelled.status == HTTPStatus.OK
