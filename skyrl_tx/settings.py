@@ -1,10 +1,9 @@
 """All that a server can be told, joined from its components' own settings; the only place they meet."""
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
@@ -46,8 +45,6 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
 
     config: Path | None = Field(None, description="YAML file with any of these settings")
     base_model: str = Field(description="model to serve: a hub id, a local directory, or 'tiny' (built in)")
-    host: str = Field("127.0.0.1", description="address to listen on; any but loopback needs --no-auth")
-    no_auth: bool = Field(False, description="accept everyone who can reach --host")
     data_dir: Path = Field(
         default_factory=default_data_dir,
         description="directory of the database and all weights, mode 0700; default: $XDG_DATA_HOME/skyrl_tx, "
@@ -67,15 +64,6 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path else None
-
-    @model_validator(mode="after")
-    def _only_loopback_without_auth(self) -> Self:
-        if not self.no_auth and not _is_loopback(self.host):
-            raise ValueError(
-                f"--host {self.host} is reachable by others and there are no keys yet: "
-                "add --no-auth to let everyone in, or keep to 127.0.0.1"
-            )
-        return self
 
     def for_api(self) -> ApiSettings:
         """Return the API's part."""
@@ -166,10 +154,3 @@ def describe(error: ValidationError) -> str:
             case _:
                 lines.append(f"{flag} {mistake['input']!r}: {mistake['msg']}")
     return "\n".join(lines)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -14,7 +14,7 @@ from skyrl_tx.api.server import ApiServer
 from skyrl_tx.engine_process import EngineLaunch, EngineProcess, EngineReady
 from skyrl_tx.listening import CannotServe, listen, url_of
 from skyrl_tx.settings import ServerSettings
-from skyrl_tx.store import futures
+from skyrl_tx.store import futures, keys
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 
 log = logging.getLogger(__name__)
@@ -199,9 +199,18 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
 
 def _open_store(settings: ServerSettings) -> Store:
     try:
-        return Store.open(settings.data_dir, role="api")
+        store = Store.open(settings.data_dir, role="api")
     except (StoreInUse, StoreError, OSError) as error:
         raise CannotServe(str(error)) from error
+    api = settings.for_api()
+    if not (api.is_loopback or api.no_auth or store.read(keys.any_usable)):
+        store.close()
+        raise CannotServe(
+            f"--host {settings.host} is reachable by others and there are no keys: make one with\n"
+            f"    skyrl-tx keys create --admin NAME --data-dir {settings.data_dir}\n"
+            "or add --no-auth to let everyone in, or keep to 127.0.0.1"
+        )
+    return store
 
 
 def _greet(settings: ServerSettings, ready: EngineReady, url: str | None) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from skyrl_tx import __version__
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.routes import downloads, futures, runs, sampling, service, sessions, training, weights
+from skyrl_tx.api.principal import Caller, Gate
+from skyrl_tx.api.routes import auth, downloads, futures, runs, sampling, service, sessions, training, weights
 from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.signing import SigningKey
@@ -26,16 +27,18 @@ from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _PREFIX = "/api/v1"
-_ROUTERS = (service, sessions, training, weights, sampling, futures, runs, downloads)
+_ROUTERS = (service, auth, sessions, training, weights, sampling, futures, runs, downloads)
 
 
 def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     """Put the HTTP application together; the store stays the caller's to close."""
+    signing_key = SigningKey.of(settings.data_dir)
     context = ApiContext(
         settings=settings,
         store=store,
         artifacts=ArtifactStore(settings.data_dir / "artifacts"),
-        signing_key=SigningKey.of(settings.data_dir),
+        signing_key=signing_key,
+        gate=Gate(settings, store, signing_key),
         waiters=Waiters(store),
     )
 
@@ -48,6 +51,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
 
     app = FastAPI(title="skyrl_tx", version=__version__, lifespan=lifespan)
     app.state.context = context
+    app.state.gate = context.gate
     for routes in _ROUTERS:
         app.include_router(routes.router, prefix=_PREFIX)
     app.add_api_route(
@@ -64,7 +68,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     return app
 
 
-async def _not_offered(path: str, request: Request) -> None:
+async def _not_offered(path: str, request: Request, caller: Caller) -> None:
     """Refuse the rows of the protocol that are still to come, and what is none of them."""
     raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
 
@@ -73,7 +77,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     """Say what went wrong as `{"detail": text}`; what nobody foresaw is logged under a reference."""
     match error:
         case ApiError():
-            return _detail(error.status, error.detail)
+            return _detail(error.status, error.detail, error.headers)
         case HTTPException():
             return _detail(error.status_code, str(error.detail))
         case RequestValidationError():
@@ -89,5 +93,5 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
             return _detail(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error; the server's log has it as {reference}")
 
 
-def _detail(status: int, detail: str) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status_code=status)
+def _detail(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status_code=status, headers=headers)

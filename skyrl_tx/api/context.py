@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Query, Request
 
-from skyrl_tx.api.principal import Principal, principal
+from skyrl_tx.api.principal import Caller, Gate, Principal
 from skyrl_tx.api.recall import Recall
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
@@ -27,6 +27,7 @@ class ApiContext:
     store: Store
     artifacts: ArtifactStore
     signing_key: SigningKey
+    gate: Gate
     waiters: Waiters
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     recall: Recall = field(default_factory=Recall)
@@ -73,7 +74,7 @@ async def parts_of(request: Request) -> ApiContext:
     return cast(ApiContext, request.app.state.context)
 
 
-async def incoming(request: Request, caller: Annotated[Principal, Depends(principal)]) -> Call:
+async def incoming(request: Request, caller: Caller) -> Call:
     """Receive a call in full."""
     parts = await parts_of(request)
     return Call(

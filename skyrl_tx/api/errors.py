@@ -1,15 +1,17 @@
 """What a route answers when it cannot do what was asked: always `{"detail": text}`."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 
 class ApiError(Exception):
     """An answer other than success; `detail` is written for the person who made the call."""
 
-    def __init__(self, status: HTTPStatus, detail: str) -> None:
+    def __init__(self, status: HTTPStatus, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
+        self.headers = headers
 
 
 def bad_request(detail: str) -> ApiError:

@@ -32,7 +32,7 @@ class SavedWeights:
 def session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRow:
     """Find a session."""
     row = sessions.get(tx, session_id)
-    if row is None or row.owner != caller.owner:
+    if row is None or not caller.may_see(row.owner):
         raise not_found(f"session {shown(session_id)} does not exist")
     return row
 
@@ -48,33 +48,40 @@ def open_session(tx: Session, caller: Principal, session_id: SessionId) -> Sessi
 def model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a model."""
     row = models.get(tx, model_id)
-    if row is None or models.owner(tx, model_id) != caller.owner:
+    if row is None or not caller.may_see(models.owner(tx, model_id)):
         raise not_found(f"model {shown(model_id)} does not exist")
     return row
 
 
 def addressed_model(tx: Session, caller: Principal, model_id: ModelId) -> models.Addressed:
     """Find a model for one more request."""
-    found = models.addressed(tx, model_id, caller.owner)
-    if found is None:
+    found = models.addressed(tx, model_id)
+    if found is None or not caller.may_see(found.owner):
         raise not_found(f"model {shown(model_id)} does not exist")
     return found
 
 
 def sampling_session(tx: Session, caller: Principal, sampling_session_id: SamplingSessionId) -> SamplingSessionRow:
     """Find a sampling session."""
+    return owned_sampling_session(tx, caller, sampling_session_id)[0]
+
+
+def owned_sampling_session(
+    tx: Session, caller: Principal, sampling_session_id: SamplingSessionId
+) -> tuple[SamplingSessionRow, str]:
+    """Find a sampling session, and whose it is."""
     row = samplers.get(tx, sampling_session_id)
     owning = None if row is None else sessions.get(tx, row.session_id)
-    if row is None or owning is None or owning.owner != caller.owner:
+    if row is None or owning is None or not caller.may_see(owning.owner):
         raise not_found(f"sampling session {shown(sampling_session_id)} does not exist")
-    return row
+    return row, owning.owner
 
 
 def saved_weights(tx: Session, caller: Principal, path: CheckpointPath, now: float) -> SavedWeights:
     """Find a checkpoint; raises UserError, because it is named in requests whose mistakes the future tells."""
     row = checkpoints.get(tx, path, now)
     maker = models.get(tx, path.model_id)
-    may_read = row is not None and (row.public or models.owner(tx, path.model_id) == caller.owner)
+    may_read = row is not None and (row.public or caller.may_see(models.owner(tx, path.model_id)))
     if row is None or maker is None or not may_read:
         raise UserError(f"path {shown(str(path))}: there is no such checkpoint")
     return SavedWeights(row, maker.base_model, spec_of(maker))

@@ -41,7 +41,7 @@ class Recall:
                 provenance.NEEDS_PROVENANCE,
             )
         wanted = set[str]().union(*(datum.sequence_ids for datum in request.provenance))
-        recorded = store.read(lambda tx: stability.find(tx, caller.owner, wanted, time.time()))
+        recorded = store.read(lambda tx: stability.find(tx, caller.reach, wanted, time.time()))
         try:
             completed = provenance.filled(request.request, request.provenance, recorded)
         except UserError as error:

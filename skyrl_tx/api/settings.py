@@ -1,5 +1,6 @@
 """What the HTTP process is told."""
 
+import ipaddress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,7 +15,10 @@ class ApiSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field(default="127.0.0.1", description="address to listen on")
+    host: str = Field(
+        default="127.0.0.1", description="address to listen on; any but loopback asks for keys, or for --no-auth"
+    )
+    no_auth: bool = Field(default=False, description="ask nobody for a key: whoever can reach --host may do everything")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     data_dir: Path = Field(description="directory of the database and all weights")
     base_model: str = Field(description="hub id or local directory of the model that is served")
@@ -46,6 +50,14 @@ class ApiSettings(BaseModel):
     request_threads: int = Field(
         default=100, ge=1, description="requests worked on at once; each may wait for a commit"
     )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine's own users can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     @property
     def public_model_name(self) -> str:

@@ -64,7 +64,7 @@ def to_model(
     new = futures.NewRequest(
         key=f"model/{model_id}/{seq_id}" if seq_id else "",
         kind=request.kind,
-        owner=caller.owner,
+        owner=row.owner,
         session_id=row.session_id,
         body=request.body,
         digest_body=request.identity,
@@ -86,12 +86,12 @@ def creation(
     `create_model` and `load_weights` share the count of a session's models, so they share its keys.
     """
     now = time.time()
-    lookup.open_session(tx, caller, session_id)
+    session = lookup.open_session(tx, caller, session_id)
     model_id = model_id_of(session_id, model_seq_id)
     new = futures.NewRequest(
         key=f"create/{session_id}/{model_seq_id}",
         kind=request.kind,
-        owner=caller.owner,
+        owner=session.owner,
         session_id=session_id,
         body=request.body,
         digest_body=request.identity,
@@ -117,16 +117,14 @@ def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None) -> 
     return "" if seq_id is None else f"sample/{sampling_session_id}/{seq_id}"
 
 
-def to_sampler(
-    tx: Session, caller: Principal, row: SamplingSessionRow, seq_id: int | None, request: Encoded
-) -> RequestId:
-    """Queue a prompt for a sampling session of the caller's, as it was looked up before."""
+def to_sampler(tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, request: Encoded) -> RequestId:
+    """Queue a prompt for a sampling session, as it was looked up before."""
     now = time.time()
     sampling_session_id = row.sampling_session_id
     new = futures.NewRequest(
         key=sampling_key(sampling_session_id, seq_id),
         kind=request.kind,
-        owner=caller.owner,
+        owner=owner,
         session_id=row.session_id,
         body=request.body,
         digest_body=request.identity,

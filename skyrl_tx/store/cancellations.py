@@ -13,7 +13,7 @@ _SAMPLE = "sample"
 
 
 def cancel(
-    tx: Session, request_id: RequestId, owner: str, result: bytes, now: float
+    tx: Session, request_id: RequestId, owner: str | None, result: bytes, now: float
 ) -> Literal["cancelled", "over", "no sample"]:
     """Answer an open sample with a failure; "over": it is answered already, or there is no such request."""
     state = futures.result(tx, request_id, owner)

@@ -100,7 +100,10 @@ _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bin
 _NEW = insert(RequestRow)
 _RESULT = select(
     col(RequestRow.status), col(RequestRow.kind), col(RequestRow.result), col(RequestRow.created_at)
-).where(col(RequestRow.request_id) == bindparam("request_id"), col(RequestRow.owner) == bindparam("owner"))
+).where(
+    col(RequestRow.request_id) == bindparam("request_id"),
+    or_(bindparam("owner").is_(None), col(RequestRow.owner) == bindparam("owner")),
+)
 _OPEN_AFTER = (
     select(*_PENDING)
     .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
@@ -214,8 +217,8 @@ def complete(
     return answered.rowcount == 1
 
 
-def result(tx: Session, request_id: RequestId, owner: str) -> FutureState:
-    """How a request fares, and its result; "unknown" also for someone else's."""
+def result(tx: Session, request_id: RequestId, owner: str | None) -> FutureState:
+    """How a request fares, and its result; "unknown" also for one of another owner than that, if one is given."""
     row = tx.connection().execute(_RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
         return FutureState(status="unknown")

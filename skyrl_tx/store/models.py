@@ -48,19 +48,20 @@ class Addressed:
     """What a request for a model needs to know of it."""
 
     session_id: SessionId
+    owner: str
     last_request_at: float
 
 
 _ADDRESSED = (
-    select(ModelRow.session_id, ModelRow.last_request_at)
+    select(ModelRow.session_id, SessionRow.owner, ModelRow.last_request_at)
     .join(SessionRow)
-    .where(ModelRow.model_id == bindparam("model_id"), SessionRow.owner == bindparam("owner"))
+    .where(ModelRow.model_id == bindparam("model_id"))
 )
 
 
-def addressed(tx: Session, model_id: ModelId, owner: str) -> Addressed | None:
-    """Find an owner's model for one more request; a cheaper look than `get`, because every request takes it."""
-    row = tx.connection().execute(_ADDRESSED, {"model_id": model_id, "owner": owner}).one_or_none()
+def addressed(tx: Session, model_id: ModelId) -> Addressed | None:
+    """Find a model for one more request; a cheaper look than `get`, because every request takes it."""
+    row = tx.connection().execute(_ADDRESSED, {"model_id": model_id}).one_or_none()
     return None if row is None else Addressed(*row)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from sqlalchemy import bindparam, delete, insert, select, update
+from sqlalchemy import bindparam, delete, insert, select, true, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.arrays import Float32Array
@@ -39,14 +39,14 @@ def record(
     tx.connection().execute(_NEW, rows)
 
 
-def find(tx: Session, owner: str, sequence_ids: Collection[str], now: float) -> dict[str, Recorded]:
-    """Those of the sequences that are kept for this owner."""
+def find(tx: Session, owner: str | None, sequence_ids: Collection[str], now: float) -> dict[str, Recorded]:
+    """Those of the sequences that are kept for this owner; None: for any."""
     found: dict[str, Recorded] = {}
     columns = col(StabilityRow.sequence_id), col(StabilityRow.prompt_length), col(StabilityRow.logprobs)
     for some in _in_parts(sequence_ids):
         wanted = select(*columns).where(
             col(StabilityRow.sequence_id).in_(some),
-            col(StabilityRow.owner) == owner,
+            true() if owner is None else col(StabilityRow.owner) == owner,
             col(StabilityRow.last_used_at) >= now - KEPT_UNUSED_S,
         )
         for sequence_id, prompt_length, logprobs in tx.connection().execute(wanted):

@@ -26,6 +26,7 @@ from skyrl_tx.contract.ids import (
 ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 RequestStatus = Literal["open", "done", "failed"]
 EngineStatus = Literal["starting", "ready", "stopping"]
+KeyScope = Literal["user", "admin"]
 
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself only in a column named INTEGER
 _JSON_OR_NULL = JSON(none_as_null=True)
@@ -188,6 +189,23 @@ class StabilityRow(SQLModel, table=True):
     prompt_length: int
     logprobs: bytes
     last_used_at: float = Field(index=True)
+
+
+class ApiKeyRow(SQLModel, table=True):
+    """A key that callers show. Only its digest is kept; `hint` is its beginning, for people."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = {"sqlite_autoincrement": True}  # tokens name keys by number: none may ever mean another
+
+    key_id: int | None = Field(default=None, primary_key=True)
+    digest: str = Field(unique=True)
+    hint: str
+    owner: str
+    scope: KeyScope = Field(sa_type=String)
+    name: str
+    note: str = ""
+    created_at: float
+    revoked_at: float | None = None
 
 
 class EngineStateRow(SQLModel, table=True):

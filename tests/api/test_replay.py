@@ -21,7 +21,7 @@ from skyrl_tx.testing.wiretap import Call
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 JSON = "application/json"
-HELLO = ["POST client/config", "POST client/dynamic_config"]
+HELLO = ["POST client/config", "POST auth/token", "POST client/dynamic_config"]
 POLL = "POST retrieve_future"
 NEWS = "POST retrieve_futures"  # on a thread of its own, as often as there is some
 # The SDK leaves its connections to the garbage collector.

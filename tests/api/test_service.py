@@ -19,7 +19,7 @@ from skyrl_tx.testing.live_api import Server
 def test_flags_suit_every_release(server: Server) -> None:
     flags = server.post("client/config", sdk_version="0.38.0").json()
     assert flags["parallel_fwdbwd_chunks"] and flags["create_model_via_load_weights"]
-    assert not flags["pjwt_auth_enabled"]
+    assert flags["pjwt_auth_enabled"]
     assert server.post("client/config").status_code == 200
     assert server.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is True
 

@@ -69,8 +69,6 @@ def test_the_backend_may_come_from_anywhere(tmp_path: Path, monkeypatch: pytest.
         ([*FAKE, "--port", "many"], "--port 'many'"),
         ([*FAKE, "--port", "70000"], "--port '70000'"),
         ([*FAKE, "--backend-config.vocab-size", "x"], "--backend-config.vocab-size 'x'"),
-        ([*FAKE, "--host", "0.0.0.0"], "--no-auth"),
-        ([*FAKE, "--host", "example.org"], "--no-auth"),
         ([*FAKE, "--load-format", "dummy"], "--load-format"),
         (["--base-model", "m", "--backend", "nope"], "'nope' is not installed"),
         ([*FAKE, "--config", "/nowhere/a.yaml"], "/nowhere/a.yaml: No such file"),
@@ -83,9 +81,15 @@ def test_a_wrong_setting_is_named(arguments: list[str], told: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
-def test_loopback_needs_no_word_about_auth(host: str) -> None:
-    assert read_settings("serve", [*FAKE, "--host", host]).host == host
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        *(("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True)),
+        *(("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("example.org", False)),
+    ],
+)
+def test_loopback_is_told_from_what_others_reach(host: str, is_loopback: bool) -> None:
+    assert read_settings("serve", [*FAKE, "--host", host]).for_api().is_loopback == is_loopback
 
 
 def test_no_auth_opens_any_address() -> None:

@@ -97,7 +97,7 @@ def cancel_future(call: Incoming) -> CancelFutureAnswer:
     """End a sample that its client wants no more; of no effect once it is answered, or if it never was."""
     request_id = RequestId(call.body.model(CancelFutureRequest).request_id)
     failure = codec.encode(_CANCELLED)
-    outcome = call.store.write(lambda tx: cancellations.cancel(tx, request_id, call.caller.owner, failure, time.time()))
+    outcome = call.store.write(lambda tx: cancellations.cancel(tx, request_id, call.caller.reach, failure, time.time()))
     if outcome == "no sample":
         raise bad_request(f"request_id {shown(request_id)}: only samples can be cancelled")
     call.store.wake()  # others may wait for it: the doorbell tells the engine alone
@@ -124,7 +124,7 @@ def _finished(call: Call, request_id: RequestId, accept: str, limit: int | None)
     One of more than `limit` bytes is only announced: the client makes room for so much before it asks anew, without
     a limit (SDK 0.16 … 0.38, lib/api_future_impl.py).
     """
-    state = call.store.read(lambda tx: futures.result(tx, request_id, call.caller.owner))
+    state = call.store.read(lambda tx: futures.result(tx, request_id, call.caller.reach))
     if state.status == "unknown":
         raise not_found(f"request_id {shown(request_id)} does not exist")
     if state.status == "pruned":

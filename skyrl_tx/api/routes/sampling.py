@@ -85,7 +85,7 @@ def asample(call: Incoming) -> Promise:
     if address.sampling_session_id is None:
         raise bad_request("sampling_session_id: missing; create_sampling_session gives one for a base model or a path")
     session_id = SamplingSessionId(address.sampling_session_id)
-    row = call.store.read(lambda tx: lookup.sampling_session(tx, call.caller, session_id))
+    row, owner = call.store.read(lambda tx: lookup.owned_sampling_session(tx, call.caller, session_id))
     sequence_ids = _sequence_ids(submission.sampling_key(session_id, address.seq_id), address.num_samples)
 
     def translate(schema: SampleRequest) -> Translated:
@@ -93,7 +93,7 @@ def asample(call: Incoming) -> Promise:
         return sampling.sample(schema, _weights_of(row), sequence_ids, limit)
 
     encoded = Encoded.of(translated("sample", SampleRequest, value, translate, call.check_unknown))
-    request_id = call.store.write(lambda tx: submission.to_sampler(tx, call.caller, row, address.seq_id, encoded))
+    request_id = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, address.seq_id, encoded))
     return Promise(request_id=request_id, sample_sequence_ids=sequence_ids)
 
 

@@ -16,7 +16,7 @@ class ClientConfigRequest(WireModel):
 class ClientConfigAnswer(Answer):
     """The flags that this server sets, right for every release; the SDK has defaults for the rest."""
 
-    pjwt_auth_enabled: bool = False
+    pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
     proto_write_fwdbwd: bool = True
     proto_compress_fwdbwd: bool = True
