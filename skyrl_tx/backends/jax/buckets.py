@@ -13,8 +13,3 @@ def bucket(size: int, smallest: int = 1) -> int:
 def next_power(size: int) -> int:
     """Return the least power of two that holds `size`."""
     return 1 << (size - 1).bit_length()
-
-
-def last_power(size: int) -> int:
-    """Return the greatest power of two that `size` holds."""
-    return 1 << (size.bit_length() - 1)

@@ -14,13 +14,16 @@ import numpy as np
 from flax import struct
 
 from skyrl_tx.backends.jax.any_loss import INPUTS, NUM_COLUMNS, TARGETS, mean_names, number_of
-from skyrl_tx.backends.jax.buckets import bucket, last_power, next_power
+from skyrl_tx.backends.jax.buckets import bucket, next_power
 from skyrl_tx.contract.arrays import Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.results import MeanTerm, PassResult
 from skyrl_tx.losses import LOSSES, LossOutput
 
 SHORTEST = 32  # below this, padding costs less than another compilation
+_FINE_FROM = 128
+"""From here on an octave of lengths has four steps and not two: of random lengths from 20 to 700 a ninth is padding
+then, and was a fifth. Twice the programs for long rows is the price."""
 
 
 @struct.dataclass
@@ -47,6 +50,23 @@ class Slab:
         assert 0 < len(self.rows) <= self.num_rows
 
 
+def row_length(size: int) -> int:
+    """Return how long a row is made that holds `size` tokens."""
+    coarse = bucket(size, SHORTEST)
+    if coarse <= _FINE_FROM:
+        return coarse
+    step = _FINE_FROM // 4
+    while 8 * step < size:  # an octave ends at eight of its steps
+        step *= 2
+    return -(-size // step) * step
+
+
+def row_counts(length: int, budget: int) -> list[int]:
+    """Return how many rows a micro-batch of that row length may have: all that fit, or a power of two below."""
+    limit = max(1, budget // length)
+    return sorted({limit, *(1 << power for power in range(limit.bit_length()))}, reverse=True)
+
+
 def plan(examples: Sequence[PassExample], budget: int) -> list[Slab]:
     """Return the micro-batches of one request, `budget` tokens each, or one row where a row is longer.
 
@@ -58,15 +78,15 @@ def plan(examples: Sequence[PassExample], budget: int) -> list[Slab]:
     while order:
         first = examples[order[0]]
         num_targets = next_power(_num_targets(first))
-        length = bucket(first.tokens.size, SHORTEST)
-        limit = last_power(max(1, budget // length))
+        length = row_length(first.tokens.size)
+        limit = max(1, budget // length)
         rows: list[int] = []
         for index in order[:limit]:
             example = examples[index]
-            if next_power(_num_targets(example)) != num_targets or 2 * bucket(example.tokens.size, SHORTEST) < length:
+            if next_power(_num_targets(example)) != num_targets or 2 * row_length(example.tokens.size) < length:
                 break
             rows.append(index)
-        slabs.append(Slab(tuple(rows), next_power(len(rows)), length, num_targets))
+        slabs.append(Slab(tuple(rows), min(next_power(len(rows)), limit), length, num_targets))
         order = order[len(rows) :]
     return slabs
 

@@ -6,13 +6,13 @@ sampling every prompt and cache length, from the base model and from an adapter.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from skyrl_tx.backends.jax.buckets import bucket, last_power
+from skyrl_tx.backends.jax.buckets import bucket
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.packing import SHORTEST
+from skyrl_tx.backends.jax.packing import SHORTEST, row_counts, row_length
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
@@ -37,7 +37,7 @@ def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int) -> Non
         backend.forward_backward(batch)
         num_shapes += 1
     backend.optim_step(model, OptimizerParams())
-    for length in _lengths(max_length):
+    for length in _prompt_lengths(max_length):
         for each in (None, sampler):
             backend.sample(PreparedSampleBatch(requests=(_sample_request(each, length, config.sample_slots),)))
     backend.drop_sampler(sampler)
@@ -47,19 +47,22 @@ def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int) -> Non
 
 def training_shapes(config: JaxConfig, max_length: int) -> Iterator[tuple[int, int]]:
     """Yield rows and the longest length of every micro-batch shape with one target per position."""
-    for length in _lengths(max_length):
-        num_rows = last_power(max(1, config.micro_batch_tokens // bucket(length, SHORTEST)))
-        while num_rows:
+    for length in _ascending(row_length, max_length):
+        for num_rows in row_counts(row_length(length), config.micro_batch_tokens):
             yield num_rows, length
-            num_rows //= 2
 
 
-def _lengths(max_length: int) -> Iterator[int]:
-    length = SHORTEST
-    while length < max_length:
+def _prompt_lengths(max_length: int) -> Iterator[int]:
+    return _ascending(lambda size: bucket(size, SHORTEST), max_length)
+
+
+def _ascending(rounded_up: Callable[[int], int], last: int) -> Iterator[int]:
+    """Yield every length that sizes are rounded up to, and at last the greatest size."""
+    length = rounded_up(1)
+    while length < last:
         yield length
-        length = bucket(length + 1, SHORTEST)
-    yield max_length
+        length = rounded_up(length + 1)
+    yield last
 
 
 def _training_batch(model: ModelId, num_rows: int, length: int) -> PreparedModelPassBatch:

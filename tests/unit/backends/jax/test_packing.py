@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_tx.backends.jax import packing
-from skyrl_tx.backends.jax.buckets import bucket, last_power, next_power
+from skyrl_tx.backends.jax.buckets import bucket, next_power
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.losses import LossOutput, Mean
@@ -39,7 +39,27 @@ def test_lengths_are_powers_of_two_and_midpoints(size, expected):
 
 def test_powers():
     assert [next_power(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
-    assert [last_power(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(1, 32), (49, 64), (65, 96), (128, 128), (129, 160), (161, 192), (256, 256), (257, 320), (700, 768), (1025, 1280)],
+)
+def test_rows_have_four_lengths_an_octave_from_128_on(size, expected):
+    assert packing.row_length(size) == expected
+
+
+@given(st.integers(1, 100_000))
+def test_a_row_is_a_quarter_longer_than_need_be_at_most(size):
+    length = packing.row_length(size)
+    assert size <= length == packing.row_length(length)
+    assert length <= 1.25 * size + 1 or length <= 128
+
+
+def test_rows_are_all_that_fit_or_a_power_of_two():
+    assert packing.row_counts(320, 2048) == [6, 4, 2, 1]
+    assert packing.row_counts(256, 2048) == [8, 4, 2, 1]
+    assert packing.row_counts(4096, 2048) == [1]
 
 
 @given(st.lists(st.tuples(st.integers(1, 1500), st.sampled_from([None, 1, 2, 3])), min_size=1, max_size=40))
@@ -49,9 +69,10 @@ def test_a_plan_holds_every_example_once_within_bounds(sizes):
     assert sorted(index for slab in slabs for index in slab.rows) == list(range(len(examples)))
     for slab in slabs:
         lengths = [examples[index].tokens.size for index in slab.rows]
-        assert max(lengths) <= slab.length == bucket(max(lengths), packing.SHORTEST)
-        assert all(2 * bucket(length, packing.SHORTEST) >= slab.length for length in lengths)
-        assert slab.num_rows == next_power(len(slab.rows))
+        assert max(lengths) <= slab.length == packing.row_length(max(lengths))
+        assert all(2 * packing.row_length(length) >= slab.length for length in lengths)
+        assert slab.num_rows in packing.row_counts(slab.length, BUDGET)
+        assert slab.num_rows < 2 * len(slab.rows)
         assert slab.num_rows == 1 or slab.num_rows * slab.length <= BUDGET
 
 
