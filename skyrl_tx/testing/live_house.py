@@ -85,6 +85,26 @@ def live_house(
         yield House(server=server, backend=backend, wiretap=wiretap)
 
 
+@contextmanager
+def live_model(model: Path, name: str, data_dir: Path) -> Generator[str]:
+    """Serve a tiny model from its directory in float32, under a name, until the context is left; give the URL."""
+    config = JaxConfig(
+        compile_cache_dir=None,
+        dtype="float32",
+        max_context_length=64,
+        max_lora_rank=MAX_RANK,
+        micro_batch_tokens=256,
+        sample_slots=4,
+        max_sample_tokens=512,
+        prefill_tokens=64,
+    )
+    api = ApiSettings(port=0, data_dir=data_dir, base_model=str(model), served_model_name=name)
+    engine = EngineSettings(data_dir=data_dir, base_model=str(model), served_model_name=name)
+    with live_api(api) as server, live_engine(engine, JAX.load()(str(model), config)):
+        _wait_until_ready(server)
+        yield server.url
+
+
 def _wait_until_ready(server: Server, within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while (answer := server.client.get("/api/v1/healthz")).status_code != HTTPStatus.OK:

@@ -3,7 +3,7 @@
 import json
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,9 @@ import numpy as np
 import pytest
 import tinker
 
-from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.backends.jax import BACKEND as JAX
-from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.cli import main
-from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.testing.client_environments import TORCH, ClientEnvironment, PreparedEnvironment
-from skyrl_tx.testing.live_api import live_api
-from skyrl_tx.testing.live_engine import live_engine
+from skyrl_tx.testing.live_house import live_model
 from skyrl_tx.testing.tiny_models import write_model
 
 pytestmark = [
@@ -42,26 +37,6 @@ class Traveller:
     directory: Path
     server: dict[str, list[float]]
     peft: dict[str, np.ndarray]
-
-
-@contextmanager
-def serving(model: Path, data_dir: Path) -> Iterator[str]:
-    config = JaxConfig(
-        compile_cache_dir=None,
-        dtype="float32",
-        max_context_length=64,
-        max_lora_rank=16,
-        micro_batch_tokens=256,
-        sample_slots=4,
-        max_sample_tokens=512,
-        prefill_tokens=64,
-    )
-    told: dict[str, Any] = {"data_dir": data_dir, "base_model": str(model), "served_model_name": NAME}
-    with (
-        live_api(ApiSettings(port=0, **told)) as server,
-        live_engine(EngineSettings(**told), JAX.load()(str(model), config)),
-    ):
-        yield server.url
 
 
 def run_torch(environment: PreparedEnvironment, folder: Path, jobs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -91,7 +66,7 @@ def train(client: tinker.TrainingClient) -> tinker.TrainingClient:
 def travel(folder: Path, data_dir: Path) -> dict[str, list[float]]:
     """Bring the outside adapters in, train on one and on a fresh one, and take all out in every form."""
     outputs: dict[str, list[float]] = {}
-    with serving(folder / "model", data_dir) as url, tinker.ServiceClient(base_url=url) as service:
+    with live_model(folder / "model", NAME, data_dir) as url, tinker.ServiceClient(base_url=url) as service:
         for name in ADAPTERS:
             assert main(["import", str(folder / name), "--name", name, "--data-dir", str(data_dir)]) == 0
         rest = tinker.RestClient(base_url=url)
