@@ -18,6 +18,7 @@ WORKDIR /home/skyrl
 VOLUME /data
 EXPOSE 8000
 ENV SKYRL_TX_DATA_DIR=/data
-# Inside a container, loopback is nobody's; who can reach the server is decided by the port that is published.
-ENTRYPOINT ["skyrl-tx", "serve", "--host", "0.0.0.0", "--no-auth"]
-CMD ["--base-model", "tiny"]
+# Inside a container, loopback is nobody's; who can reach the server is decided by the port that is published. Arguments of your
+# own replace --no-auth too: keys are asked for then, made by `docker run --entrypoint skyrl-tx … keys create OWNER`.
+ENTRYPOINT ["skyrl-tx", "serve", "--host", "0.0.0.0"]
+CMD ["--base-model", "tiny", "--no-auth"]

@@ -37,12 +37,13 @@ _COMMANDS = {
     "api": "run the API alone, on the data directory that an engine shares",
     "engine": "run the engine alone, on the data directory that an API shares",
     "quickstart": "train and sample a tiny model through the Tinker SDK, to see it work",
+    "keys": "make, list and revoke the keys that a server asks for",
     "runs": "list and delete training runs",
     "checkpoints": "list and delete checkpoints, and say how long they last",
     "export": "write a checkpoint as a PEFT adapter, or merged into its base model",
     "import": "make a checkpoint of a PEFT adapter from elsewhere",
 }
-_ON_DATA = frozenset({"runs", "checkpoints", "export", "import"})
+_ON_DATA = frozenset({"keys", "runs", "checkpoints", "export", "import"})
 _FIRST_FLAGS = (
     *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
     *("--backend", "--load-format", "--config", "--log-level"),

@@ -4,12 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from skyrl_tx.commands import checkpoints, export, import_adapter, runs
+from skyrl_tx.commands import checkpoints, export, import_adapter, keys, runs
 from skyrl_tx.commands.place import CommandError
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store.errors import StoreError
 
 _PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
+    "keys": keys.add_arguments,
     "runs": runs.add_arguments,
     "checkpoints": checkpoints.add_arguments,
     "export": export.add_arguments,

@@ -1,0 +1,54 @@
+"""`skyrl-tx keys`: a key is shown once, listed without what opens anything, and ends when revoked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.cli import main
+from skyrl_tx.store import keys
+from skyrl_tx.store.database import Store
+
+
+def run(data_dir: Path, *arguments: str) -> int:
+    return main(["keys", *arguments, "--data-dir", str(data_dir)])
+
+
+def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "new", "create", "ann@example.org", "--admin", "--name", "laptop", "--note", "for tests") == 0
+    key = capsys.readouterr().out.strip()
+    assert key.startswith("tml-")
+    assert run(tmp_path / "new", "list", "--json") == 0
+    shown = capsys.readouterr().out
+    (listed,) = json.loads(shown)
+    assert key not in shown and listed["key"] == f"{key[:8]}…"
+    assert (listed["owner"], listed["scope"], listed["name"]) == ("ann@example.org", "admin", "laptop")
+    assert (listed["note"], listed["revoked"]) == ("for tests", None)
+    assert run(tmp_path / "new", "revoke", str(listed["id"])) == 0
+    assert run(tmp_path / "new", "revoke", str(listed["id"])) == 1
+    assert "it has been revoked" in capsys.readouterr().err
+
+
+def test_keys_are_made_beside_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store.open(tmp_path, role="api")
+    try:
+        assert run(tmp_path, "create", "ann") == 0
+        key = capsys.readouterr().out.strip()
+        row = store.read(lambda tx: keys.find(tx, key))
+        assert row is not None and (row.owner, row.scope, row.name) == ("ann", "user", "ann")
+        assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.glob("skyrl_tx.db*"))
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("owner", ["local", "", "-x", "a b", "a/b", "a" * 65])
+def test_an_owner_that_cannot_be_is_refused(tmp_path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "create", "--data-dir", str(tmp_path), "--", owner]) == 1
+    assert f"owner {owner!r}" in capsys.readouterr().err
+
+
+def test_others_are_not_served_before_there_is_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = ["api", "--base-model", "m", "--backend", "fake", "--host", "0.0.0.0", "--port", "0"]
+    assert main([*serve, "--data-dir", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "skyrl-tx keys create" in told and "--no-auth" in told
