@@ -28,6 +28,10 @@ def encrypt_files(directory: Path, recipients: Collection[str]) -> None:
 def _read(recipients: Collection[str], field: str) -> list[Any]:
     keys: list[Any] = []
     for text in recipients:
+        if text.upper().startswith("AGE-SECRET-KEY-"):  # never repeated: errors are stored
+            raise UserError(
+                f"{field}: holds a secret key; recipients are public keys (age1…), as `age-keygen -y` shows"
+            )
         kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
         try:
             keys.append(kind.from_str(text))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from sqlmodel import Session
 
-from skyrl_tx.api.principal import LOCAL_OWNER
 from skyrl_tx.artifacts import Artifact
 from skyrl_tx.commands.place import CommandError, add_data_dir, artifacts_of, opened
 from skyrl_tx.contract import codec
@@ -19,6 +18,7 @@ from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, che
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.store import checkpoints, engine_state, models, sessions
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow
 
 if TYPE_CHECKING:
