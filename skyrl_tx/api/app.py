@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from skyrl_tx import __version__
+from skyrl_tx.api.backpressure import SampleBudget
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.principal import Caller, Gate
@@ -39,6 +40,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         artifacts=ArtifactStore(settings.data_dir / "artifacts"),
         signing_key=signing_key,
         gate=Gate(settings, store, signing_key),
+        sample_budget=SampleBudget(store),
         waiters=Waiters(store),
     )
 

@@ -6,6 +6,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Query, Request
 
+from skyrl_tx.api.backpressure import SampleBudget
 from skyrl_tx.api.principal import Caller, Gate, Principal
 from skyrl_tx.api.recall import Recall
 from skyrl_tx.api.schemas.base import WireModel
@@ -29,6 +30,7 @@ class ApiContext:
     signing_key: SigningKey
     gate: Gate
     waiters: Waiters
+    sample_budget: SampleBudget
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     recall: Recall = field(default_factory=Recall)
 

@@ -13,7 +13,7 @@ from skyrl_tx.api.principal import Principal
 from skyrl_tx.api.schemas.training import Promise
 from skyrl_tx.api.translate.translated import Translated
 from skyrl_tx.contract import codec
-from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.store import futures, models, samplers, stability
@@ -71,7 +71,7 @@ def to_model(
         model_id=model_id,
         seq_id=seq_id,
     )
-    request_id = _submit(tx, new, now)
+    request_id = _submit(tx, new, now).request_id
     if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
         models.touch(tx, model_id, now)
     stability.touch(tx, sequence_ids, now)
@@ -98,7 +98,7 @@ def creation(
         model_id=None if model is None else model_id,
         seq_id=0,
     )
-    request_id = _submit(tx, new, now)
+    request_id = _submit(tx, new, now).request_id
     if model is not None:
         models.create(
             tx,
@@ -117,7 +117,9 @@ def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None) -> 
     return "" if seq_id is None else f"sample/{sampling_session_id}/{seq_id}"
 
 
-def to_sampler(tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, request: Encoded) -> RequestId:
+def to_sampler(
+    tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, request: Encoded
+) -> futures.Submitted:
     """Queue a prompt for a sampling session, as it was looked up before."""
     now = time.time()
     sampling_session_id = row.sampling_session_id
@@ -131,14 +133,14 @@ def to_sampler(tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | N
         seq_id=seq_id,
         sampling_session_id=sampling_session_id,
     )
-    request_id = _submit(tx, new, now)
+    submitted = _submit(tx, new, now)
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
         samplers.touch(tx, sampling_session_id, now)
-    return request_id
+    return submitted
 
 
-def _submit(tx: Session, new: futures.NewRequest, now: float) -> RequestId:
+def _submit(tx: Session, new: futures.NewRequest, now: float) -> futures.Submitted:
     try:
-        return futures.submit(tx, new, now).request_id
+        return futures.submit(tx, new, now)
     except futures.ConflictingRequest as error:
         raise bad_request(str(error)) from error

@@ -24,7 +24,7 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.state import StatePublisher
 from skyrl_tx.engine.unnamed import WriteBehind
 from skyrl_tx.engine.work import BARRIER_KINDS, Work, work_of
-from skyrl_tx.store import cancellations, futures, samplers
+from skyrl_tx.store import cancellations, engine_state, futures, samplers
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -74,9 +74,11 @@ class Engine:
             self._store.write(cancellations.forget)  # they are answered, so they will not be read
             loop = _Loop(room, self._artifacts)
             loop.make_samplers_again()
+            state.load = loop.sample_load()
             state.say("ready", capabilities)
             on_ready(capabilities)
             while not stop.is_set():
+                state.load = loop.sample_load()
                 if not loop.turn():
                     self._store.wait(loop.longest_wait())
             state.say("stopping", capabilities)
@@ -131,6 +133,14 @@ class _Loop:
             sessions.forget_unneeded(self._room, self._artifacts, self._sampling.samplers_in_use())
             self._room.behind.retry()
         return worked
+
+    def sample_load(self) -> engine_state.SampleLoad:
+        """What is held of samples, for the API to count on from."""
+        return engine_state.SampleLoad(
+            position=self._position,
+            num_bytes=self._sampling.num_held_bytes,
+            max_bytes=self._room.settings.max_waiting_sample_bytes,
+        )
 
     def _has_room(self) -> bool:
         """Whether more may be read. When nothing runs all may be waiting for what is not read yet."""

@@ -18,6 +18,7 @@ from skyrl_tx.engine.gather import Gathering
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.work import Work
 from skyrl_tx.store import cancellations, futures, samplers, stability
+from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Sampling:
         self._room = room
         self._waiting: dict[SessionId, deque[Work]] = {}  # the session served least recently first
         self._running: dict[RequestId, _Running] = {}
+        self._num_running_tokens = self._num_running_bytes = 0
         self._suspects: set[RequestId] = set()
         self._heard = 0  # cancellations, up to this position
         self.num_bytes = 0
@@ -54,6 +56,7 @@ class Sampling:
             if not isinstance(work.request, Sample):
                 raise UserError(f"{work.kind}: model_id is missing")
             validate.check_sample(work.request, self._room.capabilities)
+            self._check_size(work)
             if work.request.params.stop_strings:
                 self._room.backend.text_of([])  # raises where strings cannot be found
         except RequestError as error:
@@ -64,11 +67,25 @@ class Sampling:
         self._waiting.setdefault(work.session_id, deque()).append(work)
         self.num_bytes += work.num_bytes
 
+    @property
+    def num_held_bytes(self) -> int:
+        """What all requests that are not answered take in memory, about."""
+        num_requests = sum(map(len, self._waiting.values())) + len(self._running)
+        return self.num_bytes + self._num_running_bytes + num_requests * REQUEST_BYTES
+
     def samplers_in_use(self) -> set[SamplerId]:
         """Samplers that requests wait for or run on, whatever becomes of their names meanwhile."""
         works = [work for queue in self._waiting.values() for work in queue]
         works += [running.work for running in self._running.values()]
         return {sampler for work in works if (sampler := _sample(work).sampler) is not None}
+
+    def _check_size(self, work: Work) -> None:
+        """Refuse a request that back-pressure would hold off for ever."""
+        limit = self._room.settings.max_waiting_sample_bytes
+        if work.num_bytes + REQUEST_BYTES > limit:
+            raise UserError(
+                f"prompt: the request takes {work.num_bytes + REQUEST_BYTES} bytes, all that wait may take {limit}"
+            )
 
     def step(self) -> bool:
         """Begin what has room and decode one slice of all that runs; whether there was anything to do."""
@@ -136,7 +153,9 @@ class Sampling:
             request = prepare.sample_request(work.request_id, _sample(work), self._room.capabilities)
             is_suspect = work.request_id in self._suspects
             gathering = Gathering(request, self._room.backend.text_of)
-            self._running[work.request_id] = _Running(work, gathering, is_suspect)
+            self._running[work.request_id] = running = _Running(work, gathering, is_suspect)
+            self._num_running_tokens += running.num_tokens
+            self._num_running_bytes += work.num_bytes
             begun.append(work)
         if begun:
             self._begin(begun)
@@ -157,8 +176,7 @@ class Sampling:
             return True
         if work.request_id in self._suspects or any(running.is_suspect for running in self._running.values()):
             return False
-        used = sum(running.num_tokens for running in self._running.values())
-        return used < self._room.capabilities.max_sample_tokens
+        return self._num_running_tokens < self._room.capabilities.max_sample_tokens
 
     def _has_sampler(self, work: Work) -> bool:
         sampler = _sample(work).sampler
@@ -235,6 +253,8 @@ class Sampling:
         """Have a request run no more."""
         request = running.gathering.request
         del self._running[request.request_id]
+        self._num_running_tokens -= running.num_tokens
+        self._num_running_bytes -= running.work.num_bytes
         self._room.backend.cancel_sample([request.request_id])  # of no effect where all had ended
         if request.sampler is not None:
             self._room.samplers.release(request.sampler)

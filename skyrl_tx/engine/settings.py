@@ -27,6 +27,12 @@ class EngineSettings(BaseModel):
     max_backlog_bytes: int = Field(
         default=2**31, ge=1, description="requests held in memory; more wait in the database while these are worked on"
     )
+    max_waiting_sample_bytes: int = Field(
+        default=2**30,
+        ge=1,
+        description="memory for samples that wait, about 4 KiB and 4 bytes a prompt token each; clients are told to "
+        "send more later",
+    )
     max_attempts: int = Field(default=3, ge=1, description="a request that ended the engine so many times fails")
     session_timeout_s: float = Field(
         default=3600.0,

@@ -23,6 +23,8 @@ class StatePublisher:
         self._boot_id = secrets.token_hex(8)
         self._status: EngineStatus = "starting"
         self._capabilities: Mapping[str, object] = {}
+        self.load: engine_state.SampleLoad | None = None
+        """To be said with the next word."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="engine-state", daemon=True)
 
@@ -55,6 +57,7 @@ class StatePublisher:
                 status=status,
                 capabilities=capabilities,
                 base_models=self._base_models,
+                load=self.load,
                 now=time.time(),
             )
         )

@@ -1,12 +1,27 @@
 """What the engine says of itself, for the API to serve."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from sqlmodel import Session
 
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 
 _ONLY = 1
+REQUEST_BYTES = 4096
+"""What a sample that waits takes in memory beside its prompt; measured with the fake backend, rounded up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLoad:
+    """What the engine holds of samples that are not answered.
+
+    `num_bytes` of `max_bytes`, each request counted with `REQUEST_BYTES`, of those that arrived up to `position`.
+    """
+
+    position: int
+    num_bytes: int
+    max_bytes: int
 
 
 def publish(
@@ -17,6 +32,7 @@ def publish(
     status: EngineStatus,
     capabilities: Mapping[str, object],
     base_models: Sequence[str],
+    load: SampleLoad | None = None,
     detail: str = "",
     now: float,
 ) -> None:
@@ -29,6 +45,7 @@ def publish(
             status=status,
             capabilities=dict(capabilities),
             base_models=list(base_models),
+            load=None if load is None else asdict(load),
             detail=detail,
             updated_at=now,
         )
@@ -39,3 +56,9 @@ def publish(
 def get(tx: Session) -> EngineStateRow | None:
     """The engine's last word; None if none ever ran."""
     return tx.get(EngineStateRow, _ONLY)
+
+
+def sample_load(tx: Session) -> SampleLoad | None:
+    """What the engine said last of the samples it holds; None if it is not known."""
+    state = get(tx)
+    return None if state is None or state.load is None else SampleLoad(**state.load)

@@ -45,10 +45,11 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """Where to ask for the result; `is_new` is False for a duplicate."""
+    """Where to ask for the result. `is_new` is False for a duplicate; `position` is then not looked up."""
 
     request_id: RequestId
     is_new: bool
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
             if before != digest:
                 raise ConflictingRequest(f"{new.kind} request {new.key!r}: these ids were used for another request")
             return Submitted(name, is_new=False)
-    connection.execute(
+    inserted = connection.execute(
         _NEW,
         {
             "request_id": name,
@@ -161,7 +162,8 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
             "created_at": now,
         },
     )
-    return Submitted(name, is_new=True)
+    (position,) = inserted.inserted_primary_key or (None,)
+    return Submitted(name, is_new=True, position=position)
 
 
 def _digest(new: NewRequest) -> bytes:

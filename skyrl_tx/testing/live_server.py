@@ -57,6 +57,11 @@ class LiveServer:
             return "".join(self._log)
 
     @property
+    def pid(self) -> int:
+        """The process id of the serving process."""
+        return self._process.pid
+
+    @property
     def engine_pid(self) -> int:
         """The process id of the newest engine."""
         return int(_ENGINE.findall(self.log)[-1])

@@ -1,5 +1,6 @@
 """News of many samples in one poll, copies of clients, and samples that are wanted no more, through the SDK."""
 
+import json
 import pickle
 import time
 from collections.abc import Iterator
@@ -103,6 +104,40 @@ def test_copies_of_a_client_sample_side_by_side(slow: tuple[House, Slow]) -> Non
             ids = {each.result().sequences[0].sequence_id for each in pending}
     assert len(ids) == 9
     assert sum(call.path == "join_sampling_session" for call in calls) == 2
+
+
+@pytest.fixture
+def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    """A server with room for twenty samples that wait."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    backend, wiretap = (
+        FakeBackend("fake", FakeConfig(vocab_size=1024, max_context_length=2**16, step_delay_s=0.02)),
+        Wiretap(),
+    )
+    api = ApiSettings(port=0, data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL)
+    engine = EngineSettings(
+        data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL, max_waiting_sample_bytes=20 * 4400
+    )
+    with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):
+        while server.client.get("/api/v1/healthz").status_code != 200:
+            time.sleep(0.01)
+        yield House(server=server, backend=backend, wiretap=wiretap)
+
+
+def test_samples_that_have_no_room_come_later_under_the_same_number(narrow: House) -> None:
+    with tinker.ServiceClient(base_url=narrow.url) as service, narrow.wiretap.listening() as calls:
+        client = service.create_sampling_client(base_model=BASE_MODEL).result()
+        pending = [client.sample(PROMPT, 1, long(64)) for _ in range(60)]
+        assert all(len(each.result().sequences[0].tokens) == 64 for each in pending)
+        whole = types.ModelInput.from_ints(list(range(1, 1000)) * 40)
+        with pytest.raises(tinker.RequestFailedError, match=f"all that wait may take {20 * 4400}"):
+            client.sample(whole, 1, types.SamplingParams(max_tokens=1)).result()
+    submissions = [call for call in calls if call.path == "asample"]
+    assert {call.status for call in calls} == {200, 429}
+    refused = {json.loads(call.body)["seq_id"] for call in submissions if call.status == 429}
+    taken = [json.loads(call.body)["seq_id"] for call in submissions if call.status == 200]
+    assert refused and sorted(taken) == list(range(61)) and refused < set(taken)
 
 
 def test_what_cannot_be_cancelled(server: Server) -> None:

@@ -80,6 +80,7 @@ def get_sampler(sampler_id: str, call: Incoming) -> SamplerAnswer:
 @router.post("/asample", response_model_exclude_none=True)
 def asample(call: Incoming) -> Promise:
     """Queue a prompt; the ids of the sequences to come are settled here."""
+    call.parts.sample_budget.check(len(call.body.raw))
     value = call.body.mapping()
     address = parse(SampleAddress, value)
     if address.sampling_session_id is None:
@@ -93,8 +94,10 @@ def asample(call: Incoming) -> Promise:
         return sampling.sample(schema, _weights_of(row), sequence_ids, limit)
 
     encoded = Encoded.of(translated("sample", SampleRequest, value, translate, call.check_unknown))
-    request_id = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, address.seq_id, encoded))
-    return Promise(request_id=request_id, sample_sequence_ids=sequence_ids)
+    submitted = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, address.seq_id, encoded))
+    if submitted.position is not None:
+        call.parts.sample_budget.note(submitted.position, len(encoded.body))
+    return Promise(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
 
 
 def _begin(

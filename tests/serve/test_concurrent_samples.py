@@ -1,0 +1,58 @@
+"""Two thousand samples at once from one client: all are answered, and neither process grows without bound."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.testing.live_server import LiveServer
+
+NUM_SAMPLES = 2000
+MAX_GROWTH_BYTES = 256 * 2**20
+SERVER_ERROR = re.compile(r'" 5\d\d')
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def resident_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.fixture(params=[2**30, 2**21], ids=["room for all", "room for a quarter"])
+def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    flags = ["--base-model", "fake", "--backend", "fake", "--max-waiting-sample-bytes", str(request.param)]
+    flags += ["--backend-config.step-delay-s", "0.01", "--backend-config.max-sample-tokens", "8192"]
+    with LiveServer(tmp_path / "data", flags=flags) as server:
+        yield server
+
+
+def test_all_are_answered(server: LiveServer) -> None:
+    pids = (server.pid, server.engine_pid)
+    with tinker.ServiceClient(base_url=server.url) as service:
+        client = service.create_sampling_client(base_model="fake").result()
+        params = types.SamplingParams(max_tokens=64, stop=[])
+        client.sample(types.ModelInput.from_ints([1]), 1, params).result()
+        before = [resident_bytes(pid) for pid in pids]
+        begun = time.monotonic()
+        prompts = [types.ModelInput.from_ints([1 + index % 200] * 50) for index in range(NUM_SAMPLES)]
+        pending = [client.sample(prompt, 1, params) for prompt in prompts]
+        assert all(len(each.result().sequences[0].tokens) == 64 for each in pending)
+        elapsed = time.monotonic() - begun
+    growth = [after - was for after, was in zip(map(resident_bytes, pids), before, strict=True)]
+    print(f"{NUM_SAMPLES} samples in {elapsed:.1f} s; API and engine grew by {[num // 2**20 for num in growth]} MiB")
+    assert max(growth) < MAX_GROWTH_BYTES
+    assert not SERVER_ERROR.search(server.log)
+    assert server.engine_pid == pids[1]
