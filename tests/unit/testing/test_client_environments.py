@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_tx.testing import client_environments
+from skyrl_tx.testing import client_environments, prepare_environments
 from skyrl_tx.testing.client_environments import (
     CACHE_VARIABLE,
     ClientEnvironment,
@@ -86,3 +86,27 @@ def test_another_recipe_has_another_directory():
 def test_the_cache_directory_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     assert cache_directory() == tmp_path
+
+
+def test_all_can_be_made_before_the_tests_ask_for_them(package, tmp_path, monkeypatch, capsys):
+    wheel = str(package / "harmless-1.0-py3-none-any.whl")
+    below = ClientEnvironment(name="below", requirements=(wheel,))
+    absent = ClientEnvironment(name="absent", requirements=(str(tmp_path / "absent.whl"),))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["prepare_environments"])
+    monkeypatch.setattr(prepare_environments, "ALL", (below,))
+    assert prepare_environments.main() == 0 and (tmp_path / below.key / "complete").exists()
+    monkeypatch.setattr(prepare_environments, "ALL", (below, absent))
+    assert prepare_environments.main() == 1 and "absent.whl" in capsys.readouterr().err
+
+
+def test_begun_afresh_nothing_is_found_and_nothing_left(package, tmp_path, monkeypatch, capsys):
+    recipe = ClientEnvironment(name="fresh", requirements=(str(package / "harmless-1.0-py3-none-any.whl"),))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("sys.argv", ["prepare_environments", "--fresh"])
+    monkeypatch.setattr(prepare_environments, "ALL", (recipe,))
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    assert prepare_environments.main() == 0
+    assert "fresh: " in capsys.readouterr().out and not list(tmp_path.iterdir())
