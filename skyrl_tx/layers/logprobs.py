@@ -37,9 +37,18 @@ def target_logprobs(
 
     Differentiable with respect to the hidden states and the adapter, whose gradient computes each chunk's logits anew.
     """
-    of_chunk = jax.checkpoint(partial(_of_chunk, unembed_VD))
-    cut = partial(_cut, chunk=chunk)
-    chunks = jax.lax.map(lambda pair: of_chunk(pair[0], adapter, pair[1]), (cut(hidden_BTD), cut(targets)))
+    unembed = None
+    if adapter is not None and adapter.scale.ndim == 0:
+        unembed = _shared_map(hidden_BTD, unembed_VD, adapter)
+
+    @jax.checkpoint
+    def of_chunk(pieces: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden, targets = pieces
+        x = hidden.reshape(-1, hidden.shape[-1])
+        y = logits(hidden, unembed_VD, adapter).reshape(x.shape[0], -1) if unembed is None else unembed.product(x)
+        return _score(y, targets)[0]
+
+    chunks = jax.lax.map(of_chunk, (_cut(hidden_BTD, chunk), _cut(targets, chunk)))
     return _join(chunks, targets.shape)
 
 
@@ -59,21 +68,16 @@ def target_logprobs_and_gradient(
     slope must follow from that position alone; `inputs` is a tree of arrays [B, T, ...], cut into chunks beside it.
     """
     cut = partial(_cut, chunk=chunk)
-    unembed = AdaptedMap.of(unembed_VD.T, adapter.pair, adapter.scale, hidden_BTD.shape[0] * hidden_BTD.shape[1])
+    unembed = _shared_map(hidden_BTD, unembed_VD, adapter)
 
     def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[jax.Array, jax.Array]]:
         hidden, targets, inputs = pieces
         x_CD = hidden.reshape(-1, hidden.shape[-1])
         targets_CK = targets.reshape(x_CD.shape[0], -1)
-        y_CV = unembed.product(x_CD)
-        highest = y_CV.max(axis=-1, keepdims=True)
-        exp_CV = jnp.exp(y_CV - highest)
-        total = exp_CV.sum(axis=-1, keepdims=True)
-        chosen_CK = jnp.take_along_axis(y_CV, targets_CK, axis=-1)
-        logprobs = (chosen_CK - highest - jnp.log(total)).reshape(targets.shape)
+        logprobs, exp_CV, total_C1 = _score(unembed.product(x_CD), targets)
         slope_CK = slope(logprobs, inputs).reshape(targets_CK.shape)
         # d log p(target) / d logits = one at the target, less the softmax everywhere
-        d_y_CV = exp_CV * (-slope_CK.sum(axis=-1, keepdims=True) / total)
+        d_y_CV = exp_CV * (-slope_CK.sum(axis=-1, keepdims=True) / total_C1)
         d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(slope_CK)
         d_x_CD, d_pair_of_chunk = unembed.gradient(x_CD, d_y_CV)
         return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, d_x_CD.reshape(hidden.shape))
@@ -84,10 +88,19 @@ def target_logprobs_and_gradient(
     return _join(logprobs, targets.shape), _join(d_hidden, hidden_BTD.shape), d_pair
 
 
-def _of_chunk(unembed_VD: jax.Array, hidden: jax.Array, adapter: RowAdapter | None, targets: jax.Array) -> jax.Array:
-    y = logits(hidden, unembed_VD, adapter)
-    chosen = jnp.take_along_axis(y, targets.reshape(*y.shape[:-1], -1), axis=-1)
-    return (chosen - jax.nn.logsumexp(y, axis=-1, keepdims=True)).reshape(targets.shape)
+def _shared_map(hidden_BTD: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter) -> AdaptedMap:
+    """Return the unembedding with the adapter of all rows, for all positions: scored alike with or without gradient."""
+    num_positions = hidden_BTD.shape[0] * hidden_BTD.shape[1]
+    return AdaptedMap.of(unembed_VD.T, adapter.pair, adapter.scale, num_positions)
+
+
+def _score(y_CV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return log p(target) in the shape of `targets`, and the softmax's numerators [C, V] and denominators [C, 1]."""
+    highest_C1 = jax.lax.stop_gradient(y_CV.max(axis=-1, keepdims=True))
+    exp_CV = jnp.exp(y_CV - highest_C1)
+    total_C1 = exp_CV.sum(axis=-1, keepdims=True)
+    chosen_CK = jnp.take_along_axis(y_CV, targets.reshape(y_CV.shape[0], -1), axis=-1)
+    return (chosen_CK - highest_C1 - jnp.log(total_C1)).reshape(targets.shape), exp_CV, total_C1
 
 
 def _cut(x: jax.Array, chunk: int) -> jax.Array:
