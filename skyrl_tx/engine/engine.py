@@ -30,6 +30,7 @@ from skyrl_tx.store.database import Store
 _log = logging.getLogger(__name__)
 _PAGE = 256
 _LONGEST_WAIT_S = 1.0
+_READING_S = 0.1
 _CLOCK_STEP_S = 0.05
 
 
@@ -120,9 +121,9 @@ class _Loop:
 
     def turn(self) -> bool:
         """Do a little of everything; whether there was anything to do."""
-        worked = self._take_in() if self._has_room() else False
+        worked = self._take_in()
         worked |= self._room.jobs.finish()
-        self._is_busy = self._train() | self._sampling.step()
+        self._is_busy = self._share_device()
         worked |= self._is_busy
         self._room.answers.settle()
         settings = self._room.settings
@@ -132,6 +133,19 @@ class _Loop:
             sessions.release_idle_models(self._room, self._schedule)
             sessions.forget_unneeded(self._room, self._artifacts, self._sampling.samplers_in_use())
             self._room.behind.retry()
+        return worked
+
+    def _share_device(self) -> bool:
+        """Some steps of training, then some slices of decoding: neither side waits for more than that of the other."""
+        settings, worked = self._room.settings, False
+        for run, how_often in (
+            (self._train, settings.training_steps_per_turn),
+            (self._sampling.step, settings.decode_slices_per_turn),
+        ):
+            for _ in range(how_often):
+                if not run():
+                    break
+                worked = True
         return worked
 
     def sample_load(self) -> engine_state.SampleLoad:
@@ -165,7 +179,16 @@ class _Loop:
         self._room.answers.settle(wait=True)
 
     def _take_in(self) -> bool:
-        """Read what has arrived."""
+        """Read what has arrived; of much a part, so that what runs goes on meanwhile."""
+        end = time.monotonic() + _READING_S
+        worked = False
+        while self._has_room() and self._read_page():
+            worked = True
+            if not self._is_busy or time.monotonic() >= end:
+                break
+        return worked
+
+    def _read_page(self) -> bool:
         position = self._position
         page = self._room.store.read(lambda tx: futures.pending(tx, position, _PAGE))
         for pending in page:

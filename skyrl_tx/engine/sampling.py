@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
 from sqlmodel import Session
@@ -21,6 +21,7 @@ from skyrl_tx.store import cancellations, futures, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
+_MOST_PASSED = 64
 
 
 class _Running:
@@ -41,6 +42,7 @@ class Sampling:
         self._room = room
         self._waiting: dict[SessionId, deque[Work]] = {}  # the session served least recently first
         self._running: dict[RequestId, _Running] = {}
+        self._num_passed: Counter[SessionId] = Counter()  # requests begun while a session waited for a sampler's slot
         self._num_running_tokens = self._num_running_bytes = 0
         self._suspects: set[RequestId] = set()
         self._heard = 0  # cancellations, up to this position
@@ -141,10 +143,12 @@ class Sampling:
 
     def _admit(self) -> None:
         begun: list[Work] = []
-        while (work := self._next()) is not None and self._has_room(work):
+        without_slot: set[SessionId] = set()
+        while (work := self._next(without_slot)) is not None and self._has_room(work):
             try:
                 if not self._has_sampler(work):
-                    break
+                    without_slot.add(work.session_id)
+                    continue
             except RequestError as error:
                 self._take(work)
                 self._room.fail(work, error)
@@ -157,14 +161,21 @@ class Sampling:
             self._num_running_tokens += running.num_tokens
             self._num_running_bytes += work.num_bytes
             begun.append(work)
+            self._num_passed.update(without_slot)
         if begun:
             self._begin(begun)
 
-    def _next(self) -> Work | None:
-        """The head of the session that was served least recently."""
-        return next((queue[0] for queue in self._waiting.values()), None)
+    def _next(self, without_slot: Collection[SessionId]) -> Work | None:
+        """The head of the session that was served least recently.
+
+        One whose sampler has no slot is passed over, but not for ever: then all wait until a slot is free.
+        """
+        if any(self._num_passed[session_id] >= _MOST_PASSED for session_id in without_slot):
+            return None
+        return next((queue[0] for name, queue in self._waiting.items() if name not in without_slot), None)
 
     def _take(self, work: Work) -> None:
+        self._num_passed.pop(work.session_id, None)
         queue = self._waiting.pop(work.session_id)
         queue.popleft()
         self.num_bytes -= work.num_bytes

@@ -18,6 +18,12 @@ class EngineSettings(BaseModel):
     hole_wait_s: float = Field(
         default=10.0, ge=0, description="how long a training pass waits for one that comes before it"
     )
+    training_steps_per_turn: int = Field(
+        default=1, ge=1, description="micro-batches or other training work between two turns of sampling, at most"
+    )
+    decode_slices_per_turn: int = Field(
+        default=1, ge=1, description="decoding slices between two turns of training, at most"
+    )
     snapshot_interval_s: float = Field(
         default=60.0, ge=0, description="how often a model in training is kept for recovery"
     )

@@ -1,0 +1,154 @@
+"""Training and sampling take turns, and so do tenants, however much one of them asks for."""
+
+import time
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.contract.backend import Pass
+from skyrl_tx.contract.ids import SamplingSessionId
+from skyrl_tx.contract.requests import SaveWeights
+from skyrl_tx.engine.sampling import _MOST_PASSED
+from skyrl_tx.store import futures, samplers
+from skyrl_tx.testing.engine_house import House, datum, forward_backward, sample
+
+NUM_QUEUED = 10_000
+
+
+class Scripted(FakeBackend):
+    """Writes down whose turn it was: T for a training step, S for a slice; and the order of what was begun."""
+
+    def __init__(self, config):
+        super().__init__("tiny", config)
+        self.turns, self.begun, self.passes = [], [], []
+
+    def begin_pass(self, batch, *, backward):
+        self.passes.append({example.model_id for example in batch.examples})
+        return Counted(super().begin_pass(batch, backward=backward), self.turns)
+
+    def begin_sample(self, batch):
+        self.begun += [request.request_id for request in batch.requests]
+        super().begin_sample(batch)
+
+    def step_sample(self):
+        self.turns.append("S")
+        return super().step_sample()
+
+
+class Counted(Pass):
+    """A pass whose steps are written down."""
+
+    def __init__(self, inner, turns):
+        self.inner, self.turns = inner, turns
+
+    def step(self):
+        self.turns.append("T")
+        return self.inner.step()
+
+    def results(self):
+        return self.inner.results()
+
+    def abort(self):
+        self.inner.abort()
+
+
+@pytest.fixture
+def open_house(tmp_path):
+    houses = []
+
+    def make(config=None, **settings):
+        house = House(tmp_path, **settings)
+        house.config = house.config.model_copy(update=config or {})
+        houses.append(house)
+        return house
+
+    yield make
+    for house in houses:
+        house.close()
+
+
+def many(house, requests, **where):
+    """Store many requests in one commit."""
+    return house.api.write(lambda tx: [house._submit(tx, request, **where) for request in requests])
+
+
+def endless(**changes):
+    return sample(**{"max_tokens": 2000, "eos_stops": False, **changes})
+
+
+def longest_run(turns, side):
+    return max(map(len, "".join(turns).replace("T" if side == "S" else "S", " ").split()), default=0)
+
+
+@pytest.mark.parametrize(("num_steps", "num_slices"), [(1, 1), (3, 1), (1, 4), (2, 3)])
+def test_neither_side_waits_for_more_than_its_bound(open_house, num_steps, num_slices):
+    house = open_house(training_steps_per_turn=num_steps, decode_slices_per_turn=num_slices)
+    model_id, created = house.create()
+    house.run(created)
+    data = tuple(datum(seed) for seed in range(10))
+    passes = [house.submit(forward_backward(data=data), model_id=model_id, seq_id=1 + n) for n in range(12)]
+    samples = [house.submit(endless()) for _ in range(2)]
+    backend = Scripted(house.config)
+    house.run(*passes, *samples, backend=backend)
+    turns = "".join(backend.turns)
+    both = turns[turns.index("S") if turns[0] == "T" else turns.index("T") : min(turns.rindex("T"), turns.rindex("S"))]
+    assert len(both) > 60
+    assert longest_run(both, "T") == num_steps and longest_run(both, "S") == num_slices
+
+
+def test_ten_thousand_passes_of_one_model_delay_another_by_one_batch(open_house):
+    house = open_house(config={"max_pass_tokens": 64})
+    greedy, _ = house.create("greedy")
+    house.run(house.create("modest")[1])
+    modest = greedy.replace("greedy", "modest")
+    forward = forward_backward(backward=False, data=(datum(length=32),))
+    many(house, [forward] * NUM_QUEUED, model_id=greedy)
+    last = house.submit(forward, model_id=modest)
+    backend = Scripted(house.config)
+    begun = time.monotonic()
+    house.run(last, backend=backend)
+    num_before = next(index for index, models in enumerate(backend.passes) if modest in models)
+    num_read_in_turns = (time.monotonic() - begun) / 0.1  # how many turns it took to read them all, at most
+    assert num_before <= num_read_in_turns + 2, "once it was read it was next"
+
+
+def test_a_long_queue_of_one_session_delays_another_by_one_sample(open_house):
+    house = open_house(config={"max_sample_tokens": 20})
+    many(house, [sample()] * 200)
+    house.session_id = house.new_session()
+    modest = house.submit(sample())
+    backend = Scripted(house.config)
+    house.run(modest, backend=backend)
+    assert backend.begun.index(modest) == 1
+
+
+def test_a_sampler_without_a_slot_holds_nobody_up_and_is_not_passed_for_ever(open_house):
+    house = open_house(config={"max_samplers": 1, "max_sample_tokens": 2**20})
+    model_id, _ = house.create()
+    names = [SamplingSessionId(f"s:sample:{number}") for number in range(2)]
+    for seq_id, name in enumerate(names, start=1):
+        save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
+        last = house.submit(save, model_id=model_id, seq_id=seq_id)
+    house.run(last)
+    first, second = (house.api.read(lambda tx, name=name: samplers.get(tx, name)).sampler_id for name in names)
+    pinning = house.submit(endless(sampler=first))
+    house.session_id = house.new_session()
+    waiting = house.submit(sample(sampler=second))
+    house.session_id = house.new_session()
+    passing = many(house, [endless(sampler=first, max_tokens=320)] * (2 * _MOST_PASSED))
+    backend = Scripted(house.config)
+    house.run(pinning, waiting, *passing, backend=backend)
+    place = backend.begun.index(waiting)
+    assert place == 1 + _MOST_PASSED, "others went by, up to the bound"
+
+
+def test_samples_of_a_burst_are_read_while_others_run(open_house):
+    house = open_house()
+    running = house.submit(endless())
+    backend = Scripted(house.config)
+    burst = many(house, [sample(max_tokens=1)] * 2000)
+    house.run(running, *burst, backend=backend)
+    assert len(backend.begun) == 2001
+    assert np.count_nonzero([turn == "S" for turn in backend.turns]) >= 125
+    assert len(house.api.read(lambda tx: futures.statuses(tx, burst))) == 2000
