@@ -1,4 +1,4 @@
-.PHONY: check lint types contracts test format proto
+.PHONY: check lint types contracts test chaos format proto
 
 check: lint types contracts test  ## everything CI runs, except the slow tests
 
@@ -14,6 +14,9 @@ contracts:
 
 test:
 	pytest
+
+chaos:  ## hundreds of kills while clients train; prints the table of docs/reliability.md
+	python -u -W ignore -m skyrl_tx.testing.chaos --kills 220 --jax-kills 24 --bf16-kills 12
 
 format:
 	ruff format .

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.failpoints import reach
 
 _ID = re.compile(r"art-[0-9a-f]{32}")
 _TEMPORARY = ".tmp-"
@@ -89,13 +90,16 @@ class ArtifactStore:
             try:
                 write(temporary)
                 files = {name: _finish(temporary / name) for name in sorted(_names(temporary))}
+                reach("artifact.files")
                 manifest = _Manifest(1, dict(metadata or {}), files)
                 (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
                 _fsync(temporary / _MANIFEST)
                 for folder in [folder for folder, _, _ in os.walk(temporary, topdown=False)]:
                     _fsync(Path(folder))
                 os.utime(temporary)
+                reach("artifact.rename")
                 temporary.rename(path)
+                reach("artifact.renamed")
                 _fsync(self._root)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -133,6 +137,7 @@ class ArtifactStore:
                 _sweep(path)
             elif _ID.fullmatch(path.name) and path.name not in kept and time.time() - path.stat().st_mtime >= min_age_s:
                 doomed = path.rename(self._root / f"{_TEMPORARY}{path.name}")  # never seen in part
+                reach("artifact.collect")
                 shutil.rmtree(doomed)
                 removed.append(ArtifactId(path.name))
         return removed

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from skyrl_tx import failpoints
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.engine.settings import EngineSettings
@@ -16,7 +17,7 @@ from skyrl_tx.logs import LogLevel
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
-_NOT_SETTINGS = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS"})  # read by the test suite, which servers inherit it from
+_NOT_SETTINGS = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})  # for tests; servers inherit them
 
 
 class SettingsError(Exception):

@@ -15,6 +15,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import Failure, Result
 from skyrl_tx.engine.work import Work
+from skyrl_tx.failpoints import reach
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
 
@@ -49,7 +50,9 @@ class Answers:
 
     def give(self, answers: Sequence[Answer], rows: Rows | None = None) -> None:
         """Answer requests, all in one transaction with `rows`; returns at once."""
+        reach("engine.result")
         self._writing.append(self._store.write_soon(self._commit(answers, rows)))
+        reach("engine.answer")
 
     def give_now(self, answers: Sequence[Answer], rows: Rows | None = None) -> None:
         """As `give`, but wait; what `rows` raises is raised here, and nothing was answered."""

@@ -14,6 +14,7 @@ from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.work import Work
+from skyrl_tx.failpoints import reach
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class Passes:
             return
         running = self._running
         try:
-            if not running.on_device.step():
+            is_dispatched = running.on_device.step()
+            reach("engine.dispatched")
+            if not is_dispatched:
                 return
             results = running.on_device.results()
         except BackendLost:

@@ -18,6 +18,7 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.work import Work, work_of
+from skyrl_tx.failpoints import reach
 from skyrl_tx.store import futures, samplers, snapshots
 from skyrl_tx.store.database import Store
 
@@ -72,9 +73,11 @@ class Recovery:
         try:
             if row is not None:
                 self._backend.restore(model_id, spec, self.open(row.artifact_id), ALL_PARTS)
+                reach("replay.restored")
             for effect in effects:
                 work = work_of(effect)
                 self._replay(model_id, work, failed=effect.failed)
+                reach("replay.effect")
                 if (sampler := self._lost_sampler(work)) is not None:
                     snapshot = self._backend.capture(model_id, {StatePart.WEIGHTS})
                     keep_sampler(sampler, model_id, effect.effect_order or 0, snapshot)

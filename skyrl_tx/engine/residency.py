@@ -21,6 +21,7 @@ from skyrl_tx.engine.answers import Answers
 from skyrl_tx.engine.jobs import Jobs
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.unnamed import WriteBehind
+from skyrl_tx.failpoints import reach
 from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
 
@@ -158,12 +159,14 @@ class Models:
         model_id, effect_order = model.model_id, model.effect_order
         before, model.snapshot_order, model.snapshot_at = model.snapshot_order, effect_order, time.monotonic()
         snapshot = self._backend.capture(model_id, ALL_PARTS)
+        reach("snapshot.capture")
 
         def record(written: Future[Artifact]) -> None:
             if model_id not in self._models:  # unloaded meanwhile
                 return
             try:
                 artifact_id = written.result().artifact_id
+                reach("snapshot.written")
             except Exception:  # the log still has every effect since the snapshot before
                 _log.exception("snapshot of model %s at effect %d failed", model_id, effect_order)
                 model.snapshot_order = min(before, model.snapshot_order)

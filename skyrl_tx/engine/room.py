@@ -15,6 +15,7 @@ from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.unnamed import WriteBehind
 from skyrl_tx.engine.work import Work
+from skyrl_tx.failpoints import reach
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
 
@@ -47,6 +48,7 @@ class Room:
         if fit:
             request_ids = [work.request_id for work in fit]
             self.store.write(lambda tx: futures.mark_attempt(tx, request_ids))
+            reach("engine.attempt")
         return fit
 
     def fail(self, work: Work, error: Exception) -> None:

@@ -17,6 +17,7 @@ from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.gather import Gathering
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.work import Work
+from skyrl_tx.failpoints import reach
 from skyrl_tx.store import cancellations, futures, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
@@ -102,6 +103,7 @@ class Sampling:
         except Exception as error:
             self._slice_failed(error)
             return True
+        reach("sample.slice")
         self._gather(deltas)
         return True
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from sqlalchemy import Connection, Engine
 from sqlmodel import Session
 
+from skyrl_tx.failpoints import reach
 from skyrl_tx.store.errors import StoreError
 
 T = TypeVar("T")
@@ -115,12 +116,14 @@ class GroupWriter:
                     job.run(connection)
                     if connection.invalidated:
                         raise _GroupLost from job.error
+                reach("store.commit")
         except BaseException as error:
             failure = self._explain(error.__cause__ if isinstance(error, _GroupLost) and error.__cause__ else error)
             failure.__cause__ = error
             for job in group:
                 job.future.set_exception(failure)
             return
+        reach("store.committed")
         self._committed()
         for job in group:
             job.tell()

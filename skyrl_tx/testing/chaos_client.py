@@ -1,0 +1,107 @@
+"""A run through the SDK that says all it saw: supervised, then reinforced, saved, loaded, and once more."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+
+NUM_SUPERVISED = 8
+NUM_REINFORCED = 5
+VOCAB_SIZE = 250
+Transcript = list[tuple[str, Any]]
+"""What a client saw, in order: a name, and numbers to compare bit by bit."""
+
+
+def run_tenants(url: str, base_model: str, num_tenants: int) -> list[Transcript]:
+    """Have as many clients at once, each with a session, a seed and data of its own."""
+    with ThreadPoolExecutor(num_tenants) as threads:
+        return list(threads.map(lambda tenant: run(url, base_model, tenant), range(num_tenants)))
+
+
+def run(url: str, base_model: str, tenant: int) -> Transcript:
+    """Train as recipes do, a step ahead of the results."""
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client(base_model, rank=4, seed=tenant).result()
+    seen: Transcript = []
+    steps = _Steps(training, seen)
+    for step in range(NUM_SUPERVISED):
+        batches = [[_datum(tenant, step, row) for row in range(1 + row_step)] for row_step in range(1 + step % 2)]
+        steps.take(batches, "cross_entropy")
+        if step == NUM_SUPERVISED // 2:
+            training.save_state("middle").result()
+    steps.finish()
+    for turn in range(NUM_REINFORCED):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        steps.take([_rollouts(sampler, tenant, turn, seen)], "importance_sampling")
+    steps.finish()
+    saved = training.save_state("last").result()
+    pending = training.forward_backward([_datum(tenant, 900, 0)], "cross_entropy")
+    copy = service.create_training_client_from_state_with_optimizer(saved.path).result()
+    for client, step in ((copy, 901), (training, 902)):  # the second adds to the gradient that is pending
+        steps = _Steps(client, seen)
+        steps.take([[_datum(tenant, step, 0)]], "cross_entropy")
+        steps.finish()
+        seen.append(_shown("forward", client.forward([_datum(tenant, 903, 0)], "cross_entropy").result()))
+        client.save_state("end").result()
+    seen.append(_shown("pending", pending.result()))
+    return seen
+
+
+class _Steps:
+    """Optimizer steps, the newest not waited for."""
+
+    def __init__(self, training: tinker.TrainingClient, seen: Transcript) -> None:
+        self._training = training
+        self._seen = seen
+        self._waiting: list[tuple[list[tinker.APIFuture[types.ForwardBackwardOutput]], Any]] = []
+
+    def take(self, batches: list[list[types.Datum]], loss: types.LossFnType) -> None:
+        passes = [self._training.forward_backward(batch, loss) for batch in batches]
+        step = self._training.optim_step(types.AdamParams(learning_rate=5e-3, weight_decay=0.01, grad_clip_norm=1.0))
+        self._waiting.append((passes, step))
+        if len(self._waiting) > 1:
+            self._see()
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._see()
+
+    def _see(self) -> None:
+        passes, step = self._waiting.pop(0)
+        self._seen.extend(_shown("pass", each.result()) for each in passes)
+        self._seen.append(("step", sorted((step.result().metrics or {}).items())))
+
+
+def _rollouts(sampler: tinker.SamplingClient, tenant: int, turn: int, seen: Transcript) -> list[types.Datum]:
+    params = types.SamplingParams(max_tokens=20, temperature=1.0, seed=100 * tenant + turn)
+    prompts = [[5 + tenant, 7 + turn, 11], [3, 4, 5, 6 + tenant]]
+    futures = [sampler.sample(types.ModelInput.from_ints(prompt), 2, params) for prompt in prompts]
+    data: list[types.Datum] = []
+    for prompt, future in zip(prompts, futures, strict=True):
+        for number, sequence in enumerate(future.result().sequences):
+            drawn, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
+            seen.append(("sample", (drawn, logprobs)))
+            before = [0.0] * (len(prompt) - 1)
+            advantages = before + [1.0 - 2.0 * number + 0.01 * sum(drawn) % 1] * len(drawn)
+            inputs = {
+                "target_tokens": np.array([*prompt[1:], *drawn], np.int64),
+                "logprobs": np.array([*before, *logprobs], np.float32),
+                "advantages": np.array(advantages, np.float32),
+            }
+            tokens = types.ModelInput.from_ints([*prompt, *drawn][:-1])
+            data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
+    return data
+
+
+def _datum(*seed: int) -> types.Datum:
+    dice = np.random.default_rng(seed)
+    tokens = dice.integers(1, VOCAB_SIZE, int(dice.integers(6, 24)))
+    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
+
+
+def _shown(name: str, output: types.ForwardBackwardOutput) -> tuple[str, Any]:
+    logprobs = [each["logprobs"].to_numpy().tobytes().hex() for each in output.loss_fn_outputs]
+    return name, (sorted(output.metrics.items()), logprobs)

@@ -1,0 +1,108 @@
+"""Clients train while API and engine are killed at random instants and at every fail point: nobody can tell."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from skyrl_tx import failpoints
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.failpoints import Point, reach
+from skyrl_tx.testing.chaos import Outcome, differences, fake_server, jax_server, run
+from skyrl_tx.testing.chaos_halves import API_POINTS, ENGINE_POINTS, Kill, random_kills
+
+# The SDK leaves its connections to the garbage collector, and warns of names of its own that it will drop.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+_INSTANT = st.floats(0.05, 0.8)
+KILLS = st.one_of(
+    st.builds(
+        lambda victim, after_s: Kill(victim, None, after_s=after_s), st.sampled_from(["engine", "both"]), _INSTANT
+    ),
+    st.builds(lambda point, nth: Kill("engine", point, nth), st.sampled_from(ENGINE_POINTS), st.integers(1, 6)),
+    st.builds(lambda point, nth: Kill("api", point, nth), st.sampled_from(API_POINTS), st.integers(1, 6)),
+)
+
+
+@pytest.fixture(autouse=True)
+def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    yield
+
+
+@pytest.fixture(scope="module")
+def calm() -> dict[int, Outcome]:
+    """What one tenant and two see on a server that nobody disturbs."""
+    return {num_tenants: run(fake_server(), num_tenants, []) for num_tenants in (1, 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tenants", [1, 2])
+def test_kills_anywhere_change_no_bit(calm: dict[int, Outcome], num_tenants: int) -> None:
+    @settings(max_examples=3, deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(KILLS, min_size=5, max_size=8))
+    def check(kills: list[Kill]) -> None:
+        found = run(fake_server(), num_tenants, kills)
+        note(f"killed: {found.done}")
+        assert differences(found, calm[num_tenants]) == []
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ENGINE_POINTS)
+def test_a_kill_at_each_point(calm: dict[int, Outcome], point: Point) -> None:
+    # A replay needs an end before it.
+    first = [Kill("engine", None, after_s=1.5)] if point.startswith("replay") else []
+    found = run(fake_server(), 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
+    assert found.done["engine", point] >= 1, found.done
+    assert differences(found, calm[1]) == []
+
+
+@pytest.mark.slow
+def test_kills_on_the_jax_backend_change_no_bit(tmp_path: Path) -> None:
+    server = jax_server(tmp_path)
+    undisturbed = run(server, 1, [])
+    found = run(server, 1, random_kills(seed=3, num_kills=5))
+    assert found.done.total() >= 3, found.done
+    assert differences(found, undisturbed) == []
+
+
+def test_the_comparison_sees_what_differs() -> None:
+    one = Outcome(transcripts=[[("a", 1.0)]], kinds=Counter(), weights=["w 1"], num_open=0, num_repeated=0)
+    other = Outcome(transcripts=[[("a", 1.5)]], kinds=Counter(), weights=["w 2"], num_open=1, num_repeated=1)
+    assert differences(one, one) == []
+    said = "\n".join(differences(other, one))
+    assert "tenant 0, line 0" in said and "weights" in said and "1 futures open, 1 models" in said
+
+
+def test_a_point_counts_down_and_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, "store.commit:3")
+    for point in get_args(Point):
+        reach(point)
+    assert os.environ[failpoints.VARIABLE] == "store.commit:2"
+
+
+def test_a_kill_in_a_removal_leaves_nothing_half_removed(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    artifact = store.create(lambda folder: (folder / "a.json").write_text("1") and None)
+    program = f"from pathlib import Path; from skyrl_tx.artifacts import ArtifactStore as S; S(Path({str(tmp_path)!r}))"
+    killed = subprocess.run(
+        [sys.executable, "-c", f"{program}.collect([], min_age_s=0)"],
+        env={**os.environ, failpoints.VARIABLE: "artifact.collect:1"},
+        check=False,
+        timeout=30,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert not store.has(artifact.artifact_id) and len(list(tmp_path.iterdir())) == 1
+    assert store.collect([], min_age_s=0) == [] and list(tmp_path.iterdir()) == []
