@@ -1,4 +1,4 @@
-"""What a training benchmark reads off the process: time, compilations, memory, and the machine's matmul rate."""
+"""What a benchmark reads off the process: time, compilations, memory, and the machine's matmul rate and bandwidth."""
 
 import resource
 import time
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax._src.dispatch.BACKEND_COMPILE_EVENT
 MATMUL_SIZE = 1024
+BANDWIDTH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,21 @@ class MatmulRate:
         cost = timed(lambda: jax.block_until_ready([self._multiply(*self._matrices) for _ in range(repeats)]))
         flops = repeats * 2 * MATMUL_SIZE**3
         return Cost(cost.wall_s / flops, cost.cpu_s / flops)
+
+
+class Bandwidth:
+    """The rate at which XLA reads memory that no cache of the processor holds."""
+
+    def __init__(self) -> None:
+        self._array = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
+        self._sum = jax.jit(jnp.sum)
+        self.sample()
+
+    def sample(self) -> Cost:
+        """Return seconds for one byte, the mean of a few passes."""
+        repeats = 4
+        cost = timed(lambda: jax.block_until_ready([self._sum(self._array) for _ in range(repeats)]))
+        return Cost(cost.wall_s / (repeats * BANDWIDTH_BYTES), cost.cpu_s / (repeats * BANDWIDTH_BYTES))
 
 
 def reset_peak_memory() -> None:

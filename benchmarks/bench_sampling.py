@@ -1,0 +1,370 @@
+"""How fast the JAX backend samples, and what part of the machine that is.
+
+Contestants take turns, each sampling a whole batch and waiting for it, with the machine's matmul rate and memory
+bandwidth measured in between; ratios are of neighbouring turns. A decoding step cannot do without 2 FLOPs per parameter
+and row, nor without reading the weights and the keys and values once: its share of the roofline is the longer of the
+two at the measured rates, over the time it took.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import machine, quantile, quartiles, report
+from meters import Bandwidth, CompileWatch, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import sampling
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
+from skyrl_tx.models.adapters import target_sizes
+from skyrl_tx.testing.client_environments import TORCH, prepare
+from skyrl_tx.testing.tiny_models import PRESETS, write_preset
+from skyrl_tx.weights import hf
+
+SHORT, LONG = 16, 1000
+DRAW_SLOTS = 64
+DRAW_VOCABS = (16384, 151936)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """So many prompts of one length, with so many samples of so many tokens each."""
+
+    prompts: int
+    length: int
+    samples: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def total(self) -> int:
+        return self.rows * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Something that samples `tokens` in a turn."""
+
+    name: str
+    turn: Callable[[], Cost]
+    tokens: int
+    steps: int
+    flops_per_step: float
+    bytes_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all scenarios share."""
+
+    model: Path
+    rank: int
+    work: Work
+
+    @property
+    def shape(self) -> models.ModelConfig:
+        content = hf.read_json(self.model, "config.json")
+        return models.find_family(content).config_from_hf(content)
+
+    def backend(self, *, slots: int, longest: int, adapters: int = 1) -> JaxBackend:
+        config = JaxConfig(
+            compile_cache_dir=None,  # else nothing is known of compile times
+            sample_slots=slots,
+            max_sample_tokens=slots * longest,
+            max_sampler_adapters=adapters,
+            max_lora_adapters=1,
+        )
+        backend = JaxBackend(str(self.model), config)
+        backend.start()
+        for number in range(adapters):
+            model = ModelId("m")
+            backend.create_model(model, ModelSpec(lora=LoraSpec(rank=self.rank, seed=number)))
+            backend.load_sampler(SamplerId(f"s{number}"), backend.capture(model, {StatePart.WEIGHTS}))
+            backend.delete_model(model)
+        return backend
+
+    def requests(self, work: Work, samplers: Sequence[SamplerId | None], seed: int = 0) -> list[SampleRequest]:
+        draw = np.random.default_rng(seed)
+        return [
+            ask(
+                f"{seed}.{number}",
+                draw.integers(2, self.shape.vocab_size, work.length).astype(np.int32),
+                samplers[number % len(samplers)],
+                work.samples,
+                work.tokens,
+            )
+            for number in range(work.prompts)
+        ]
+
+    def contestant(
+        self, name: str, backend: JaxBackend, samplers: Sequence[SamplerId | None], work: Work
+    ) -> Contestant:
+        seeds = iter(range(10**9))
+
+        def turn() -> Cost:
+            batch = PreparedSampleBatch(
+                requests=tuple(self.requests(work, samplers, next(seeds)))
+            )  # prompts never seen
+            return timed(lambda: backend.sample(batch))
+
+        flops, bytes_read = floor(self.shape, work, 0 if samplers[0] is None else self.rank, len(samplers))
+        return Contestant(name, turn, work.total, work.tokens, flops, bytes_read)
+
+
+def ask(name: str, prompt: np.ndarray, sampler: SamplerId | None, samples: int, tokens: int) -> SampleRequest:
+    params = SamplingParams(seed=zlib.crc32(name.encode()), max_tokens=tokens, temperature=1.0, eos_stops=False)
+    return SampleRequest(
+        request_id=RequestId(name),
+        sampler=sampler,
+        prompt=prompt,
+        num_samples=samples,
+        params=params,
+        options=PromptOptions(),
+    )
+
+
+def floor(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
+    """Return the arithmetic and the float32 bytes that a step of all rows cannot do without, on average."""
+    frozen, lora = 0, 0
+    for name, (inputs, outputs) in target_sizes(shape).items():
+        repeats = 1 if name == "unembed" else shape.num_layers
+        frozen += repeats * inputs * outputs
+        lora += repeats * rank * (inputs + outputs)
+    cached = work.length + work.tokens / 2
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * cached
+    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * cached * work.rows
+    used = num_adapters if rank else 0
+    return work.rows * (2 * (frozen + lora) + attention), 4 * (frozen + used * lora + cache)
+
+
+def measure(contestants: Sequence[Contestant], repeats: int, watch: CompileWatch) -> dict[str, Any]:
+    """Warm all up, then let them sample in turn."""
+    watch.take()
+    reset_peak_memory()
+    warm: dict[str, Any] = {}
+    for each in contestants:
+        first = each.turn()
+        warm[each.name] = {"first_turn_s": round(first.wall_s, 2), **watch.take()}
+    rate, band = MatmulRate(), Bandwidth()
+    watch.take()
+    per_flop: list[float] = []
+    per_byte: list[float] = []
+    costs: dict[str, list[Cost]] = {each.name: [] for each in contestants}
+    for _ in range(repeats):
+        for each in contestants:
+            per_flop.append(rate.sample().wall_s)
+            per_byte.append(band.sample().wall_s)
+            costs[each.name].append(each.turn())
+    flop_s, byte_s = statistics.median(per_flop), statistics.median(per_byte)
+    results: dict[str, Any] = {
+        "matmul_gflops_per_s": round(1e-9 / flop_s, 1),
+        "bandwidth_gb_per_s": round(1e-9 / byte_s, 1),
+        "compiles_after_warm_up": watch.take()["compiles"],
+        "peak_memory_mb": peak_memory_mb(),
+    }
+    for each in contestants:
+        own = costs[each.name]
+        least = each.steps * max(each.flops_per_step * flop_s, each.bytes_per_step * byte_s)
+        results[each.name] = {
+            "tokens_per_s": quartiles([each.tokens / cost.wall_s for cost in own], 1),
+            "tokens_per_cpu_s": quartiles([each.tokens / cost.cpu_s for cost in own], 1),
+            "ms_per_step": quartiles([1e3 * cost.wall_s / each.steps for cost in own], 2),
+            "share_of_roofline": quartiles([least / cost.wall_s for cost in own]),
+            **warm[each.name],
+        }
+    first = contestants[0]
+    for each in contestants[1:]:
+        pairs = list(zip(costs[first.name], costs[each.name], strict=True))
+        for kind, seconds in (("tokens/s", lambda cost: cost.wall_s), ("tokens per CPU s", lambda cost: cost.cpu_s)):
+            ratios = [(seconds(a) / first.tokens) / (seconds(b) / each.tokens) for a, b in pairs]
+            results[f"{each.name} / {first.name}, {kind}"] = quartiles(ratios)
+    return results
+
+
+@contextmanager
+def generate(setup: Setup) -> Iterator[Contestant]:
+    """The same work by `transformers`, in a process and an environment of their own."""
+    environment, work = prepare(TORCH), setup.work
+    asked = {"prompts": work.prompts, "length": work.length, "samples": work.samples, "tokens": work.tokens}
+    child = subprocess.Popen(
+        [environment.python, Path(__file__).parent / "generate_sampler.py", setup.model, json.dumps(asked)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment.environment,
+    )
+    assert child.stdin is not None and child.stdout is not None
+    answers, asks = child.stdout, child.stdin
+
+    def turn() -> Cost:
+        print("sample", file=asks, flush=True)
+        return Cost(*json.loads(answers.readline()))
+
+    try:
+        yield Contestant("transformers", turn, work.total, work.tokens, *floor(setup.shape, work, 0, 0))
+    finally:
+        asks.close()
+        child.wait(60)
+
+
+def steady(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
+    work = setup.work
+    backend = setup.backend(slots=work.rows, longest=work.length + work.tokens)
+    ours = [
+        setup.contestant("base model", backend, [None], work),
+        setup.contestant("one adapter", backend, [SamplerId("s0")], work),
+    ]
+    with ExitStack() as stack:
+        other = [stack.enter_context(generate(setup))] if options.against_generate else []
+        return measure([*other, *ours], options.repeats, watch)
+
+
+def adapters(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
+    """One adapter against many, at equal work: each row is a request of its own."""
+    work = Work(options.adapters, setup.work.length, 1, setup.work.tokens)
+    backend = setup.backend(slots=work.rows, longest=work.length + work.tokens, adapters=options.adapters)
+    counts = [count for count in (1, 8, options.adapters) if count <= options.adapters]
+    kinds = [
+        setup.contestant(f"{count} adapters", backend, [SamplerId(f"s{n}") for n in range(count)], work)
+        for count in counts
+    ]
+    return measure([setup.contestant("base model", backend, [None], work), *kinds], options.repeats, watch)
+
+
+def staggered(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
+    """Short requests that arrive one by one among long ones, against a lone one, and against all at once."""
+    length, num_long, num_short = setup.work.length, options.long, options.short
+    backend = setup.backend(slots=16, longest=length + LONG)
+    long_work, short_work = Work(num_long, length, 1, LONG), Work(num_short, length, 1, SHORT)
+
+    def run(arrivals: list[list[SampleRequest]]) -> tuple[float, list[float], list[float]]:
+        """Let one group arrive before each step; return all seconds, those of each short request, and of each step."""
+        began, born, ended, steps, waiting = time.perf_counter(), {}, {}, [], list(arrivals)
+        while True:
+            if waiting and (group := waiting.pop(0)):
+                born.update({each.request_id: time.perf_counter() for each in group})
+                backend.begin_sample(PreparedSampleBatch(requests=tuple(group)))
+            before = time.perf_counter()
+            deltas = backend.step_sample()
+            steps.append(time.perf_counter() - before)
+            ended.update({each.request_id: time.perf_counter() for each in deltas if each.stop_reason})
+            if not deltas and not waiting:
+                short = [ended[name] - at for name, at in born.items() if name.startswith("short")]
+                return time.perf_counter() - began, short, steps
+
+    def work(seed: int) -> tuple[list[SampleRequest], list[SampleRequest]]:
+        longs = setup.requests(long_work, [None], 2 * seed)
+        shorts = [
+            ask(f"short {seed}.{each.request_id}", each.prompt, None, 1, SHORT)
+            for each in setup.requests(short_work, [None], 2 * seed + 1)
+        ]
+        return longs, shorts
+
+    def staggering(longs: list[SampleRequest], shorts: list[SampleRequest]) -> list[list[SampleRequest]]:
+        return [longs, *([each] if turn == 0 else [] for each in shorts for turn in range(2))]
+
+    run([[*work(0)[0], *work(0)[1]]])
+    run(staggering(*work(1)))
+    watch.take()
+    lone: list[float] = []
+    among: list[float] = []
+    slices: list[float] = []
+    ratios: list[float] = []
+    for seed in range(2, 2 + options.repeats):
+        longs, shorts = work(seed)
+        for each in shorts[:8]:
+            lone += run([[each]])[1]
+        at_once = run([[*longs, *shorts]])[0]
+        longs, shorts = work(seed + 1000)
+        seconds, latencies, steps = run(staggering(longs, shorts))
+        among += latencies
+        slices += steps
+        ratios.append(at_once / seconds)
+    bound = 2 * quantile(lone, 0.5) + quantile(slices, 0.5)
+    return {
+        "compiles_after_warm_up": watch.take()["compiles"],
+        "lone_short_s": quartiles(lone),
+        "short_among_long_s": {**quartiles(among), "p95": round(quantile(among, 0.95), 3)},
+        "slice_s": quartiles(slices),
+        "p95 / (2 lone + slice)": round(quantile(among, 0.95) / bound, 3),
+        "throughput staggered / at once": quartiles(ratios),
+    }
+
+
+def drawing(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
+    """What it costs to draw tokens from logits, beside the product that makes those logits."""
+    results: dict[str, Any] = {}
+    hidden = setup.shape.hidden_size
+    for vocab in DRAW_VOCABS:
+        x, w = (jax.random.normal(jax.random.key(n), (rows, hidden)) for n, rows in enumerate((DRAW_SLOTS, vocab)))
+        logits = jax.jit(lambda x, w: x @ w.T)
+        scores = logits(x, 0.05 * w)
+        draw = jax.jit(sampling.draw)
+        costs: dict[str, list[float]] = {}
+        for name, top_k, top_p in (("plain", 0, 1.0), ("one row top-p", 0, 0.9), ("one row top-k", 50, 1.0)):
+            how = sampling.DrawParams(
+                seed_S2=jnp.ones((DRAW_SLOTS, 2), jnp.uint32),
+                index_S=jnp.arange(DRAW_SLOTS, dtype=jnp.uint32),
+                temperature_S=jnp.ones(DRAW_SLOTS),
+                top_k_S=jnp.zeros(DRAW_SLOTS, jnp.int32).at[0].set(top_k),
+                top_p_S=jnp.ones(DRAW_SLOTS).at[0].set(top_p),
+            )
+            costs[name] = repeated_ms(
+                partial(draw, scores, how, jnp.zeros(DRAW_SLOTS, jnp.int32), wants_topk=jnp.bool_(False)),
+                options.repeats,
+            )
+        costs["logits"] = repeated_ms(partial(logits, x, w), options.repeats)
+        results[f"vocabulary {vocab}, ms"] = {name: quartiles(each) for name, each in costs.items()}
+    return results
+
+
+def repeated_ms(work: Callable[[], object], repeats: int) -> list[float]:
+    jax.block_until_ready(work())
+    return [1e3 * timed(lambda: jax.block_until_ready(work())).wall_s for _ in range(repeats)]
+
+
+SCENARIOS = {"steady": steady, "adapters": adapters, "staggered": staggered, "drawing": drawing}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or a model's directory")
+    parser.add_argument("--scenario", choices=SCENARIOS, default="steady")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each contestant, after one to warm up")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--shape", default="16x64x4x128", help="prompts x their length x samples x tokens")
+    parser.add_argument("--against-generate", action="store_true", help="steady: transformers takes turns with us")
+    parser.add_argument("--adapters", type=int, default=64, help="adapters: how many different ones")
+    parser.add_argument("--long", type=int, default=8, help="staggered: requests of 1,000 tokens")
+    parser.add_argument("--short", type=int, default=24, help="staggered: requests of 16 tokens")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
+        setup = Setup(model, options.rank, Work(*map(int, options.shape.split("x"))))
+        results = SCENARIOS[options.scenario](setup, options, CompileWatch())
+    report("sampling", machine("jax", "jaxlib", "numpy"), results)
+
+
+if __name__ == "__main__":
+    main()
