@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing
 from skyrl_tx.commands import checkpoints, export, import_adapter, keys, runs
 from skyrl_tx.commands.place import CommandError
 from skyrl_tx.contract.errors import UserError
@@ -24,7 +25,7 @@ def run(parser: argparse.ArgumentParser, command: str, arguments: Sequence[str])
     chosen = parser.parse_args(arguments)
     try:
         return chosen.run(chosen)
-    except (CommandError, UserError, StoreError) as error:
+    except (CommandError, UserError, StoreError, ArtifactMissing, ArtifactCorrupt) as error:
         for line in str(error).splitlines():
             print(f"skyrl-tx {command}: {line}", file=sys.stderr)
         return 1

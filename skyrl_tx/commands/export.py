@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_export)
 
 
-def _loaded_as(name: str, state: EngineStateRow | None) -> str:
+def _loaded_as(name: str | None, state: EngineStateRow | None) -> str | None:
     """Where a base model's files are; external weights say by which name it was served."""
     return state.base_models[-1] if state is not None and name in state.base_models else name
 
@@ -55,13 +55,15 @@ def _export(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{row.path} is encrypted; export the checkpoint that it was made from")
     try:
         adapter = read_adapter(source)
-        name = arguments.base_model or _loaded_as(adapter.config["base_model_name_or_path"], state)
+        name = arguments.base_model or _loaded_as(adapter.config.get("base_model_name_or_path"), state)
         out.parent.mkdir(parents=True, exist_ok=True)
         # Written apart and renamed, so that nobody ever sees half of it.
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as apart:
             folder = Path(apart) / "model"
             folder.mkdir()
             if arguments.merge:
+                if not name:
+                    raise CommandError("--base-model is needed: the checkpoint does not say what it belongs on")
                 base = hf.resolve(name)
                 family = find_family(hf.read_json(base, "config.json"))
                 merge(base, family.weights, adapter, folder, arguments.dtype)
@@ -70,6 +72,6 @@ def _export(arguments: argparse.Namespace) -> int:
             shutil.move(folder, out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
-    what = "model" if arguments.merge else f"adapter for {name}"
+    what = "model" if arguments.merge else f"adapter for {name or 'its base model'}"
     print(f"wrote {what}: {out}")
     return 0

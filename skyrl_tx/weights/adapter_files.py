@@ -1,11 +1,13 @@
 """Adapters as files: PEFT's layout, read from anywhere, written under the names that a reader expects.
 
 A tensor is `base_model.model.<module>.lora_A.weight` [R, I] or `.lora_B.weight` [O, R]; the map's update is B A times
-`lora_alpha / r`.
+`lora_alpha / r`. Experts are modules of their own (`….mlp.experts.7.gate_proj`), or those of a layer are stacked
+(`….mlp.experts.w1`, [E, R, I] and [E, O, R]); both are read.
 """
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,17 +22,29 @@ from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+Factors = tuple[np.ndarray, np.ndarray]
+"""A [R, I] and B [O, R] of one module."""
 _A, _B, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
 
-LAYOUTS: Mapping[str, Mapping[str, str]] = {
-    "peft": {TIED_UNEMBED_MODULE: "lm_head"},
-    "cookbook": {},
-}
-"""Modules that a layout names otherwise than we store them.
 
-The cookbook's tools know the unembedding of a tied model as `unembed_tokens`; PEFT and whoever reads its files find
-modules by their names in the Hugging Face model, where it is `lm_head`, tied or not.
-"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a reader of adapters names the modules whose names readers do not agree on."""
+
+    tied_unembed: str
+    stacks_experts: bool
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "peft": Layout(tied_unembed="lm_head", stacks_experts=False),
+    "cookbook": Layout(tied_unembed=TIED_UNEMBED_MODULE, stacks_experts=True),
+}
+"""PEFT, and whoever reads its files, find modules by their names in the Hugging Face model."""
+
+STACKED_EXPERTS: Mapping[str, str] = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_EXPERT_OF = {stacked: name for name, stacked in STACKED_EXPERTS.items()}
+_EXPERT = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(STACKED_EXPERTS)})")
+_STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_EXPERT_OF)})")
 
 # What an adapter may say that would change its numbers, with the values under which it does not.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -60,7 +74,7 @@ class AdapterFiles:
     """
 
     config: Mapping[str, Any]
-    factors: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    factors: Mapping[str, Factors]
     base_layers: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
 
     @property
@@ -76,8 +90,11 @@ class AdapterFiles:
 
     def in_layout(self, layout: str) -> "AdapterFiles":
         """Return the same adapter under the names of a layout."""
-        names = LAYOUTS[layout]
+        wanted = LAYOUTS[layout]
+        names = {TIED_UNEMBED_MODULE: wanted.tied_unembed}
         factors = {names.get(module, module): pair for module, pair in self.factors.items()}
+        if wanted.stacks_experts:
+            factors = _stacked(factors)
         targets = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
         return replace(self, factors=factors, config={**self.config, "target_modules": targets})
 
@@ -101,7 +118,7 @@ def read_adapter(directory: Path) -> AdapterFiles:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path}: {error}") from error
-    factors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    factors: dict[str, Factors] = {}
     base_layers = {name.removeprefix(PREFIX).removesuffix(_BASE): name for name in tensors if name.endswith(_BASE)}
     for name in sorted(tensors.keys() - base_layers.values()):
         if not (name.startswith(PREFIX) and name.endswith((_A, _B))):
@@ -111,17 +128,52 @@ def read_adapter(directory: Path) -> AdapterFiles:
         if pair[0] is None or pair[1] is None:
             raise AdapterError(f"{path}: module {module!r} has lora_A or lora_B, not both")
         a, b = (np.asarray(array, np.float32) for array in pair)
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != config["r"] or b.shape[1] != config["r"]:
-            raise AdapterError(
-                f"{path}: module {module!r} has factors {a.shape} and {b.shape}, not of r = {config['r']}"
-            )
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise AdapterError(f"{path}: module {module!r} holds numbers that are not finite")
-        factors[module] = a, b
+        if (stack := _STACK.fullmatch(module)) and a.ndim == b.ndim == 3:
+            experts = _unstacked(stack, a, b, path)
+        else:
+            experts = {module: (a, b)}
+        for each, (a, b) in experts.items():
+            _check(each, a, b, config["r"], path)
+        factors |= experts
     if not factors:
         raise AdapterError(f"{path}: holds no tensors")
     copies = {module: tensors[name] for module, name in base_layers.items()}
     return AdapterFiles(config=config, factors=factors, base_layers=copies)
+
+
+def _check(module: str, a: np.ndarray, b: np.ndarray, rank: int, path: Path) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise AdapterError(f"{path}: module {module!r} has factors {a.shape} and {b.shape}, not of r = {rank}")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise AdapterError(f"{path}: module {module!r} holds numbers that are not finite")
+
+
+def _unstacked(stack: re.Match[str], a: np.ndarray, b: np.ndarray, path: Path) -> dict[str, Factors]:
+    """Give each expert its own factors; one that all share has a leading 1."""
+    prefix, leaf = stack.groups()
+    num_experts = max(len(a), len(b))
+    if not {len(a), len(b)} <= {1, num_experts}:
+        raise AdapterError(f"{path}: module {stack.group()!r} has factors of {len(a)} and of {len(b)} experts")
+    each_a, each_b = (np.broadcast_to(array, (num_experts, *array.shape[1:])) for array in (a, b))
+    return {f"{prefix}.{index}.{_EXPERT_OF[leaf]}": (each_a[index], each_b[index]) for index in range(num_experts)}
+
+
+def _stacked(factors: Mapping[str, Factors]) -> dict[str, Factors]:
+    """Put the experts of a layer together, in their order; experts without an update get one of zeros."""
+    found: dict[str, Factors] = {}
+    experts: dict[str, dict[int, Factors]] = {}
+    for module, pair in factors.items():
+        if match := _EXPERT.fullmatch(module):
+            prefix, index, leaf = match.groups()
+            experts.setdefault(f"{prefix}.{STACKED_EXPERTS[leaf]}", {})[int(index)] = pair
+        else:
+            found[module] = pair
+    for module, pairs in experts.items():
+        a, b = next(iter(pairs.values()))
+        empty = np.zeros_like(a), np.zeros_like(b)
+        all_pairs = [pairs.get(index, empty) for index in range(max(pairs) + 1)]
+        found[module] = np.stack([a for a, _ in all_pairs]), np.stack([b for _, b in all_pairs])
+    return found
 
 
 def _read_config(path: Path) -> dict[str, Any]:
