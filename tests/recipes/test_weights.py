@@ -7,11 +7,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tinker
+from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.testing.client_environments import COOKBOOK
 from skyrl_tx.testing.live_house import live_model
 from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights.adapter_files import AdapterFiles, read_adapter
+from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
 
+EXPERT_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 24,
+    "tie_word_embeddings": False,
+}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 NAME = "Qwen/Qwen3-8B"
 TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
@@ -52,3 +71,35 @@ def test_what_the_cookbook_builds_computes_what_the_server_did(
     assert np.abs(np.subtract(said["lora"], said["base"])).max() > 0.01
     np.testing.assert_allclose(said["lora"], server, atol=1e-5)
     np.testing.assert_allclose(said["merged"], server, atol=1e-5)
+
+
+def test_experts_are_merged_as_the_cookbook_merges_them(tmp_path: Path, client_environment) -> None:
+    """Its layout, stacked, gives what ours gives with one module an expert; its adapter for servers is our `peft`."""
+    generator = np.random.default_rng(0)
+
+    def random(*shape: int) -> np.ndarray:
+        return generator.normal(size=shape).astype(np.float32)
+
+    base, source, folder, ours = (tmp_path / name for name in ("base", "source", "folder", "ours"))
+    for each in (base, source, folder, ours):
+        each.mkdir()
+    experts = {
+        f"model.layers.0.mlp.experts.{index}.{leaf}": shape
+        for index in range(4)
+        for leaf, shape in (("gate_proj", (24, 16)), ("up_proj", (24, 16)), ("down_proj", (16, 24)))
+    }
+    head = {"model.embed_tokens.weight": random(64, 16), "lm_head.weight": random(64, 16)}
+    (base / "config.json").write_text(json.dumps(EXPERT_CONFIG))
+    save_file(head | {f"{name}.weight": random(*shape) for name, shape in experts.items()}, base / "model.safetensors")
+    factors = {name: (random(2, shape[1]), random(shape[0], 2)) for name, shape in experts.items()}
+    factors["lm_head"] = random(2, 16), random(64, 2)
+    adapter = AdapterFiles(config={"peft_type": "LORA", "r": 2, "lora_alpha": 32}, factors=factors)
+    adapter.in_layout("cookbook").write(source)
+    script = Path(__file__).parent / "build_experts.py"
+    client_environment(COOKBOOK).run(script, base, source, folder)
+    merge(base, DENSE_WEIGHTS, adapter, ours)
+    theirs, mine = (load_file(each / "model.safetensors") for each in (folder / "merged", ours))
+    assert theirs.keys() == mine.keys()
+    for name, array in mine.items():
+        np.testing.assert_allclose(array, theirs[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert read_adapter(folder / "lora").factors.keys() == adapter.in_layout("peft").factors.keys()
