@@ -58,6 +58,10 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     max_engine_starts: int = Field(
         5, ge=1, description="give up after this many starts of the engine in a row without progress"
     )
+    fresh: bool = Field(
+        False,
+        description="serve alone: leave earlier models behind; what was saved by name can still be loaded",
+    )
     log_level: LogLevel = Field("info", description="how much the log says")
     backend_config: BaseModel
 

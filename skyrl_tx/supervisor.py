@@ -14,7 +14,7 @@ from skyrl_tx.api.server import ApiServer
 from skyrl_tx.engine_process import EngineLaunch, EngineProcess, EngineReady
 from skyrl_tx.listening import CannotServe, listen, url_of
 from skyrl_tx.settings import ServerSettings
-from skyrl_tx.store import futures, keys
+from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 
 log = logging.getLogger(__name__)
@@ -157,6 +157,8 @@ def serve(settings: ServerSettings) -> int:
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
     ):
+        if settings.fresh:
+            _leave_models(store)
         log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
         launch = launch_of(settings)
         keeper = EngineKeeper(
@@ -211,6 +213,20 @@ def _open_store(settings: ServerSettings) -> Store:
             "or add --no-auth to let everyone in, or keep to 127.0.0.1"
         )
     return store
+
+
+def _leave_models(store: Store) -> None:
+    """Bring back no model of an earlier start, and say what stays where it is."""
+    left, num_saved, size_bytes = store.write(
+        lambda tx: (models.leave_all(tx), *checkpoints.count(tx, time.time())),
+    )
+    log.info(
+        "fresh start: %d models in training are left behind%s; %d named checkpoints (%.1f MB) stay and can be loaded",
+        len(left),
+        f" ({', '.join(row.model_id for row in left[:5])}{', …' if len(left) > 5 else ''})" if left else "",
+        num_saved,
+        size_bytes / 1e6,
+    )
 
 
 def _greet(settings: ServerSettings, ready: EngineReady, url: str | None) -> None:

@@ -15,7 +15,7 @@ from skyrl_tx.api.translate.translated import Translated
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
-from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.contract.requests import ModelSpec, Rejected, Request
 from skyrl_tx.store import futures, models, samplers, stability
 from skyrl_tx.store.tables import SamplingSessionRow
 
@@ -38,7 +38,12 @@ class Encoded:
         identity = body if request.identity is request.request else codec.encode(request.identity)
         if request.provenance:
             identity += msgspec.msgpack.encode(request.provenance)
-        return cls(codec.kind_of(request.request), body, identity)
+        return cls(_kind(request.request), body, identity)
+
+
+def _kind(request: Request) -> str:
+    """The kind that a row shows: a refused barrier is still one, also to an engine that never read it."""
+    return request.kind if isinstance(request, Rejected) else codec.kind_of(request)
 
 
 @dataclass(frozen=True, slots=True)

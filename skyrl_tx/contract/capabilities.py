@@ -56,3 +56,5 @@ class Capabilities:
     chunk_types: frozenset[str] = frozenset({"text"})
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
     """What the numbers depend on beside the inputs: dtype, versions, mesh. Equal fingerprints, equal bits."""
+    base_model_hash: str = ""
+    """Of the base weights: adapters of one are nothing on another, and are refused there. "": not told."""

@@ -59,6 +59,7 @@ class Engine:
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
             answers = Answers(self._store)
             recovery = Recovery(self._backend, capabilities, self._store, self._artifacts)
+            recovery.check_base(self._settings.base_models[0])
             behind = WriteBehind(jobs, recovery, self._store, self._settings.max_unwritten_samplers)
             room = Room(
                 settings=self._settings,
@@ -130,8 +131,9 @@ class _Loop:
         self._room.models.keep_due(interval_s=settings.snapshot_interval_s, num_effects=settings.snapshot_effects)
         if time.monotonic() >= self._housekeeping_at and not self._passes.is_active:
             self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
-            sessions.release_idle_models(self._room, self._schedule)
-            sessions.forget_unneeded(self._room, self._artifacts, self._sampling.samplers_in_use())
+            sessions.release_idle_models(self._room, self._schedule, time.time())
+            in_use = self._sampling.samplers_in_use()
+            sessions.forget_unneeded(self._room, self._artifacts, in_use, time.time())
             self._room.behind.retry()
         return worked
 

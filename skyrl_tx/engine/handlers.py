@@ -70,7 +70,7 @@ def _create_model(room: Room, work: Work, request: CreateModel) -> None:
     room.models.use(model)
     room.answers.give(
         [Answer(work=work, result=CreateModelOutput(model_id=model.model_id), effect_order=model.next_effect())],
-        lambda tx: models.set_status(tx, model.model_id, "ready"),
+        lambda tx: models.made(tx, model.model_id, room.capabilities.base_model_hash),
     )
 
 
@@ -90,7 +90,7 @@ def _load_weights(room: Room, work: Work, request: LoadWeights) -> None:
     room.models.use(model)
 
     def rows(tx: Session) -> None:
-        models.set_status(tx, model.model_id, "ready")
+        models.made(tx, model.model_id, room.capabilities.base_model_hash)
         models.set_poison(tx, model.model_id, None)
 
     result = LoadWeightsOutput(path=request.path, model_id=model.model_id)

@@ -13,17 +13,19 @@ from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, Artif
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import ServerError
+from skyrl_tx.contract.errors import ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.work import Work, work_of
 from skyrl_tx.failpoints import reach
-from skyrl_tx.store import futures, samplers, snapshots
+from skyrl_tx.store import futures, models, samplers, snapshots
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import SnapshotRow
 
 _log = logging.getLogger(__name__)
 _FINGERPRINT = "fingerprint."
+_BASE = "base_model_hash"
 
 
 KeepSampler = Callable[[SamplerId, ModelId, int, Snapshot], None]
@@ -40,16 +42,27 @@ class Recovery:
         self._capabilities = capabilities
         self._store = store
         self._artifacts = artifacts
+        fingerprint = {_FINGERPRINT + name: value for name, value in capabilities.fingerprint.items()}
+        self._origin = {**fingerprint, _BASE: capabilities.base_model_hash}
+
+    def check_base(self, base_model: str) -> None:
+        """Raise UserError if models wait here that were trained on other weights than those that are served."""
+        here = self._capabilities.base_model_hash
+        others = self._store.read(lambda tx: models.on_other_base(tx, here)) if here else []
+        if others:
+            raise UserError(
+                f"{len(others)} models in this data directory, the first {others[0].model_id}, are trained on other "
+                f"weights than those of {base_model}: theirs have the hash {_short(others[0].base_model_hash)}, these "
+                f"{_short(here)}; serve the model that they are trained on, or add --fresh to leave them behind"
+            )
 
     def write(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Artifact:
         """Make an artifact of what a snapshot writes; any thread."""
-        fingerprint = {_FINGERPRINT + name: value for name, value in self._capabilities.fingerprint.items()}
-        return self._artifacts.create(write, {**fingerprint, **extra})
+        return self._artifacts.create(write, {**self._origin, **extra})
 
     def write_sampler(self, sampler: SamplerId, model_id: ModelId, snapshot: Snapshot) -> Artifact:
         """Make the artifact of an unnamed sampler, unless it is there; any thread."""
-        fingerprint = {_FINGERPRINT + name: value for name, value in self._capabilities.fingerprint.items()}
-        metadata = {**fingerprint, "model_id": model_id, "kind": "sampler_weights"}
+        metadata = {**self._origin, "model_id": model_id, "kind": "sampler_weights"}
         return self._artifacts.create(snapshot.write, metadata, ArtifactId(sampler))
 
     def has_sampler(self, sampler: SamplerId) -> bool:
@@ -68,11 +81,11 @@ class Recovery:
         """
         started = time.monotonic()
         row = self._store.read(lambda tx: snapshots.get(tx, model_id))
-        contained = 0 if row is None else row.effect_order
+        snapshot, contained = (None, 0) if row is None else self._opened(row)
         effects = self._store.read(lambda tx: futures.effects_since(tx, model_id, contained))
         try:
-            if row is not None:
-                self._backend.restore(model_id, spec, self.open(row.artifact_id), ALL_PARTS)
+            if snapshot is not None:
+                self._backend.restore(model_id, spec, snapshot, ALL_PARTS)
                 reach("replay.restored")
             for effect in effects:
                 work = work_of(effect)
@@ -89,13 +102,39 @@ class Recovery:
             _log.info("brought back model %s: %d effects after its snapshot, %.2f s", model_id, len(effects), elapsed)
         return contained
 
+    def _opened(self, row: SnapshotRow) -> tuple[Snapshot | None, int]:
+        """A model's snapshot and its number of effects; if its files are bad none, to replay from the beginning.
+
+        Raises ServerError, saying what is lost, where the log no longer has the beginning.
+        """
+        try:
+            return self.open(row.artifact_id), row.effect_order
+        except ServerError as error:
+            effects = self._store.read(lambda tx: futures.effects_since(tx, row.model_id, 0))
+            kept = [effect.effect_order for effect in effects if effect.body]
+            if kept[: row.effect_order] != list(range(1, row.effect_order + 1)):
+                raise ServerError(
+                    f"model {row.model_id} is lost: its snapshot at effect {row.effect_order}, of "
+                    f"{_when(row.created_at)}, is bad ({error.message}), and the requests before it are no longer "
+                    "kept; what was saved by name can still be loaded"
+                ) from error
+            _log.error("model %s: %s; replaying it from its beginning instead", row.model_id, error.message)
+            return None, 0
+
     def open(self, artifact_id: ArtifactId) -> Snapshot:
         """Read weights; raises ServerError if the files are gone or damaged, UserError if they do not fit."""
         try:
-            snapshot = self._backend.open_snapshot(self._artifacts.open(artifact_id))
+            directory = self._artifacts.open(artifact_id)
             metadata = self._artifacts.describe(artifact_id).metadata
         except (ArtifactMissing, ArtifactCorrupt) as error:
             raise ServerError(f"weights cannot be read: {error}") from error
+        here = self._capabilities.base_model_hash
+        if here and (theirs := metadata.get(_BASE)) and theirs != here:
+            raise UserError(
+                f"these weights belong to another base model than the one that is served: theirs has the hash "
+                f"{_short(theirs)}, this one {_short(here)}"
+            )
+        snapshot = self._backend.open_snapshot(directory)
         for name, value in self._capabilities.fingerprint.items():
             if (before := metadata.get(_FINGERPRINT + name, value)) != value:
                 _log.warning(
@@ -138,6 +177,14 @@ class Recovery:
         row = self._store.read(lambda tx: samplers.get(tx, name))
         sampler = sampler_of(work.request_id)
         return None if row is None or row.sampler_id is None or self.has_sampler(sampler) else sampler
+
+
+def _short(base_model_hash: str | None) -> str:
+    return (base_model_hash or "")[:12]
+
+
+def _when(timestamp: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timestamp))
 
 
 def sampler_of(request_id: RequestId) -> SamplerId:

@@ -88,6 +88,8 @@ class Models:
                 "creating": "was never created",
                 "failed": "could not be created",
                 "unloaded": "was unloaded",
+                "left": "was left behind by a start with --fresh; its saved weights can be loaded",
+                "expired": "is gone: its session was silent too long; its saved weights can be loaded",
             }
             raise UserError(f"model_id {model_id!r} {states[row.status]}")
         spec = codec.decode(row.spec)

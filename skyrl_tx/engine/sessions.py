@@ -1,7 +1,6 @@
 """What silent sessions lose, and what nobody needs any more."""
 
 import logging
-import time
 from collections.abc import Collection
 from concurrent.futures import Future
 
@@ -11,14 +10,14 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import checkpoints, futures, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, futures, models, samplers, sessions, stability
 
 _log = logging.getLogger(__name__)
 
 
-def release_idle_models(room: Room, schedule: Schedule) -> list[ModelId]:
+def release_idle_models(room: Room, schedule: Schedule, now: float) -> list[ModelId]:
     """Take the models of finished and silent sessions off the device; they come back when asked for."""
-    silent_since = time.time() - room.settings.session_timeout_s
+    silent_since = now - room.settings.session_timeout_s
     released: list[ModelId] = []
     for model in room.models.resident():
         session_id = model.session_id
@@ -30,18 +29,21 @@ def release_idle_models(room: Room, schedule: Schedule) -> list[ModelId]:
     return released
 
 
-def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId]) -> None:
-    """Drop expired checkpoints, unused samplers and records, old results, and the files that nothing points at then."""
-    now = time.time()
+def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId], now: float) -> None:
+    """Drop what is past its time, models, checkpoints, samplers, records, results, and files nothing points at then."""
 
-    def drop(tx: Session) -> None:
+    def drop(tx: Session) -> list[ModelId]:
         checkpoints.expire(tx, now)
         settings = room.settings
         samplers.release_unused(tx, now - settings.sampler_retention_s, max_bytes=settings.max_unnamed_sampler_bytes)
         stability.expire(tx, now)
+        expired = models.expire(tx, now - settings.session_retention_s)
         futures.prune(tx, now)
+        return expired
 
-    room.store.write(drop)
+    for model_id in room.store.write(drop):
+        room.models.forget(model_id)
+        _log.info("model %s is gone: its session has been silent too long", model_id)
     keep = room.store.read(checkpoints.referenced_artifacts) | {ArtifactId(sampler) for sampler in in_use}
 
     def collected(removed: Future[list[ArtifactId]]) -> None:

@@ -41,9 +41,12 @@ class EngineSettings(BaseModel):
     )
     max_attempts: int = Field(default=3, ge=1, description="a request that ended the engine so many times fails")
     session_timeout_s: float = Field(
-        default=3600.0,
+        default=1800.0,
         gt=0,
         description="models of a client silent so long leave the device; they return when asked for",
+    )
+    session_retention_s: float = Field(
+        default=7 * 86_400.0, gt=0, description="how long models of a silent or finished session can be had again"
     )
     sampler_retention_s: float = Field(
         default=86_400.0, gt=0, description="how long an unnamed sampler is kept unused, if four newer ones exist"

@@ -71,6 +71,14 @@ def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> 
     return list(page), tx.exec(select(func.count()).select_from(CheckpointRow).where(*is_wanted)).one()
 
 
+def count(tx: Session, now: float) -> tuple[int, int]:
+    """How many checkpoints there are, of all owners, and their size in bytes."""
+    number, size_bytes = tx.exec(
+        select(func.count(), func.coalesce(func.sum(CheckpointRow.size_bytes), 0)).where(_lasts(now))
+    ).one()
+    return number, size_bytes
+
+
 def _lasts(now: float) -> ColumnElement[bool]:
     return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
 
@@ -111,8 +119,8 @@ def referenced_artifacts(tx: Session) -> set[ArtifactId]:
     referenced.update(map(ArtifactId, tx.exec(select(SnapshotRow.artifact_id))))
     for body in tx.exec(_loads_that_may_run()):
         request = codec.decode(body)
-        assert isinstance(request, LoadWeights), f"a load_weights request holds {type(request).__name__}"
-        referenced.add(request.artifact_id)
+        if isinstance(request, LoadWeights):  # and none that was refused
+            referenced.add(request.artifact_id)
     return referenced
 
 

@@ -273,7 +273,7 @@ def prune(tx: Session, now: float, *, fetched_for_s: float = 86_400.0) -> int:
     covered = (
         select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
     ).scalar_subquery()
-    gone = select(col(ModelRow.model_id)).where(col(ModelRow.status).in_(("failed", "unloaded")))
+    gone = select(col(ModelRow.model_id)).where(col(ModelRow.status).in_(("failed", "unloaded", "expired")))
     order = col(RequestRow.effect_order)
     pruned = tx.connection().execute(
         update(RequestRow)

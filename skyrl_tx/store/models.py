@@ -7,7 +7,7 @@ from sqlalchemy import bindparam, func
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.store.tables import ModelRow, ModelStatus, SessionRow
+from skyrl_tx.store.tables import ModelRow, ModelStatus, SessionRow, SnapshotRow
 
 
 def create(
@@ -75,6 +75,49 @@ def set_status(tx: Session, model_id: ModelId, status: ModelStatus) -> None:
     """Say how a model fares. Raises LookupError if there is none."""
     _existing(tx, model_id).status = status
     tx.flush()
+
+
+def made(tx: Session, model_id: ModelId, base_model_hash: str) -> None:
+    """Say that a model exists, on these base weights. Raises LookupError if there is none."""
+    row = _existing(tx, model_id)
+    row.status, row.base_model_hash = "ready", base_model_hash
+    tx.flush()
+
+
+def on_other_base(tx: Session, base_model_hash: str) -> list[ModelRow]:
+    """Models that are ready, on other base weights than these; "" is any."""
+    known = col(ModelRow.base_model_hash).not_in(("", base_model_hash))
+    return list(tx.exec(select(ModelRow).where(col(ModelRow.status) == "ready", known)))
+
+
+def leave_all(tx: Session) -> list[ModelRow]:
+    """Leave every model where it is: none of them is brought back. Returns them, oldest first."""
+    left = live(tx)
+    for row in left:
+        row.status = "left"
+    tx.flush()
+    return left
+
+
+def expire(tx: Session, before: float) -> list[ModelId]:
+    """End the models whose session was last heard of, and which were last asked, before a time; returns them."""
+    wanted = (
+        select(ModelRow)
+        .join(SessionRow)
+        .where(
+            col(ModelRow.status).in_(("creating", "ready", "left")),
+            col(ModelRow.last_request_at) < before,
+            col(SessionRow.last_heartbeat_at) < before,
+        )
+    )
+    ended = list(tx.exec(wanted))
+    for row in ended:
+        row.status = "expired"
+        snapshot = tx.get(SnapshotRow, row.model_id)
+        if snapshot is not None:
+            tx.delete(snapshot)
+    tx.flush()
+    return [row.model_id for row in ended]
 
 
 def set_poison(tx: Session, model_id: ModelId, message: str | None) -> None:

@@ -23,7 +23,7 @@ from skyrl_tx.contract.ids import (
     SessionId,
 )
 
-ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
+ModelStatus = Literal["creating", "ready", "failed", "unloaded", "left", "expired"]
 RequestStatus = Literal["open", "done", "failed"]
 EngineStatus = Literal["starting", "ready", "stopping"]
 KeyScope = Literal["user", "admin"]
@@ -67,6 +67,8 @@ class ModelRow(SQLModel, table=True):
     """The number of the last effect committed; the first is 1."""
     poisoned_by: str | None = None
     """Why the gradient being summed is incomplete; the next optim_step fails with it."""
+    base_model_hash: str | None = None
+    """Of the base weights that it is trained on, once it is made."""
 
 
 class RequestRow(SQLModel, table=True):

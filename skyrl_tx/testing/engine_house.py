@@ -116,7 +116,7 @@ class House:
     def _submit(self, tx: Session, request: requests.Request, **where: Any) -> RequestId:
         new = NewRequest(
             key="",
-            kind=codec.kind_of(request),
+            kind=request.kind if isinstance(request, requests.Rejected) else codec.kind_of(request),
             owner=OWNER,
             session_id=self.session_id,
             body=codec.encode(request),

@@ -52,6 +52,7 @@ class FakeBackend(AbstractBackend):
             max_alt_tokens=20,
             offers_target_logprobs=True,
             fingerprint={"dtype": "float64", "numpy": np.__version__},
+            base_model_hash=f"fake-{config.vocab_size}",
         )
 
     def close(self) -> None:

@@ -222,6 +222,7 @@ class JaxBackend(AbstractBackend):
                 "sample_slots": f"{config.sample_slots} of {config.max_sample_tokens} tokens",
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },
+            base_model_hash=hf.identity(self._directory, with_weights=config.load_format == "auto"),
         )
 
 

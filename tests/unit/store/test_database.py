@@ -53,7 +53,7 @@ def test_every_commit_is_durable_and_foreign_keys_hold(store: Store) -> None:
     with pytest.raises(IntegrityError):
         store.write(
             lambda tx: tx.connection().execute(
-                text("INSERT INTO models VALUES ('m', 'nobody', 'b', x'', NULL, 'ready', 1, 1, 0, NULL)")
+                text("INSERT INTO models VALUES ('m', 'nobody', 'b', x'', NULL, 'ready', 1, 1, 0, NULL, NULL)")
             )
         )
 
