@@ -1,0 +1,109 @@
+"""Whatever one tenant sends, another's numbers are those of its lone run, bit for bit."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from safetensors.numpy import load_file
+from tinker import types
+
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.store import checkpoints
+from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
+from skyrl_tx.testing.live_house import VOCAB_SIZE, House
+
+STEPS = 6
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings(r"ignore:DEPRECATED. TrainingClient.load_state:FutureWarning"),
+    pytest.mark.parametrize(
+        "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"
+    ),
+]
+
+
+def datum(tokens: list[int], name: str, values: list[float], **more: list[float]) -> types.Datum:
+    inputs = {key: np.array(value, np.float32) for key, value in {name: values, **more}.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:], np.int64), **inputs},
+    )
+
+
+def run(house: House, name: str, meanwhile: Callable[[], None]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Train a model of one's own; return the losses, and all arrays of its state, optimizer and all."""
+    draw = np.random.default_rng(5)
+    losses: list[float] = []
+    with tinker.ServiceClient(base_url=house.url, api_key="tml-local") as service:
+        client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
+        for _ in range(STEPS):
+            rows = [draw.integers(1, VOCAB_SIZE, size=draw.integers(4, 20)).tolist() for _ in range(2)]
+            data = [datum(row, "weights", [1.0] * (len(row) - 1)) for row in rows]
+            meanwhile()
+            passed = client.forward_backward(data, "cross_entropy")
+            meanwhile()
+            client.optim_step(types.AdamParams(learning_rate=0.02, weight_decay=0.1)).result()
+            losses.append(passed.result().metrics["loss:sum"])
+        path = CheckpointPath.parse(client.save_state(name).result().path)
+    row = house.server.store.read(lambda tx: checkpoints.get(tx, path, time.time()))
+    assert row is not None
+    folder = ArtifactStore(house.server.settings.data_dir / "artifacts").open(row.artifact_id)
+    files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    return losses, {f"{file}: {key}": array for file, arrays in files.items() for key, array in arrays.items()}
+
+
+def harms(service: tinker.ServiceClient) -> Iterator[Callable[[], Any]]:
+    """One bad thing after another; what they give is waited for at the end."""
+    tokens = [3, 4, 5, 6]
+    far = datum(tokens, "advantages", [1e30, -1e30, 1e38], logprobs=[-1e30, 0.0, 1e30])
+    absurd = types.AdamParams(learning_rate=1e30, weight_decay=1.0)
+    client = service.create_lora_training_client(BASE_MODEL, rank=16, seed=1).result()
+    yield lambda: client.forward_backward([datum(tokens, "weights", [math.nan, math.inf, -1e38])], "cross_entropy")
+    yield lambda: client.forward_backward([datum([3, VOCAB_SIZE + 7, 9], "weights", [1.0, 1.0])], "cross_entropy")
+    yield lambda: client.optim_step(absurd)
+    yield lambda: client.forward_backward([far], "ppo")
+    yield lambda: client.forward_backward([far], "importance_sampling")
+    yield lambda: client.optim_step(absurd)
+    yield lambda: client.forward_backward([datum(tokens, "weights", [1e30, 1.0, 1.0])], "cross_entropy")
+    yield lambda: client.optim_step(types.AdamParams(learning_rate=1e30, weight_decay=1.0, grad_clip_norm=1e-30))
+    yield lambda: client.save_state("broken")
+    yield (
+        lambda: (
+            client.save_weights_and_get_sampling_client()
+            .result()
+            .sample(
+                types.ModelInput.from_ints(tokens),
+                num_samples=2,
+                sampling_params=types.SamplingParams(max_tokens=4, stop=[]),
+            )
+        )
+    )
+    yield lambda: client.load_state_with_optimizer(f"tinker://{client.model_id}/weights/broken")
+    yield lambda: client.load_state("tinker://nobody:train:0/weights/none")
+
+
+def test_a_hostile_tenant_changes_no_bit_of_another(house: House) -> None:
+    losses, arrays = run(house, "alone", lambda: None)
+    outcomes: list[str] = []
+    with tinker.ServiceClient(base_url=house.url, api_key="tml-local") as service:
+        begun: list[Any] = []
+        to_do = harms(service)
+        beside = run(house, "beside", lambda: begun.append(next(to_do)()))
+        for future in begun:
+            try:
+                future.result()
+                outcomes.append("done")
+            except tinker.RequestFailedError as error:
+                outcomes.append(str(error))
+    assert len(outcomes) == 2 * STEPS and next(to_do, None) is None, "all harm was done, and answered"
+    assert "done" in outcomes and any("tok" in outcome for outcome in outcomes), outcomes
+    assert beside[0] == losses
+    assert len(arrays) > 2 and arrays.keys() == beside[1].keys()
+    for name, array in arrays.items():
+        assert array.tobytes() == beside[1][name].tobytes(), name
