@@ -1,5 +1,6 @@
 """Opening, writing, reading, waiting: all that differs between SQLite and another database."""
 
+import errno
 import os
 import secrets
 import sqlite3
@@ -7,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
@@ -29,6 +30,12 @@ _PEER: dict[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
 _FALLBACK_S = 0.1
 """How late a lost ring is noticed."""
 _WAL_KEPT_BYTES = 64 * 2**20
+
+_DAMAGED = (
+    "it is damaged and is not served from; keep a copy, then bring back a backup of the data directory, or what "
+    "sqlite3's .recover can read of it"
+)
+_NOT_WRITABLE = "it cannot be written; give this user the right to, on a disk that is not read-only"
 
 # After these a transaction may be gone, or is not to be trusted (sqlite.org/lang_transaction, "Response To Errors").
 _ENDS_TRANSACTION = frozenset(
@@ -79,6 +86,8 @@ class Store:
                 stack.callback(write_engine.dispose)
                 with file_lock(data_dir / "schema.lock"):
                     schema.upgrade(write_engine)
+                if role != "tool":
+                    _refuse_damage(path)
                 reader = _engine(path, busy_timeout_s, writes=False)
                 stack.callback(reader.dispose)
                 watch = _Watch(path)
@@ -212,6 +221,14 @@ def _engine(path: Path, busy_timeout_s: float, *, writes: bool) -> Engine:
     return engine
 
 
+def _refuse_damage(path: Path) -> None:
+    """Look through every page, some milliseconds a MiB; raises StoreError with what SQLite finds wrong."""
+    with closing(sqlite3.connect(path)) as connection:
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise StoreError(f"database {path}: {_DAMAGED} ({found})")
+
+
 def _code(error: BaseException | None) -> int | None:
     """SQLite's primary result code; None if SQLite did not say this."""
     return (
@@ -242,9 +259,13 @@ def _explain(path: Path, error: BaseException) -> StoreError:
         case sqlite3.SQLITE_BUSY:
             what = "another process keeps it locked"
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-            what = "it is damaged"
-        case sqlite3.SQLITE_READONLY:
-            what = "it cannot be written"
+            what = _DAMAGED
+        case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
+            what = _NOT_WRITABLE
+        case None if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what = _NOT_WRITABLE
+        case None if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "no space left for it on the disk"
         case _:
             what = "it failed"
     return StoreError(f"database {path}: {what} ({cause})")

@@ -15,7 +15,10 @@ HEAD = "0007"
 
 
 def upgrade(engine: Engine) -> None:
-    """Bring the database to HEAD, in one transaction. Raises StoreError for one that a newer release wrote."""
+    """Bring the database to HEAD, in one transaction.
+
+    Raises StoreError for one that a newer release or another program wrote.
+    """
     with engine.begin() as connection:
         version = _version(connection)
         if version != HEAD:
@@ -28,11 +31,21 @@ def _version(connection: Connection) -> str | None:
     return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
 
 
+def _refuse_foreign(connection: Connection) -> None:
+    tables = inspect(connection).get_table_names()
+    if tables and not {"alembic_version", "sessions", "requests"} <= set(tables):
+        raise StoreError(
+            f"database {connection.engine.url.database} belongs to another program: it has the tables "
+            f"{', '.join(tables[:5])}; choose another data directory"
+        )
+
+
 def _migrate(connection: Connection, version: str | None) -> None:
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 
+    _refuse_foreign(connection)
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
     config.attributes["connection"] = connection

@@ -11,7 +11,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 from sqlmodel import SQLModel
 
-from skyrl_tx.store import schema
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.store import futures, schema, snapshots
 from skyrl_tx.store.database import Store, StoreError
 
 OPEN_TWICE = """
@@ -59,10 +60,75 @@ def test_a_database_of_a_newer_release_is_left_alone(tmp_path: Path) -> None:
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE engine_state (id INTEGER)"))  # the last that the baseline makes
+        connection.execute(text("CREATE VIEW engine_state AS SELECT 1"))  # the last that the baseline makes
     with pytest.raises(StoreError, match="engine_state already exists"):
         Store.open(tmp_path, role="api")
-    assert inspect(engine).get_table_names() == ["engine_state"]
+    assert inspect(engine).get_table_names() == []
+    assert inspect(engine).get_view_names() == ["engine_state"]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("statement", ["CREATE TABLE songs (id INTEGER)", "CREATE TABLE alembic_version (version_num)"])
+def test_a_database_of_another_program_is_left_alone(tmp_path: Path, statement: str) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
+    with engine.begin() as connection:
+        connection.execute(text(statement))
+    tables = inspect(engine).get_table_names()
+    with pytest.raises(StoreError, match=rf"skyrl_tx\.db belongs to another program: .* {tables[0]}; choose another"):
+        Store.open(tmp_path, role="api")
+    assert inspect(engine).get_table_names() == tables
+    engine.dispose()
+
+
+OLD_ROWS = (
+    "INSERT INTO sessions VALUES ('session-1', 'ann', NULL, NULL, '[]', '{}', NULL, 1.0, 1.0, NULL, NULL)",
+    "INSERT INTO models VALUES ('session-1:train:0', 'session-1', 'base', x'00', NULL, 'ready', 1.0, 1.0, 7, NULL)",
+    "INSERT INTO snapshots VALUES ('session-1:train:0', 'art', 6, 1.0)",
+    """INSERT INTO requests (request_id, kind, owner, session_id, model_id, seq_id, body, digest, status, effect_order,
+                             attempts, result, created_at, completed_at)
+       VALUES ('req-1', 'optim_step', 'ann', 'session-1', 'session-1:train:0', 1, x'01', x'02', 'done', 7, 0, x'03',
+               1.0, 2.0),
+              ('req-2', 'optim_step', 'ann', 'session-1', 'session-1:train:0', 2, x'04', x'05', 'open', NULL, 1, NULL,
+               3.0, NULL)""",
+)
+
+
+def write_old_database(path: Path, revision: str) -> None:
+    """A data directory as a release with that schema left it, with a request answered and another not."""
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", str(Path(schema.__file__).with_name("migrations")))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+        for statement in OLD_ROWS:
+            connection.execute(text(statement))
+    engine.dispose()
+
+
+def revisions() -> list[str]:
+    return [f"{number:04}" for number in range(1, int(schema.HEAD) + 1)]
+
+
+@pytest.mark.parametrize("revision", revisions())
+def test_a_database_of_any_earlier_release_opens_with_all_that_was_in_it(tmp_path: Path, revision: str) -> None:
+    write_old_database(tmp_path / "skyrl_tx.db", revision)
+    store = Store.open(tmp_path, role="engine")
+    model_id = ModelId("session-1:train:0")
+    assert store.read(lambda tx: futures.result(tx, RequestId("req-1"), "ann")).result == b"\x03"
+    (waiting,) = store.read(lambda tx: futures.pending(tx, 0, 10))
+    assert (waiting.request_id, waiting.body, waiting.attempts) == ("req-2", b"\x04", 1)
+    assert [effect.request_id for effect in store.read(lambda tx: futures.effects_since(tx, model_id, 6))] == ["req-1"]
+    snapshot = store.read(lambda tx: snapshots.get(tx, model_id))
+    assert snapshot is not None and (snapshot.artifact_id, snapshot.effect_order) == ("art", 6)
+    effect = store.write(
+        lambda tx: futures.complete(tx, RequestId("req-2"), b"answer", failed=False, effect_order=8, now=4.0)
+    )
+    assert effect
+    store.close()
+    engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), SQLModel.metadata) == []
     engine.dispose()
 
 
