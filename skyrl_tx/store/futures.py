@@ -265,7 +265,7 @@ def _in_parts(request_ids: Iterable[RequestId]) -> Iterable[list[RequestId]]:
     return (ids[start : start + _IDS_A_QUERY] for start in range(0, len(ids), _IDS_A_QUERY))
 
 
-def prune(tx: Session, now: float, *, fetched_for_s: float = 86_400.0) -> int:
+def prune(tx: Session, now: float, *, fetched_for_s: float = 600.0) -> int:
     """Forget bodies and results that nobody needs: fetched that long ago, their effect in a snapshot or without one.
 
     Ids and digests stay, so that a late duplicate is still one. Returns how many were pruned.
