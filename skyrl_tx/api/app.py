@@ -17,7 +17,21 @@ from skyrl_tx.api.backpressure import SampleBudget
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.principal import Caller, Gate
-from skyrl_tx.api.routes import auth, downloads, futures, runs, sampling, service, sessions, training, weights
+from skyrl_tx.api.routes import (
+    absent,
+    auth,
+    billing,
+    copies,
+    downloads,
+    futures,
+    runs,
+    sampling,
+    search,
+    service,
+    sessions,
+    training,
+    weights,
+)
 from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.signing import SigningKey
@@ -28,7 +42,21 @@ from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _PREFIX = "/api/v1"
-_ROUTERS = (service, auth, sessions, training, weights, sampling, futures, runs, downloads)
+_ROUTERS = (
+    service,
+    auth,
+    sessions,
+    training,
+    weights,
+    sampling,
+    futures,
+    runs,
+    downloads,
+    copies,
+    search,
+    billing,
+    absent,
+)
 
 
 def create_app(settings: ApiSettings, store: Store) -> FastAPI:

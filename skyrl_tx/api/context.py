@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Query, Request
 
@@ -89,5 +89,6 @@ async def incoming(request: Request, caller: Caller) -> Call:
 
 Incoming = Annotated[Call, Depends(incoming)]
 
+AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]

@@ -29,6 +29,14 @@ class SavedWeights:
         return self.checkpoint.artifact_id
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model, and whose it is."""
+
+    model: ModelRow
+    owner: str
+
+
 def session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRow:
     """Find a session."""
     row = sessions.get(tx, session_id)
@@ -51,6 +59,17 @@ def model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     if row is None or not caller.may_see(models.owner(tx, model_id)):
         raise not_found(f"model {shown(model_id)} does not exist")
     return row
+
+
+def readable_run(tx: Session, caller: Principal, model_id: ModelId, now: float) -> tuple[Run, list[CheckpointRow]]:
+    """Find a run to read about, and its checkpoints; of another's run, those that are published."""
+    row = models.get(tx, model_id)
+    owner = models.owner(tx, model_id)
+    is_visible = caller.may_see(owner)
+    saved = checkpoints.list_of_run(tx, model_id, now, only_public=not is_visible)
+    if row is None or owner is None or not (is_visible or saved):
+        raise not_found(f"model {shown(model_id)} does not exist")
+    return Run(row, owner), saved
 
 
 def addressed_model(tx: Session, caller: Principal, model_id: ModelId) -> models.Addressed:

@@ -24,6 +24,7 @@ _MAX_REMEMBERED = 1000
 _TOKEN_LIFETIME_S = 12 * 3600
 """Long, as a token is no better than its key: that one is looked up with every use."""
 _ALGORITHM = "HS256"
+USER_URN = "tml:user:"
 ORGANIZATION = "self-hosted"
 """What clients are told where they ask for the name of a business."""
 
@@ -82,7 +83,7 @@ class Gate:
         """Write a token for a principal: the form in which clients want to read who they are."""
         now = int(time.time())
         claims = {
-            "sub": f"tml:user:{principal.owner}",
+            "sub": f"{USER_URN}{principal.owner}",
             "org_id": ORGANIZATION,
             "email": principal.owner if "@" in principal.owner else "",
             "iat": now,

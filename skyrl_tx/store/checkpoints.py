@@ -50,17 +50,22 @@ def delete(tx: Session, path: CheckpointPath) -> bool:
     return True
 
 
-def list_of_run(tx: Session, model_id: ModelId, now: float) -> list[CheckpointRow]:
+def list_of_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool = False) -> list[CheckpointRow]:
     """A run's checkpoints, oldest first."""
     oldest_first = (col(CheckpointRow.created_at), col(CheckpointRow.kind), col(CheckpointRow.name))
-    wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, _lasts(now)).order_by(*oldest_first)
-    return list(tx.exec(wanted))
+    wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, lasting(now)).order_by(*oldest_first)
+    return list(tx.exec(wanted.where(col(CheckpointRow.public)) if only_public else wanted))
+
+
+def published_runs(now: float):
+    """The ids of runs with a public checkpoint, as part of a query."""
+    return select(CheckpointRow.model_id).where(col(CheckpointRow.public), lasting(now))
 
 
 def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> tuple[list[CheckpointRow], int]:
     """A page of an owner's checkpoints, newest first, and how many there are in all."""
     runs = select(ModelRow.model_id).join(SessionRow).where(SessionRow.owner == owner)
-    is_wanted = col(CheckpointRow.model_id).in_(runs), _lasts(now)
+    is_wanted = col(CheckpointRow.model_id).in_(runs), lasting(now)
     newest_first = (
         col(CheckpointRow.created_at).desc(),
         col(CheckpointRow.model_id),
@@ -74,12 +79,13 @@ def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> 
 def count(tx: Session, now: float) -> tuple[int, int]:
     """How many checkpoints there are, of all owners, and their size in bytes."""
     number, size_bytes = tx.exec(
-        select(func.count(), func.coalesce(func.sum(CheckpointRow.size_bytes), 0)).where(_lasts(now))
+        select(func.count(), func.coalesce(func.sum(CheckpointRow.size_bytes), 0)).where(lasting(now))
     ).one()
     return number, size_bytes
 
 
-def _lasts(now: float) -> ColumnElement[bool]:
+def lasting(now: float) -> ColumnElement[bool]:
+    """Which checkpoints there still are, as part of a query."""
     return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, func
+from sqlalchemy import bindparam, func, true
+from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.store import checkpoints
 from skyrl_tx.store.tables import ModelRow, ModelStatus, SessionRow, SnapshotRow
 
 
@@ -160,10 +162,25 @@ def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
     return list(tx.exec(wanted))
 
 
-def list_owned(tx: Session, owner: str, limit: int, offset: int) -> tuple[list[ModelRow], int]:
-    """A page of an owner's models, the last asked first, and how many there are in all."""
-    owned = select(ModelRow).join(SessionRow).where(SessionRow.owner == owner)
-    count = select(func.count()).select_from(ModelRow).join(SessionRow).where(SessionRow.owner == owner)
+def list_owned(
+    tx: Session,
+    owner: str | None,
+    limit: int,
+    offset: int,
+    *,
+    project_id: str | None = None,
+    published_at: float | None = None,
+) -> tuple[list[ModelRow], int]:
+    """A page of an owner's models, the last asked first, and how many there are in all; None: of every owner's.
+
+    `published_at` adds those of others with a checkpoint that is public at that time.
+    """
+    is_wanted: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
+    if published_at is not None:
+        is_wanted = is_wanted | col(ModelRow.model_id).in_(checkpoints.published_runs(published_at))
+    if project_id is not None:
+        is_wanted = is_wanted & (col(SessionRow.project_id) == project_id)
+    count = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
     latest_first = (col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
-    page = tx.exec(owned.order_by(*latest_first).limit(limit).offset(offset))
-    return list(page), tx.exec(count).one()
+    page = select(ModelRow).join(SessionRow).where(is_wanted).order_by(*latest_first).limit(limit).offset(offset)
+    return list(tx.exec(page)), tx.exec(count).one()

@@ -1,12 +1,14 @@
 """Client sessions: who is there, since when, until when."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.tables import SessionRow
+
+_READ_AT_ONCE = 200
 
 
 def create(
@@ -19,9 +21,10 @@ def create(
     project_id: str | None,
     display_name: str | None,
     now: float,
+    session_id: SessionId | None = None,
 ) -> SessionId:
-    """Begin a session under a new unguessable id."""
-    session_id = SessionId(f"session-{secrets.token_hex(16)}")
+    """Begin a session, under a new unguessable id where none is given."""
+    session_id = session_id or SessionId(f"session-{secrets.token_hex(16)}")
     tx.add(
         SessionRow(
             session_id=session_id,
@@ -65,11 +68,45 @@ def finish(tx: Session, session_id: SessionId, reason: str, now: float) -> bool:
     return True
 
 
-def list_ids(tx: Session, owner: str, limit: int, offset: int) -> list[SessionId]:
-    """An owner's sessions, newest first."""
-    newest_first = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
-    wanted = select(SessionRow.session_id).where(SessionRow.owner == owner).order_by(*newest_first)
+_NEWEST_FIRST = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
+
+
+def list_ids(tx: Session, owner: str | None, limit: int, offset: int) -> list[SessionId]:
+    """An owner's sessions, newest first; None: every owner's."""
+    wanted = select(SessionRow.session_id).order_by(*_NEWEST_FIRST)
+    if owner is not None:
+        wanted = wanted.where(SessionRow.owner == owner)
     return [SessionId(session_id) for session_id in tx.exec(wanted.limit(limit).offset(offset))]
+
+
+def newest_first(
+    tx: Session,
+    owners: Collection[str] | None,
+    project_ids: Collection[str] | None,
+    after: tuple[float, SessionId] | None,
+) -> Iterator[SessionRow]:
+    """Sessions of owners and in projects (None: of all), newest first, after the one made then and of that id."""
+    wanted = select(SessionRow).order_by(*_NEWEST_FIRST)
+    if owners is not None:
+        wanted = wanted.where(col(SessionRow.owner).in_(owners))
+    if project_ids is not None:
+        wanted = wanted.where(col(SessionRow.project_id).in_(project_ids))
+    if after is not None:
+        created_at, session_id = after
+        is_older = col(SessionRow.created_at) < created_at
+        is_beside = (col(SessionRow.created_at) == created_at) & (col(SessionRow.session_id) > session_id)
+        wanted = wanted.where(is_older | is_beside)
+    yield from tx.exec(wanted.execution_options(yield_per=_READ_AT_ONCE))
+
+
+def set_project(tx: Session, session_id: SessionId, project_id: str) -> bool:
+    """Move a session, and all that was made in it, into a project; False if there is no such session."""
+    row = get(tx, session_id)
+    if row is None:
+        return False
+    row.project_id = project_id
+    tx.flush()
+    return True
 
 
 def silent_since(tx: Session, before: float) -> list[SessionId]:

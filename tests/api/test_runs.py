@@ -84,11 +84,14 @@ def test_capabilities_name_the_model(rest: tinker.RestClient) -> None:
         ("GET", "training_runs/no:train:0/checkpoints", 404, "does not exist"),
         ("GET", "training_runs?limit=-1", 400, "limit"),
         ("GET", "checkpoints?offset=99999999999999999999", 400, "offset"),
-        ("GET", "training_runs?project_id=p", 400, "project_id 'p'"),
+        ("GET", "training_runs?access_scope=all", 400, "access_scope"),
         ("DELETE", "training_runs/{run}/checkpoints/weights/no", 404, "does not exist"),
         ("DELETE", "training_runs/{run}/checkpoints/loot/a", 400, "kind 'loot'"),
         ("DELETE", "training_runs/{run}/checkpoints/weights/..%5C", 400, "checkpoint name"),
-        ("POST", "training_runs/{run}/checkpoints/weights/a/publish", 404, "not offered by this server yet"),
+        ("POST", "training_runs/{run}/checkpoints/weights/no/publish", 404, "does not exist"),
+        ("GET", "audit", 404, "the audit log is not offered"),
+        ("GET", "sessions/s/trace_export", 404, "trace export is not offered"),
+        ("POST", "create_custom_loss", 404, "custom losses on the server are not offered"),
     ],
 )
 def test_what_is_wrong_is_said(

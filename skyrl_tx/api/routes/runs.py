@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import lookup
-from skyrl_tx.api.context import Call, Incoming, Limit, Offset
+from skyrl_tx.api.context import AccessScope, Call, Incoming, Limit, Offset
 from skyrl_tx.api.errors import bad_request, not_found
 from skyrl_tx.api.schemas.weights import (
     Checkpoint,
@@ -24,7 +24,7 @@ from skyrl_tx.api.translate.checks import ttl
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, checkpoint_name
 from skyrl_tx.store import checkpoints, models
-from skyrl_tx.store.tables import CheckpointRow, ModelRow
+from skyrl_tx.store.tables import CheckpointRow
 
 router = APIRouter()
 
@@ -37,41 +37,37 @@ _TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
 
 @router.get("/training_runs")
 def list_runs(
-    call: Incoming, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+    call: Incoming,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: AccessScope = "owned",
+    project_id: str | None = None,
 ) -> TrainingRunsAnswer:
-    """A page of the caller's runs, the last used first."""
-    if project_id is not None:
-        raise bad_request(f"project_id {project_id[:80]!r}: runs cannot be listed by project on this server yet")
+    """A page of the caller's runs, the last used first; `accessible`: also what others published, for admins all."""
+    is_wide = access_scope == "accessible"
+    owner = call.caller.reach if is_wide else call.caller.owner
+    now = time.time()
 
     def work(tx: Session) -> TrainingRunsAnswer:
-        rows, total = models.list_owned(tx, call.caller.owner, limit, offset)
-        runs = [_run(call, row, checkpoints.list_of_run(tx, row.model_id, time.time())) for row in rows]
+        published_at = now if is_wide else None
+        rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
+        runs = [_run(*lookup.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
         return TrainingRunsAnswer(training_runs=runs, cursor=Cursor(offset=offset, limit=limit, total_count=total))
 
     return call.store.read(work)
 
 
 @router.get("/training_runs/{run_id}")
-def get_run(run_id: str, call: Incoming) -> TrainingRun:
-    """One run, with the metadata it was made with."""
-
-    def work(tx: Session) -> TrainingRun:
-        row = lookup.model(tx, call.caller, ModelId(run_id))
-        return _run(call, row, checkpoints.list_of_run(tx, row.model_id, time.time()))
-
-    return call.store.read(work)
+def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") -> TrainingRun:
+    """One run, with the metadata it was made with; what the caller may read exists, whatever the scope."""
+    return _run(*call.store.read(lambda tx: lookup.readable_run(tx, call.caller, ModelId(run_id), time.time())))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 def list_checkpoints_of_run(run_id: str, call: Incoming) -> CheckpointsAnswer:
-    """All checkpoints of one run."""
-
-    def work(tx: Session) -> CheckpointsAnswer:
-        row = lookup.model(tx, call.caller, ModelId(run_id))
-        found = checkpoints.list_of_run(tx, row.model_id, time.time())
-        return CheckpointsAnswer(checkpoints=[_checkpoint(checkpoint) for checkpoint in found])
-
-    return call.store.read(work)
+    """All checkpoints of one run; of another's run, those that are published."""
+    _, found = call.store.read(lambda tx: lookup.readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return CheckpointsAnswer(checkpoints=[_checkpoint(checkpoint) for checkpoint in found])
 
 
 @router.get("/checkpoints")
@@ -115,6 +111,20 @@ def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]
     return {}
 
 
+@router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
+def publish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
+    """Let everyone read a checkpoint by its path; of no effect where it is so already, as the client retries a 409."""
+    call.store.write(lambda tx: checkpoints.set_public(tx, _existing(tx, call, run_id, kind, name), True))
+    return {}
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
+def unpublish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
+    """Keep a checkpoint to its owner again; what others made of it stays theirs."""
+    call.store.write(lambda tx: checkpoints.set_public(tx, _existing(tx, call, run_id, kind, name), False))
+    return {}
+
+
 def _existing(tx: Session, call: Call, run_id: str, kind: str, name: str) -> CheckpointPath:
     """Find one of the caller's checkpoints by the parts of its URL."""
     row = lookup.model(tx, call.caller, ModelId(run_id))
@@ -129,11 +139,12 @@ def _existing(tx: Session, call: Call, run_id: str, kind: str, name: str) -> Che
     return path
 
 
-def _run(call: Call, row: ModelRow, saved: Sequence[CheckpointRow]) -> TrainingRun:
+def _run(run: lookup.Run, saved: Sequence[CheckpointRow]) -> TrainingRun:
+    row = run.model
     return TrainingRun(
         training_run_id=row.model_id,
         base_model=row.base_model,
-        model_owner=call.caller.owner,
+        model_owner=run.owner,
         corrupted=row.status == "failed",
         lora_rank=lookup.spec_of(row).lora.rank,
         last_request_time=_time(row.last_request_at),

@@ -1,11 +1,11 @@
 """Flags, capabilities, health, telemetry."""
 
 from http import HTTPStatus
-from typing import cast
+from typing import Annotated, cast
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 
-from skyrl_tx.api.context import Incoming
+from skyrl_tx.api.context import ApiContext, Incoming, parts_of
 from skyrl_tx.api.schemas.service import (
     CapabilitiesAnswer,
     ClientConfigAnswer,
@@ -43,9 +43,9 @@ def capabilities(call: Incoming) -> CapabilitiesAnswer:
 
 
 @router.get("/healthz", response_model_exclude_none=True)
-def health(call: Incoming, response: Response) -> HealthAnswer:
-    """Whether work is being done; the API half is up when this answers at all."""
-    trouble = call.parts.engine_trouble()
+def health(parts: Annotated[ApiContext, Depends(parts_of)], response: Response) -> HealthAnswer:
+    """Whether work is being done, for whoever asks; the API half is up when this answers at all."""
+    trouble = parts.engine_trouble()
     if trouble is None:
         return HealthAnswer(status="ok")
     response.status_code = HTTPStatus.SERVICE_UNAVAILABLE

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import lookup
-from skyrl_tx.api.context import Incoming, Limit, Offset
+from skyrl_tx.api.context import AccessScope, Incoming, Limit, Offset
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.schemas.service import (
     CreateSessionAnswer,
@@ -15,6 +15,7 @@ from skyrl_tx.api.schemas.service import (
     FinishRequest,
     HeartbeatAnswer,
     HeartbeatRequest,
+    ProjectRequest,
     SessionAnswer,
     SessionsAnswer,
 )
@@ -74,16 +75,17 @@ def finish(session_id: str, call: Incoming) -> dict[str, str]:
 
 
 @router.get("/sessions")
-def list_sessions(call: Incoming, limit: Limit = 20, offset: Offset = 0) -> SessionsAnswer:
-    """A page of the caller's sessions, newest first."""
-    return SessionsAnswer(
-        sessions=[*call.store.read(lambda tx: sessions.list_ids(tx, call.caller.owner, limit, offset))]
-    )
+def list_sessions(
+    call: Incoming, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
+) -> SessionsAnswer:
+    """A page of the caller's sessions, newest first; `accessible`: to an admin, everyone's."""
+    owner = call.caller.reach if access_scope == "accessible" else call.caller.owner
+    return SessionsAnswer(sessions=[*call.store.read(lambda tx: sessions.list_ids(tx, owner, limit, offset))])
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-def get_session(session_id: str, call: Incoming) -> SessionAnswer:
-    """What was made in one session."""
+def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "owned") -> SessionAnswer:
+    """What was made in one session; what the caller may read exists, whatever the scope."""
 
     def work(tx: Session) -> SessionAnswer:
         row = lookup.session(tx, call.caller, SessionId(session_id))
@@ -95,3 +97,16 @@ def get_session(session_id: str, call: Incoming) -> SessionAnswer:
         )
 
     return call.store.read(work)
+
+
+@router.put("/sessions/{session_id}/project")
+def set_project(session_id: str, call: Incoming) -> dict[str, str]:
+    """Move a session, and with it what was made in it, into a project."""
+    project_id = call.body.model(ProjectRequest).project_id
+
+    def work(tx: Session) -> None:
+        row = lookup.session(tx, call.caller, SessionId(session_id))
+        sessions.set_project(tx, row.session_id, project_id)
+
+    call.store.write(work)
+    return {}

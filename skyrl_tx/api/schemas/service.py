@@ -80,6 +80,12 @@ class FinishRequest(WireModel):
     detail: str | None = None
 
 
+class ProjectRequest(WireModel):
+    """Where a session belongs; projects are names, made by being used."""
+
+    project_id: str = Field(min_length=1, max_length=200)
+
+
 class SupportedModel(Answer):
     """A name that may be given as `base_model`."""
 

@@ -77,6 +77,23 @@ class WeightsInfoAnswer(Answer):
     optimizer_config: OptimizerAnswer
 
 
+class CopyWeightsRequest(WireModel):
+    """Have a checkpoint again: in a project, or as a model of a session (`session_id`, `model_seq_id`)."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: SeqId | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class CopyWeightsAnswer(Answer):
+    """Where the copy is."""
+
+    tinker_path: str
+
+
 class TtlRequest(WireModel):
     """A new lifetime for a checkpoint from now on; null: for ever."""
 

@@ -1,0 +1,235 @@
+"""Every route, as a stranger, as another user, and as an admin; a new route fails until it is classified here."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import BaseRoute, Route
+
+from skyrl_tx.store import keys
+from skyrl_tx.store.tables import KeyScope
+from skyrl_tx.testing.live_api import Server
+from skyrl_tx.testing.live_house import PUBLIC_NAME, live_house
+
+NO_SUCH_SESSION = "session-" + "0" * 32
+
+
+@dataclass(frozen=True)
+class World:
+    """A server that asks for keys, and what Ann has on it; `{names}` in paths and bodies stand for that."""
+
+    server: Server
+    names: dict[str, str]
+
+    def key(self, owner: str, scope: KeyScope = "user") -> str:
+        made, _ = self.server.store.write(
+            lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0)
+        )
+        return made
+
+    def call(self, key: str | None, method: str, path: str, /, **body: object) -> httpx.Response:
+        headers = {} if key is None else {"X-API-Key": key}
+        content = json.dumps(body) if body else None
+        return self.server.client.request(method, f"/api/v1/{path}", content=content, headers=headers)
+
+    def about(self, value: Any, session_id: str) -> Any:
+        """Put in what `{names}` stand for, in Ann's session or in one that never was."""
+        if isinstance(value, dict):
+            return {name: self.about(part, session_id) for name, part in value.items()}
+        if not isinstance(value, str):
+            return value
+        for name, text in self.names.items():
+            value = value.replace("{" + name + "}", text.replace(self.names["session"], session_id))
+        return value
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A call that names something of Ann's."""
+
+    route: str
+    path: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    is_silent: bool = False
+    """It says nothing of whether there is such a thing."""
+    admin_status: int = 200
+
+    @property
+    def method(self) -> str:
+        return self.route.split()[0]
+
+
+OPEN = {
+    *("GET docs", "GET docs/oauth2-redirect", "GET redoc", "GET openapi.json"),  # of the software, not of anyone
+    "GET healthz",
+    "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL itself is the proof
+}
+COMMON = {
+    *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
+    *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),
+    *("POST create_session", "GET billing/usage/events", "GET audit", "POST create_custom_loss"),
+    *("GET sessions/{session_id}/trace_export", "GET {path:path}", "POST {path:path}", "PUT {path:path}"),
+    *("DELETE {path:path}", "PATCH {path:path}"),
+}
+"""The same for everyone with a key: it names nothing of anyone."""
+LISTS = {
+    "GET sessions": "sessions?access_scope=accessible",
+    "GET training_runs": "training_runs?access_scope=accessible",
+    "GET checkpoints": "checkpoints",
+    "GET billing/usage/checkpoints/current": "billing/usage/checkpoints/current",
+    "POST sessions/search": "sessions/search",
+}
+CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
+THINGS = [
+    Thing("POST session_heartbeat", body={"session_id": "{session}"}),
+    Thing("GET sessions/{session_id}", "sessions/{session}"),
+    Thing("PUT sessions/{session_id}/project", "sessions/{session}/project", {"project_id": "p"}),
+    Thing(
+        "POST create_model",
+        body={
+            "session_id": "{session}",
+            "model_seq_id": 8,
+            "base_model": PUBLIC_NAME,
+            "lora_config": {"rank": 8},
+        },
+    ),
+    Thing("POST get_info", body={"model_id": "{run}"}),
+    Thing("POST forward_backward", body={"model_id": "{run}", "seq_id": 101}),
+    Thing("POST forward", body={"model_id": "{run}", "seq_id": 102}),
+    Thing("POST optim_step", body={"model_id": "{run}", "seq_id": 103}),
+    Thing("POST save_weights", body={"model_id": "{run}", "seq_id": 104, "path": "x"}),
+    Thing("POST save_weights_for_sampler", body={"model_id": "{run}", "seq_id": 105, "path": "x"}),
+    Thing("POST save_weights_external", body={"model_id": "{run}", "seq_id": 106, "path": "x"}),
+    Thing("POST load_weights", body={"model_id": "{run}", "seq_id": 107, "path": "{state}"}),
+    Thing("POST load_weights", body={"session_id": "{session}", "model_seq_id": 9, "path": "{state}"}),
+    Thing("POST weights_info", body={"tinker_path": "{state}"}),
+    Thing("POST copy_weights", body={"session_id": "{session}", "model_seq_id": 10, "source_path": "{state}"}),
+    Thing(
+        "POST create_sampling_session",
+        body={"session_id": "{session}", "sampling_session_seq_id": 9, "base_model": PUBLIC_NAME},
+    ),
+    Thing("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
+    Thing("GET samplers/{sampler_id}", "samplers/{sampling}"),
+    Thing("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
+    Thing("POST retrieve_future", body={"request_id": "{request}"}),
+    Thing(
+        "POST retrieve_futures",
+        body={"target": {"type": "sampling_session", "sampling_session_id": "{sampling}"}, "timeout": 0},
+    ),
+    Thing("POST cancel_future", body={"request_id": "{request}"}, is_silent=True, admin_status=400),
+    Thing("GET training_runs/{run_id}", "training_runs/{run}"),
+    Thing("GET training_runs/{run_id}/checkpoints", "training_runs/{run}/checkpoints"),
+    Thing(f"POST {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
+    Thing(f"DELETE {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
+    Thing(f"PUT {CHECKPOINT}/ttl", "training_runs/{run}/checkpoints/weights/state/ttl", {"ttl_seconds": 7200}),
+    Thing(
+        f"GET {CHECKPOINT}/external_weights_urls",
+        "training_runs/{run}/checkpoints/external_weights/external/external_weights_urls",
+    ),
+    Thing(f"GET {CHECKPOINT}/archive", "training_runs/{run}/checkpoints/weights/state/archive", admin_status=302),
+    Thing(f"DELETE {CHECKPOINT}", "training_runs/{run}/checkpoints/external_weights/external", admin_status=204),
+    Thing("POST unload_model", body={"model_id": "{run}", "seq_id": 110}),
+    Thing("POST sessions/{session_id}/finish", "sessions/{session}/finish", {"reason": {"type": "success"}}),
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with live_house("fake", tmp_path_factory.mktemp("house")) as house:
+        server = house.server
+        world = World(server, {})
+        ann = world.key("ann")
+        server.client.headers["X-API-Key"] = ann
+        session = server.session()
+        run = server.model(session)
+        saved = server.post("save_weights", model_id=run, seq_id=1, path="state")
+        state = str(server.result(saved)["path"])
+        server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=2, path="sampler"))
+        server.result(server.post("save_weights_external", model_id=run, seq_id=3, path="external"))
+        begun = server.post(
+            "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=PUBLIC_NAME
+        )
+        del server.client.headers["X-API-Key"]
+        world.names.update(
+            session=session,
+            run=run,
+            state=state,
+            sampler=f"tinker://{run}/sampler_weights/sampler",
+            sampling=begun.json()["sampling_session_id"],
+            request=saved.json()["request_id"],
+        )
+        yield world
+
+
+def routes_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
+    """All routes, those of included routers too, which FastAPI keeps as they are or in one list, by its release."""
+    for route in routes:
+        router = getattr(route, "original_router", None)
+        if router is not None:
+            yield from routes_of(router.routes)
+        else:
+            assert isinstance(route, Route), f"what is {route}?"
+            for method in (route.methods or set()) - {"HEAD"}:
+                yield f"{method} {route.path.removeprefix('/api/v1').lstrip('/')}"
+
+
+def test_every_route_is_classified(world: World) -> None:
+    classes = [OPEN, COMMON, set(LISTS), {thing.route for thing in THINGS}]
+    assert sum(map(len, classes)) == len(set().union(*classes)), "a route has one class"
+    assert set(routes_of(world.server.api.app.routes)) == set().union(*classes)
+
+
+@pytest.mark.parametrize("route", sorted(OPEN))
+def test_what_is_open_asks_for_no_key(world: World, route: str) -> None:
+    path = route.split()[1]
+    place = "/" if path.startswith(("docs", "redoc", "openapi")) else "/api/v1/"
+    assert world.server.client.get(place + path).status_code not in (401, 404)
+
+
+@pytest.mark.parametrize("route", sorted(COMMON | set(LISTS)))
+@pytest.mark.parametrize("key", [None, "tml-nobody", "eyJhbGciOiJub25lIn0.e30.", "nonsense"])
+def test_a_stranger_learns_nothing(world: World, route: str, key: str | None) -> None:
+    method, path = route.split()
+    answer = world.call(key, method, path)
+    assert answer.status_code == 401 and "X-API-Key" in answer.json()["detail"]
+    assert ("invalid_token" in answer.headers["www-authenticate"]) == (key is not None and key[:4] != "tml-")
+
+
+@pytest.mark.parametrize("route", sorted(COMMON))
+def test_what_is_common_knows_nothing_of_others(world: World, route: str) -> None:
+    method, path = route.split()
+    query = "?starting_on=2026-11-01T00:00:00Z&ending_before=2026-11-02T00:00:00Z" if "billing" in path else ""
+    for key in (world.key("bob"), world.key("root", "admin")):
+        answer = world.call(key, method, path + query)
+        assert answer.status_code in (200, 204, 404) and world.names["session"] not in answer.text
+        if answer.status_code == 404:
+            assert "not offered" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("route", sorted(LISTS))
+def test_lists_hold_what_the_caller_may_see(world: World, route: str) -> None:
+    method, body = route.split()[0], {"owner": {"type": "accessible"}} if "search" in route else {}
+    bob, root = (
+        world.call(key, method, LISTS[route], **body) for key in (world.key("bob"), world.key("root", "admin"))
+    )
+    assert bob.status_code == root.status_code == 200
+    assert "ann" not in bob.text and world.names["session"] not in bob.text
+    assert route == "GET checkpoints" or "ann" in root.text or world.names["session"] in root.text
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.route)
+def test_what_is_anothers_does_not_exist(world: World, thing: Thing) -> None:
+    ann, nobody = world.names["session"], NO_SUCH_SESSION
+    path = thing.path or thing.route.split()[1]
+    body = world.about(thing.body, ann)
+    assert world.call(None, thing.method, world.about(path, ann), **body).status_code == 401
+    bob = world.key("bob")
+    refused = world.call(bob, thing.method, world.about(path, ann), **body)
+    unknown = world.call(bob, thing.method, world.about(path, nobody), **world.about(thing.body, nobody))
+    assert refused.status_code == unknown.status_code == (200 if thing.is_silent else 404)
+    assert refused.text.replace(ann, nobody) == unknown.text or "{request}" in str(thing.body)
+    admitted = world.call(world.key("root", "admin"), thing.method, world.about(path, ann), **body)
+    assert admitted.status_code == thing.admin_status, admitted.text
