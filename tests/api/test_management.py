@@ -1,0 +1,241 @@
+"""What the SDK's management client does: publish, copy, projects, search, scopes; and what has no server side here."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.store import keys
+from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A house that asks for keys."""
+    with pytest.MonkeyPatch.context() as patch, live_house("fake", tmp_path_factory.mktemp("house")) as house:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        key_for(house, "root")
+        time.sleep(1.1)  # until then the server may remember that it asks for none
+        yield house
+
+
+def key_for(house: House, owner: str) -> str:
+    scope = "admin" if owner == "root" else "user"
+    return house.server.store.write(lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0))[
+        0
+    ]
+
+
+@pytest.fixture(scope="module")
+def client_of(asking: House) -> Iterator[Callable[[str], tinker.ServiceClient]]:
+    clients: dict[str, tinker.ServiceClient] = {}
+
+    def client(owner: str) -> tinker.ServiceClient:
+        if owner not in clients:
+            clients[owner] = tinker.ServiceClient(
+                base_url=asking.url, api_key=key_for(asking, owner), user_metadata={"whose": owner}
+            )
+        return clients[owner]
+
+    yield client
+    for made in clients.values():
+        made.close("success")
+
+
+@pytest.fixture(scope="module")
+def rest_of(asking: House) -> Callable[[str], tinker.RestClient]:
+    return lambda owner: tinker.RestClient(base_url=asking.url, api_key=key_for(asking, owner))
+
+
+ClientOf = Callable[[str], tinker.ServiceClient]
+RestOf = Callable[[str], tinker.RestClient]
+
+
+def test_clients_know_who_they_are(rest_of: RestOf) -> None:
+    assert rest_of("ann").whoami().result().user_urn == "tml:user:ann"
+
+
+def test_what_is_published_is_anyones_to_use_until_it_is_not(client_of: ClientOf, rest_of: RestOf) -> None:
+    training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4, train_mlp=False).result()
+    state = training.save_state("state").result().path
+    sampler = training.save_weights_for_sampler("sampler").result().path
+    ann, bob = rest_of("ann"), rest_of("bob")
+    with pytest.raises(tinker.NotFoundError):
+        bob.get_weights_info_by_tinker_path(state).result()
+    with pytest.raises(tinker.NotFoundError):
+        client_of("bob").create_sampling_client(model_path=sampler).result()
+    with pytest.raises(Exception, match="no such checkpoint"):
+        client_of("bob").create_training_client_from_state(state).result()
+    for path in (state, sampler, state):  # twice is no conflict
+        ann.publish_checkpoint_from_tinker_path(path).result()
+    assert bob.get_weights_info_by_tinker_path(state).result().train_mlp is False
+    taken = client_of("bob").create_training_client_from_state(state).result()
+    assert taken.get_info().lora_rank == 4
+    assert client_of("bob").create_sampling_client(model_path=sampler).result() is not None
+    run = bob.get_training_run_by_tinker_path(state).result()
+    assert run.model_owner == "ann" and {
+        found.tinker_path for found in bob.list_checkpoints(run.training_run_id).result().checkpoints
+    } == {
+        state,
+        sampler,
+    }
+    listed = bob.list_training_runs(access_scope="accessible").result().training_runs
+    assert run.training_run_id in {found.training_run_id for found in listed}
+    for denied in (bob.delete_checkpoint_from_tinker_path(state), bob.unpublish_checkpoint_from_tinker_path(state)):
+        with pytest.raises(tinker.NotFoundError):
+            denied.result()
+    for path in (state, sampler, state):
+        ann.unpublish_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.NotFoundError):
+        bob.get_weights_info_by_tinker_path(state).result()
+    with pytest.raises(tinker.NotFoundError):
+        bob.get_training_run(run.training_run_id, access_scope="accessible").result()
+
+
+def test_a_copy_is_a_run_of_its_own_and_outlives_its_source(client_of: ClientOf, rest_of: RestOf) -> None:
+    training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4, train_attn=False).result()
+    state = training.save_state("state").result().path
+    rest = rest_of("ann")
+    copy = rest.copy_weights(state, "archive", ttl_seconds=7200).result()
+    assert copy != state and copy.endswith("/weights/state")
+    (listed,) = (found for found in rest.list_user_checkpoints().result().checkpoints if found.tinker_path == copy)
+    assert listed.expires_at is not None
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    info = rest.get_weights_info_by_tinker_path(copy).result()
+    assert info.lora_rank == 4 and info.train_attn is False
+    assert client_of("ann").create_training_client_from_state_with_optimizer(copy).result().get_info().lora_rank == 4
+    run_id = copy.removeprefix("tinker://").split("/")[0]
+    (run,) = rest.list_training_runs(project_id="archive").result().training_runs
+    assert run.training_run_id == run_id
+    with pytest.raises(tinker.NotFoundError):
+        rest_of("bob").copy_weights(copy, "mine").result()
+
+
+def test_a_copy_that_is_asked_for_again_is_the_same(asking: House) -> None:
+    headers = {"X-API-Key": key_for(asking, "ann")}
+
+    def post(path: str, /, **body: object) -> dict[str, str]:
+        answer = asking.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    session_id = post("create_session", tags=[], sdk_version="0.38.0")["session_id"]
+    made = post("create_model", session_id=session_id, model_seq_id=0, base_model=PUBLIC_NAME, lora_config={"rank": 4})
+    for seq_id, name in ((1, "a"), (2, "b")):
+        saved = post("save_weights", model_id=made["model_id"], seq_id=seq_id, path=name)
+        while asking.server.client.post("/api/v1/retrieve_future", json=saved, headers=headers).status_code == 408:
+            pass
+    first, second = (f"tinker://{made['model_id']}/weights/{name}" for name in "ab")
+    headers["X-Idempotency-Key"] = "once"
+    copies = {post("copy_weights", source_path=first, destination_project_id="p")["tinker_path"] for _ in range(2)}
+    assert len(copies) == 1
+    place = {"session_id": session_id, "model_seq_id": 5}
+    copies = {post("copy_weights", source_path=first, **place)["tinker_path"] for _ in range(2)}
+    assert copies == {f"tinker://{session_id}:train:5/weights/a"}
+    for body in ({"source_path": second, **place}, {"source_path": first}, {"source_path": "loot", **place}):
+        refused = asking.server.client.post("/api/v1/copy_weights", json=body, headers=headers)
+        assert refused.status_code == 400 and refused.json()["detail"]
+
+
+def test_sessions_are_searched_and_moved(asking: House, rest_of: RestOf) -> None:
+    rest = rest_of("eve")
+    names = ["Nightly One", "nightly two", "other"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            with tinker.ServiceClient(
+                base_url=asking.url, api_key=key_for(asking, "eve"), user_metadata={"name": name}, display_name=name
+            ) as service:
+                service.create_lora_training_client(PUBLIC_NAME, rank=4).result().save_state("s").result()
+
+        def found(**filters: object) -> list[types.SessionSummary]:
+            summaries: list[types.SessionSummary] = []
+            request = types.SessionSearchRequest.model_validate({"limit": 1, **filters})
+            while True:
+                page = rest.search_sessions(request).result()
+                summaries += page.sessions
+                if page.next_cursor is None:
+                    return summaries
+                request = request.model_copy(update={"cursor": page.next_cursor})
+
+        assert [summary.display_name for summary in found()] == names[::-1]
+        nightly = found(display_name="NIGHT ly")
+        assert [summary.display_name for summary in nightly] == names[1::-1]
+        assert nightly[0].checkpoints_count == 1 and nightly[0].owner == "tml:user:eve"
+        assert nightly[0].status is not None and nightly[0].status.type == "client_finished"
+        assert [s.display_name for s in found(user_metadata={"name": "other"})] == ["other"]
+        assert found(statuses=[{"type": "active"}]) == []
+        rest.assign_session_project(nightly[0].session_id, "moved").result()
+        (moved,) = found(project_ids=["moved"])
+        assert (moved.session_id, moved.project_id) == (nightly[0].session_id, "moved")
+        assert found(owner={"type": "user", "owner_urns": ["tml:user:ann"]}) == []
+        root = rest_of("root")
+        by_urn = {"type": "user", "owner_urns": ["tml:user:eve"]}
+        request = types.SessionSearchRequest.model_validate({"owner": by_urn})
+        assert len(root.search_sessions(request).result().sessions) == 3
+
+
+def test_a_session_tells_what_was_made_in_it(client_of: ClientOf, rest_of: RestOf) -> None:
+    service = client_of("ann")
+    training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+    session_id = training.model_id.split(":")[0]
+    sampling = service.create_sampling_client(base_model=PUBLIC_NAME).result()
+    rest = rest_of("ann")
+    made = rest.get_session(session_id).result()
+    assert training.model_id in made.training_run_ids and made.user_metadata == {"whose": "ann"}
+    assert rest.get_sampler(made.sampler_ids[-1]).result().base_model == PUBLIC_NAME
+    assert sampling.get_base_model() == PUBLIC_NAME
+    assert session_id in rest.list_sessions(limit=100).result().sessions
+    root = rest_of("root")
+    assert session_id not in root.list_sessions(limit=100).result().sessions
+    assert session_id in root.list_sessions(limit=100, access_scope="accessible").result().sessions
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda rest: tinker.AdminClient(_holder=rest.holder).get_audit_log(), "audit log is not offered"),
+        (lambda rest: rest.export_session_trace("session-x"), "trace export is not offered"),
+    ],
+)
+def test_what_is_not_offered_says_so_at_once(
+    rest_of: RestOf, call: Callable[[tinker.RestClient], tinker.APIFuture], text: str
+) -> None:
+    with pytest.raises(tinker.NotFoundError, match=text):
+        call(rest_of("ann")).result(timeout=30)
+
+
+def test_nothing_is_billed(rest_of: RestOf) -> None:
+    admin = tinker.AdminClient(_holder=rest_of("ann").holder)
+    assert admin.get_billing_usage("2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z").result(timeout=30).data == []
+    storage = admin.get_current_checkpoint_storage_usage().result(timeout=30)
+    assert storage.effective_rate_usd_per_gigabyte_month == 0.0
+    assert all(item.user_name == "ann" and item.size_bytes > 0 for item in storage.data)
+
+
+def test_another_optimizer_is_refused_by_name(asking: House) -> None:
+    headers = {"X-API-Key": key_for(asking, "ann")}
+
+    def post(path: str, **body: object) -> httpx.Response:
+        return asking.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
+
+    asked = post(
+        "create_model",
+        session_id=post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"],
+        model_seq_id=0,
+        base_model=PUBLIC_NAME,
+        lora_config={"rank": 4},
+        optimizer_config={"type": "dimuon", "version": 1},
+    )
+    while (answer := post("retrieve_future", request_id=asked.json()["request_id"])).status_code == 408:
+        pass
+    assert "'dimuon'" in answer.json()["error"] and answer.json()["category"] == "user"
