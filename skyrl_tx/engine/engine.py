@@ -131,9 +131,10 @@ class _Loop:
         self._room.models.keep_due(interval_s=settings.snapshot_interval_s, num_effects=settings.snapshot_effects)
         if time.monotonic() >= self._housekeeping_at and not self._passes.is_active:
             self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
-            sessions.release_idle_models(self._room, self._schedule, time.time())
-            in_use = self._sampling.samplers_in_use()
-            sessions.forget_unneeded(self._room, self._artifacts, in_use, time.time())
+            now = time.time()
+            sessions.release_idle_models(self._room, self._schedule, now)
+            sessions.end_samples(self._room, self._sampling, now)
+            sessions.forget_unneeded(self._room, self._artifacts, self._sampling.samplers_in_use(), now)
             self._room.behind.retry()
         return worked
 

@@ -76,6 +76,16 @@ class Sampling:
         num_requests = sum(map(len, self._waiting.values())) + len(self._running)
         return self.num_bytes + self._num_running_bytes + num_requests * REQUEST_BYTES
 
+    def sessions(self) -> set[SessionId]:
+        """Client sessions with samples that wait or run."""
+        return {*self._waiting, *(running.work.session_id for running in self._running.values())}
+
+    def end_session(self, session_id: SessionId, reason: str) -> None:
+        """Answer all samples of a session with a failure."""
+        works = [*self._waiting.get(session_id, ()), *(running.work for running in self._running.values())]
+        for work in self._remove({work.request_id for work in works if work.session_id == session_id}):
+            self._room.user_failure(work, reason)
+
     def samplers_in_use(self) -> set[SamplerId]:
         """Samplers that requests wait for or run on, whatever becomes of their names meanwhile."""
         works = [work for queue in self._waiting.values() for work in queue]

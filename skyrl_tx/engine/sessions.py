@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactStore
-from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId
+from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.sampling import Sampling
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import checkpoints, futures, models, samplers, sessions, stability
 
@@ -17,16 +18,30 @@ _log = logging.getLogger(__name__)
 
 def release_idle_models(room: Room, schedule: Schedule, now: float) -> list[ModelId]:
     """Take the models of finished and silent sessions off the device; they come back when asked for."""
-    silent_since = now - room.settings.session_timeout_s
     released: list[ModelId] = []
     for model in room.models.resident():
-        session_id = model.session_id
-        row = room.store.read(lambda tx, session_id=session_id: sessions.get(tx, session_id))
-        is_over = row is None or row.finished_at is not None or row.last_heartbeat_at < silent_since
-        if is_over and not schedule.is_waiting(model.model_id):
+        if end_of(room, model.session_id, now) is not None and not schedule.is_waiting(model.model_id):
             room.models.evict(model)
             released.append(model.model_id)
     return released
+
+
+def end_samples(room: Room, sampling: Sampling, now: float) -> None:
+    """Answer the samples of finished and silent sessions: nobody will fetch them, and others wait for their room."""
+    for session_id in sampling.sessions():
+        if (how := end_of(room, session_id, now)) is not None:
+            sampling.end_session(session_id, f"its session {how}; begin a new one to sample again")
+
+
+def end_of(room: Room, session_id: SessionId, now: float) -> str | None:
+    """How a session came to its end, or fell silent; None while its client is there."""
+    row = room.store.read(lambda tx: sessions.get(tx, session_id))
+    if row is None:
+        return "is gone"
+    if row.finished_at is not None:
+        return f"has finished ({row.finish_reason})"
+    timeout_s = room.settings.session_timeout_s
+    return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
 
 
 def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId], now: float) -> None:

@@ -81,3 +81,33 @@ def test_records_of_samples_are_forgotten_a_day_after_their_last_use(quick_house
     house.answer(sample(max_tokens=2))
     kept = house.api.read(lambda tx: tx.exec(select(StabilityRow.sequence_id)).all())
     assert kept == ["new"]
+
+
+@pytest.mark.parametrize("how", ["finished", "silent"])
+def test_samples_of_a_session_that_ended_make_room_for_others(tmp_path, how):
+    house = House(tmp_path, housekeeping_interval_s=0.001, session_timeout_s=3600.0)
+    house.config = house.config.model_copy(update={"max_sample_tokens": 1600})
+    endless = sample(max_tokens=1590, eos_stops=False)
+    neighbour = house.submit(sample(max_tokens=1500, eos_stops=False))
+    house.session_id = gone = house.new_session()
+    running, waiting = house.submit(endless), house.submit(endless)
+    if how == "finished":
+        house.api.write(lambda tx: sessions.finish(tx, gone, "errored", time.time()))
+    else:
+        house.api.write(lambda tx: setattr(sessions.get(tx, gone), "last_heartbeat_at", time.time() - 3601))
+
+    class Counting(FakeBackend):
+        begun = ()
+
+        def begin_sample(self, batch):
+            self.begun += tuple(request.request_id for request in batch.requests)
+            super().begin_sample(batch)
+
+    backend = Counting("tiny", house.config)
+    house.run(neighbour, running, waiting, backend=backend)
+    for request_id in (running, waiting):
+        failure = house.result(request_id)
+        assert failure.category == "user" and ("errored" if how == "finished" else "3600 s") in failure.message
+    assert waiting not in backend.begun and not backend._running
+    assert len(house.result(neighbour).sequences[0].tokens) == 1500
+    house.close()

@@ -1,0 +1,113 @@
+"""Asynchronous reinforcement learning through the SDK: sampling on old weights while new ones train."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
+
+PROMPT = [5, 6, 7]
+NUM_PROMPTS = 4
+NUM_STEPS = 3
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+Rollout = list[types.SampledSequence]
+
+
+def roll_out(sampler: tinker.SamplingClient, step: int) -> list[tinker.APIFuture[types.SampleResponse]]:
+    """Ask for a step's samples, without waiting for them."""
+    params = types.SamplingParams(max_tokens=24, stop=[], seed=step)
+    prompts = [types.ModelInput.from_ints([*PROMPT, 10 + row]) for row in range(NUM_PROMPTS)]
+    return [sampler.sample(prompt, num_samples=2, sampling_params=params) for prompt in prompts]
+
+
+def drawn(pending: list[tinker.APIFuture[types.SampleResponse]]) -> Rollout:
+    return [sequence for each in pending for sequence in each.result().sequences]
+
+
+def examples(rollout: Rollout) -> list[types.Datum]:
+    """A policy gradient towards even tokens, as if each rollout had followed the same prompt."""
+    data: list[types.Datum] = []
+    for sequence in rollout:
+        tokens, prompt = [*PROMPT, *sequence.tokens], np.zeros(len(PROMPT) - 1, np.float32)
+        advantages = np.array([1.0 if token % 2 == 0 else -1.0 for token in sequence.tokens], np.float32)
+        logprobs = np.array(sequence.logprobs, np.float32)
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": np.array(tokens[1:], np.int64),
+                    "logprobs": np.concatenate([prompt, logprobs]),
+                    "advantages": np.concatenate([prompt, advantages]),
+                },
+            )
+        )
+    return data
+
+
+def train(client: tinker.TrainingClient, rollout: Rollout) -> float:
+    passed = client.forward_backward(examples(rollout), "importance_sampling")
+    client.optim_step(types.AdamParams(learning_rate=0.01)).result()
+    return passed.result().metrics["loss:sum"]
+
+
+def summary(rollouts: list[Rollout]) -> list[tuple[list[int], list[float]]]:
+    return [(sequence.tokens, sequence.logprobs or []) for rollout in rollouts for sequence in rollout]
+
+
+def run(service: tinker.ServiceClient, *, ahead: bool) -> tuple[list[Rollout], list[float]]:
+    """Train on samples that are one step old; `ahead`: the next are drawn meanwhile, else before."""
+    training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
+    rollouts = [drawn(roll_out(training.save_weights_and_get_sampling_client().result(), 0))]
+    losses: list[float] = []
+    for step in range(1, NUM_STEPS + 1):
+        pending = roll_out(training.save_weights_and_get_sampling_client().result(), step)
+        if not ahead:
+            drawn(pending)
+        losses.append(train(training, rollouts[-1]))
+        rollouts.append(drawn(pending))
+    return rollouts, losses
+
+
+@pytest.mark.parametrize("house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session")
+def test_samples_are_of_their_own_weights_whatever_trains_meanwhile(service: tinker.ServiceClient) -> None:
+    apart, alone = run(service, ahead=False)
+    beside, losses = run(service, ahead=True)
+    assert losses == alone, "what samples does not touch what trains, to the bit"
+    for (tokens, logprobs), (expected_tokens, expected) in zip(summary(beside), summary(apart), strict=True):
+        assert tokens == expected_tokens
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)
+    assert summary(apart[1:2]) != summary(apart[-1:])
+
+
+def test_old_samplers_answer_while_many_steps_are_taken(service: tinker.ServiceClient) -> None:
+    training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
+    old = training.save_weights_and_get_sampling_client().result()
+    before = drawn(roll_out(old, 1))
+    with ThreadPoolExecutor(1) as pool:
+        steps = pool.submit(lambda: [train(training, before) for _ in range(NUM_STEPS)])
+        during = [drawn(roll_out(old, 1))]
+        while not steps.done():
+            during.append(drawn(roll_out(old, 1)))
+        assert len(steps.result()) == NUM_STEPS
+    for rollout in during:
+        assert [each.tokens for each in rollout] == [each.tokens for each in before]
+    new = training.save_weights_and_get_sampling_client().result()
+    assert summary([drawn(roll_out(new, 1))]) != summary([before])
+
+
+def test_inflight_samplers_follow_through_the_sdk(service: tinker.ServiceClient) -> None:
+    training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
+    following = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    frozen = training.save_weights_and_get_sampling_client().result()
+    rollout = drawn(roll_out(following, 1))
+    train(training, rollout)
+    newer = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    first, second = (summary([drawn(roll_out(client, 1))]) for client in (following, newer))
+    assert first == second != summary([drawn(roll_out(frozen, 1))])
