@@ -10,6 +10,8 @@ from tinker import types
 NUM_SUPERVISED = 8
 NUM_REINFORCED = 5
 VOCAB_SIZE = 250
+SAMPLED_LOGPROBS = "sampled logprobs"
+"""In a transcript: what depends, in its last bits, on how many were sampled for at once."""
 Transcript = list[tuple[str, Any]]
 """What a client saw, in order: a name, and numbers to compare bit by bit."""
 
@@ -34,7 +36,7 @@ def run(url: str, base_model: str, tenant: int) -> Transcript:
     steps.finish()
     for turn in range(NUM_REINFORCED):
         sampler = training.save_weights_and_get_sampling_client().result()
-        steps.take([_rollouts(sampler, tenant, turn, seen)], "importance_sampling")
+        steps.take([_rollouts(training, sampler, tenant, turn, seen)], "importance_sampling")
     steps.finish()
     saved = training.save_state("last").result()
     pending = training.forward_backward([_datum(tenant, 900, 0)], "cross_entropy")
@@ -74,7 +76,10 @@ class _Steps:
         self._seen.append(("step", sorted((step.result().metrics or {}).items())))
 
 
-def _rollouts(sampler: tinker.SamplingClient, tenant: int, turn: int, seen: Transcript) -> list[types.Datum]:
+def _rollouts(
+    training: tinker.TrainingClient, sampler: tinker.SamplingClient, tenant: int, turn: int, seen: Transcript
+) -> list[types.Datum]:
+    """Sample, and have the trainer score what was drawn: unlike a sampler's, its numbers know no company."""
     params = types.SamplingParams(max_tokens=20, temperature=1.0, seed=100 * tenant + turn)
     prompts = [[5 + tenant, 7 + turn, 11], [3, 4, 5, 6 + tenant]]
     futures = [sampler.sample(types.ModelInput.from_ints(prompt), 2, params) for prompt in prompts]
@@ -82,15 +87,18 @@ def _rollouts(sampler: tinker.SamplingClient, tenant: int, turn: int, seen: Tran
     for prompt, future in zip(prompts, futures, strict=True):
         for number, sequence in enumerate(future.result().sequences):
             drawn, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
-            seen.append(("sample", (drawn, logprobs)))
+            seen += [("sample", drawn), (SAMPLED_LOGPROBS, logprobs)]
             before = [0.0] * (len(prompt) - 1)
             advantages = before + [1.0 - 2.0 * number + 0.01 * sum(drawn) % 1] * len(drawn)
+            targets = np.array([*prompt[1:], *drawn], np.int64)
+            tokens = types.ModelInput.from_ints([*prompt, *drawn][:-1])
+            plain = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
+            scored = training.forward([types.Datum(model_input=tokens, loss_fn_inputs=plain)], "cross_entropy").result()
             inputs = {
-                "target_tokens": np.array([*prompt[1:], *drawn], np.int64),
-                "logprobs": np.array([*before, *logprobs], np.float32),
+                "target_tokens": targets,
+                "logprobs": scored.loss_fn_outputs[0]["logprobs"],
                 "advantages": np.array(advantages, np.float32),
             }
-            tokens = types.ModelInput.from_ints([*prompt, *drawn][:-1])
             data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
     return data
 

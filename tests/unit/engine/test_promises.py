@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import threading
 import time
 
 import pytest
@@ -11,9 +12,12 @@ from sqlmodel import select
 
 from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.errors import ErrorCategory, UserError
 from skyrl_tx.contract.requests import LoadWeights, Rejected, SaveWeights
+from skyrl_tx.engine.engine import Engine
 from skyrl_tx.store import checkpoints, models, sessions, snapshots
+from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import RequestRow
 from skyrl_tx.testing.engine_house import SPEC, House, forward_backward, optim_step, sample
 
@@ -235,3 +239,43 @@ def test_a_heartbeat_keeps_a_model(tmp_path, monkeypatch):
 def test_two_sizes_of_the_fake_model_are_two_base_models():
     hashes = {FakeBackend("tiny", FakeConfig(vocab_size=size)).start().base_model_hash for size in (64, 128)}
     assert len(hashes) == 2
+
+
+def test_a_stop_in_the_middle_of_a_long_pass_finishes_it_and_the_next_start_repeats_nothing(house):
+    class OneStepAtATime(Pass):
+        def __init__(self, whole, stop):
+            self._whole, self._stop, self._steps_left = whole, stop, 20
+
+        def step(self):
+            self._stop.set()
+            self._steps_left -= 1
+            return self._steps_left <= 0 and self._whole.step()
+
+        def results(self):
+            return self._whole.results()
+
+        def abort(self):
+            raise AssertionError("a good stop gives up no pass")
+
+    class Slow(FakeBackend):
+        stop = threading.Event()
+
+        def begin_pass(self, batch, *, backward):
+            return OneStepAtATime(super().begin_pass(batch, backward=backward), self.stop)
+
+    model_id, _ = house.create()
+    running = house.submit(forward_backward(), model_id=model_id, seq_id=1)
+    waiting = house.submit(optim_step(), model_id=model_id, seq_id=2)
+    backend = Slow("tiny", house.config)
+    store = Store.open(house.data_dir, role="engine")
+    Engine(house.settings, backend, store, house.artifacts).run(backend.stop)
+    store.close()
+    assert house.result(running).metrics
+    assert house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order == 2, "creation and the pass"
+
+    class NoPass(FakeBackend):
+        def begin_pass(self, batch, *, backward):
+            raise AssertionError("nothing should be repeated")
+
+    house.run(waiting, backend=NoPass("tiny", house.config))
+    assert house.result(waiting).metrics["unclipped_grad_l2:mean"] > 0
