@@ -62,8 +62,8 @@ def test_kills_anywhere_change_no_bit(calm: dict[int, Outcome], num_tenants: int
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ENGINE_POINTS)
 def test_a_kill_at_each_point(calm: dict[int, Outcome], point: Point) -> None:
-    # A replay needs an end before it.
-    first = [Kill("engine", None, after_s=1.5)] if point.startswith("replay") else []
+    # A replay needs an end before it, with effects after the newest snapshot.
+    first = [Kill("engine", "engine.answer", 8)] if point.startswith("replay") else []
     found = run(fake_server(), 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
     assert found.done["engine", point] >= 1, found.done
     assert differences(found, calm[1]) == []
