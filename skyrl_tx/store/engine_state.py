@@ -9,7 +9,7 @@ from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 
 _ONLY = 1
 REQUEST_BYTES = 4096
-"""What a sample that waits takes in memory beside its prompt; measured with the fake backend, rounded up."""
+"""What a sample that waits is taken to need in memory beside its prompt: an estimate on the safe side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,19 @@ def ids_of_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId
     return [SamplingSessionId(found) for found in tx.exec(wanted.order_by(*oldest_first))]
 
 
+def find(
+    tx: Session, session_id: SessionId, model_path: str | None, sampler: SamplerId | None
+) -> SamplingSessionRow | None:
+    """A sampling session of a client session that samples from just these weights, known by that path."""
+    wanted = select(SamplingSessionRow).where(
+        SamplingSessionRow.session_id == session_id,
+        col(SamplingSessionRow.model_id).is_(None),
+        col(SamplingSessionRow.model_path).is_not_distinct_from(model_path),
+        col(SamplingSessionRow.sampler_id).is_not_distinct_from(sampler),
+    )
+    return tx.exec(wanted).first()
+
+
 def add_clone(tx: Session, sampling_session_id: SamplingSessionId) -> int:
     """Number one more copy of a session's client; the first is 1. Raises LookupError if there is no such session."""
     row = get(tx, sampling_session_id)

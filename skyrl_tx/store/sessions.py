@@ -99,6 +99,15 @@ def newest_first(
     yield from tx.exec(wanted.execution_options(yield_per=_READ_AT_ONCE))
 
 
+def unfinished(tx: Session, owner: str, display_name: str) -> SessionId | None:
+    """An owner's newest session of that display name which has not finished."""
+    wanted = select(SessionRow.session_id).where(
+        SessionRow.owner == owner, SessionRow.display_name == display_name, col(SessionRow.finished_at).is_(None)
+    )
+    found = tx.exec(wanted.order_by(*_NEWEST_FIRST)).first()
+    return None if found is None else SessionId(found)
+
+
 def set_project(tx: Session, session_id: SessionId, project_id: str) -> bool:
     """Move a session, and all that was made in it, into a project; False if there is no such session."""
     row = get(tx, session_id)

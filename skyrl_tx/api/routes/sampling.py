@@ -26,23 +26,19 @@ from skyrl_tx.api.wire import parse
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
-from skyrl_tx.store import futures, samplers
+from skyrl_tx.store import futures, samplers, sessions
 from skyrl_tx.store.tables import SamplingSessionRow
 
 router = APIRouter()
+
+_DIRECT = "samples without a sampling session"
 
 
 @router.post("/create_sampling_session", response_model_exclude_none=True)
 def create_sampling_session(call: Incoming) -> CreateSamplingSessionAnswer:
     """Begin to sample from the base model, or from saved weights."""
     request = call.body.model(CreateSamplingSessionRequest)
-    if request.model_path is None and request.base_model is None:
-        raise bad_request("base_model: missing, and model_path too; one of them must say what to sample from")
-    try:
-        base_model = call.settings.known_model_name(request.base_model or call.settings.public_model_name)
-        path = None if request.model_path is None else weights.sampler_path(request.model_path)
-    except UserError as error:
-        raise bad_request(error.message) from error
+    base_model, path = _named_weights(call, request.base_model, request.model_path)
     session_id = SessionId(request.session_id)
     name = sampling_session_id_of(session_id, request.sampling_session_seq_id)
 
@@ -84,20 +80,73 @@ def asample(call: Incoming) -> Promise:
     value = call.body.mapping()
     address = parse(SampleAddress, value)
     if address.sampling_session_id is None:
-        raise bad_request("sampling_session_id: missing; create_sampling_session gives one for a base model or a path")
-    session_id = SamplingSessionId(address.sampling_session_id)
+        session_id, seq_id = _directly(call, address), None  # there is no client whose requests it could count
+    else:
+        session_id, seq_id = SamplingSessionId(address.sampling_session_id), address.seq_id
     row, owner = call.store.read(lambda tx: lookup.owned_sampling_session(tx, call.caller, session_id))
-    sequence_ids = _sequence_ids(submission.sampling_key(session_id, address.seq_id), address.num_samples)
+    sequence_ids = _sequence_ids(submission.sampling_key(session_id, seq_id), address.num_samples)
 
     def translate(schema: SampleRequest) -> Translated:
         limit = call.settings.max_request_bytes
         return sampling.sample(schema, _weights_of(row), sequence_ids, limit)
 
     encoded = Encoded.of(translated("sample", SampleRequest, value, translate, call.check_unknown))
-    submitted = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, address.seq_id, encoded))
+    submitted = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, encoded))
     if submitted.position is not None:
         call.parts.sample_budget.note(submitted.position, len(encoded.body))
     return Promise(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
+
+
+def _named_weights(call: Call, base_model: str | None, model_path: str | None) -> tuple[str, CheckpointPath | None]:
+    """Read the names of what to sample from."""
+    if model_path is None and base_model is None:
+        raise bad_request("base_model: missing, and model_path too; one of them must say what to sample from")
+    try:
+        name = call.settings.known_model_name(base_model or call.settings.public_model_name)
+        return name, None if model_path is None else weights.sampler_path(model_path)
+    except UserError as error:
+        raise bad_request(error.message) from error
+
+
+def _directly(call: Call, address: SampleAddress) -> SamplingSessionId:
+    """Find or begin a sampling session for a prompt that names its weights itself; all of an owner share a session."""
+    base_model, path = _named_weights(call, address.base_model, address.model_path)
+    owner = call.caller.owner
+
+    def work(tx: Session) -> SamplingSessionId:
+        now = time.time()
+        session_id = sessions.unfinished(tx, owner, _DIRECT)
+        if session_id is None:
+            session_id = sessions.create(
+                tx,
+                owner=owner,
+                tags=[],
+                user_metadata=None,
+                sdk_version=None,
+                project_id=None,
+                display_name=_DIRECT,
+                now=now,
+            )
+        sessions.heartbeat(tx, session_id, now)  # nobody else keeps it
+        sampler = _saved(tx, call, path)
+        existing = samplers.find(tx, session_id, None if path is None else str(path), sampler)
+        if existing is not None:
+            return existing.sampling_session_id
+        name = sampling_session_id_of(session_id, len(samplers.ids_of_session(tx, session_id)))
+        _begin(tx, call, session_id, name, base_model, path)
+        return name
+
+    return call.store.write(work)
+
+
+def _saved(tx: Session, call: Call, path: CheckpointPath | None) -> SamplerId | None:
+    """Find the weights at a path, as they are now; None is the base model."""
+    if path is None:
+        return None
+    try:
+        return SamplerId(lookup.saved_weights(tx, call.caller, path, time.time()).artifact_id)
+    except UserError as error:
+        raise not_found(error.message) from error
 
 
 def _begin(
@@ -109,13 +158,6 @@ def _begin(
     path: CheckpointPath | None,
 ) -> None:
     now = time.time()
-    sampler_id = None
-    if path is not None:
-        try:
-            saved = lookup.saved_weights(tx, call.caller, path, now)
-        except UserError as error:
-            raise not_found(error.message) from error
-        sampler_id = SamplerId(saved.artifact_id)
     samplers.create_session(
         tx,
         SamplingSessionRow(
@@ -123,7 +165,7 @@ def _begin(
             session_id=session_id,
             base_model=base_model,
             model_path=None if path is None else str(path),
-            sampler_id=sampler_id,
+            sampler_id=_saved(tx, call, path),
             created_at=now,
             last_used_at=now,
         ),

@@ -37,8 +37,10 @@ class CreationAddress(WireModel):
 
 
 class SampleAddress(WireModel):
-    """Which sampling session a prompt is for, and its place there."""
+    """Which sampling session a prompt is for, and its place there; or the weights themselves."""
 
     sampling_session_id: str | None = None
+    base_model: str | None = None
+    model_path: str | None = None
     seq_id: SeqId | None = None
     num_samples: int = 1
