@@ -226,7 +226,7 @@ def create_from_state(house: House, service: tinker.ServiceClient, path: str) ->
 
 def manage(house: House, service: tinker.ServiceClient, model_id: str) -> None:
     with sends(house, *HELLO, "GET training_runs?limit=20&offset=0&access_scope=owned"):
-        rest = tinker.RestClient(base_url=house.url)
+        rest = tinker.RestClient(base_url=house.url, api_key="tml-replay")  # the SDK keeps one a key; this is new
         runs = rest.list_training_runs().result().training_runs
     assert model_id in {run.training_run_id for run in runs}
     with sends(house, f"GET training_runs/{model_id}/checkpoints"):
