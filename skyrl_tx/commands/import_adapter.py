@@ -16,7 +16,7 @@ from skyrl_tx.commands.place import CommandError, add_data_dir, artifacts_of, op
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, checkpoint_name, model_id
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
-from skyrl_tx.store import checkpoints, engine_state, models, sessions
+from skyrl_tx.store import checkpoints, engine_state, keys, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-model", metavar="MODEL", help="hub id or directory (default: what the server loaded, else DIR's own)"
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="the server's name for it (default: its last)")
-    parser.add_argument("--owner", default=LOCAL_OWNER, help=f"whose it shall be (default: {LOCAL_OWNER})")
+    parser.add_argument("--owner", help="whose it shall be; needed where keys of several owners are in use")
     add_data_dir(parser)
     parser.set_defaults(run=_import)
 
@@ -52,6 +52,7 @@ def _import(arguments: argparse.Namespace) -> int:
     if not directory.is_dir():
         raise CommandError(f"{directory}: no such directory")
     with opened(arguments.data_dir, create=True) as store:
+        owner = arguments.owner or _only_owner(store)
         base = _base(store, directory, arguments)
         spec, tensors, config = _fitted(directory, base)
 
@@ -62,11 +63,20 @@ def _import(arguments: argparse.Namespace) -> int:
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
         artifact = artifacts_of(arguments.data_dir).create(write, {"kind": "weights", "base_model": base.name})
-        training, sampler = store.write(lambda tx: _record(tx, artifact, base, spec, arguments.owner, name))
+        training, sampler = store.write(lambda tx: _record(tx, artifact, base, spec, owner, name))
     print(f"imported {directory}")
     print(f"  to train on:    {training}")
     print(f"  to sample from: {sampler}")
     return 0
+
+
+def _only_owner(store: Store) -> str:
+    """Return whose a thing is that nobody was named for: where no keys are asked for, everyone's."""
+    rows = store.read(keys.list_all)
+    owners = sorted({row.owner for row in rows if row.revoked_at is None})
+    if len(owners) > 1 or (rows and not owners):
+        raise CommandError(f"--owner: missing; keys are in use, so say whose it shall be ({', '.join(owners)})")
+    return owners[0] if owners else LOCAL_OWNER
 
 
 def _base(store: Store, directory: Path, arguments: argparse.Namespace) -> _Base:

@@ -1,11 +1,14 @@
 """`skyrl-tx keys`: a key is shown once, listed without what opens anything, and ends when revoked."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from skyrl_tx.cli import main
+from skyrl_tx.commands import import_adapter
+from skyrl_tx.commands.place import CommandError
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
 
@@ -52,3 +55,14 @@ def test_others_are_not_served_before_there_is_a_key(tmp_path: Path, capsys: pyt
     assert main([*serve, "--data-dir", str(tmp_path)]) == 1
     told = capsys.readouterr().err
     assert "skyrl-tx keys create" in told and "--no-auth" in told
+
+
+def test_an_import_belongs_to_the_only_owner_of_keys(tmp_path: Path) -> None:
+    with closing(Store.open(tmp_path, role="tool")) as store:
+        assert import_adapter._only_owner(store) == "local"
+        for name, expected in (("ann", "ann"), ("ann", "ann"), ("bob", None)):
+            store.write(lambda tx, name=name: keys.create(tx, owner=name, scope="user", name="", note="", now=1.0))
+            if expected is not None:
+                assert import_adapter._only_owner(store) == expected
+        with pytest.raises(CommandError, match=r"--owner: missing.*ann, bob"):
+            import_adapter._only_owner(store)
