@@ -4,8 +4,10 @@ It goes through the calls that the protocol lists for a first run, then through 
 came of it as JSON: numbers and names, for the test to judge.
 """
 
+import importlib
 import json
 import pickle
+import pkgutil
 import sys
 from typing import Any
 
@@ -57,6 +59,17 @@ def sample(sampler: Any, num_samples: int = 2) -> list[Any]:
     params = types.SamplingParams(max_tokens=4, stop=["\n"], seed=3)
     sampled = sampler.sample(PROMPT, num_samples=num_samples, sampling_params=params).result()
     return [[list(row.tokens), row.logprobs, str(row.stop_reason)] for row in sampled.sequences]
+
+
+def note_fields() -> None:
+    """What this release can say: the fields of its requests, and of what is in them."""
+    fields: dict[str, list[str]] = {}
+    for found in pkgutil.iter_modules(types.__path__):
+        for name, kind in vars(importlib.import_module(f"tinker.types.{found.name}")).items():
+            described = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", None)
+            if isinstance(kind, type) and described:
+                fields[name] = sorted(field for field in described if not field.startswith("_"))
+    seen["fields"] = fields
 
 
 def train(training: Any) -> None:
@@ -169,6 +182,7 @@ def manage(service: Any, training: Any, path: str) -> None:
 
 
 def main(url: str) -> None:
+    note_fields()
     service = tinker.ServiceClient(base_url=url, user_metadata={"a": "b"})
     (served,) = service.get_server_capabilities().supported_models
     seen["served"] = served.model_name

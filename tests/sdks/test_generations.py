@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.api.schemas import inputs, sampling, service, training, weights
 from skyrl_tx.api.wire import PROTOBUF, Body
 from skyrl_tx.testing.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
@@ -40,7 +41,26 @@ LOSSES = {
     ("retrieve_future", "Sample"): [500, 410],
 }
 # What each release says of itself, and no other result.
-OWN = ("version", "image", "image_step", "recovered", "closed")
+OWN = ("version", "fields", "image", "image_step", "recovered", "closed")
+# What the calls of a run send, by the names that the SDK gives it; the rest is checked with the installed release.
+SCHEMAS = {
+    "AdamParams": training.AdamParams,
+    "CreateModelRequest": training.CreateModelRequest,
+    "CreateSamplingSessionRequest": sampling.CreateSamplingSessionRequest,
+    "CreateSessionRequest": service.CreateSessionRequest,
+    "Datum": inputs.Datum,
+    "EncodedTextChunk": inputs.Chunk,
+    "ForwardBackwardInput": training.PassInput,
+    "ImageAssetPointerChunk": inputs.Chunk,
+    "ImageChunk": inputs.Chunk,
+    "LoadWeightsRequest": weights.LoadWeightsRequest,
+    "LoraConfig": training.LoraConfig,
+    "SampleRequest": sampling.SampleRequest,
+    "SamplingParams": sampling.SamplingParams,
+    "SaveWeightsForSamplerRequest": weights.SaveWeightsForSamplerRequest,
+    "SaveWeightsRequest": weights.SaveWeightsRequest,
+    "TensorData": inputs.TensorData,
+}
 ERRORS = ("bad_data", "poisoned", "bad_chunk", "poisoned_again")
 
 
@@ -193,6 +213,13 @@ def test_each_speaks_its_own_dialect(run: Callable[[str], Run], version: str) ->
     by_load = [row for row in own.json("load_weights") if row.get("model_seq_id")]
     assert len(by_load) == (2 if release(version) >= (0, 24, 1) else 0)
     assert len(own.json("weights_info")) == (1 if by_load else 3)
+
+
+@pytest.mark.parametrize("version", SDKS)
+def test_all_that_each_can_say_is_known(run: Callable[[str], Run], version: str) -> None:
+    fields = run(version).seen["fields"]
+    for name, schema in SCHEMAS.items():
+        assert set(fields[name]) <= set(schema.model_fields), name
 
 
 @pytest.mark.parametrize("version", SDKS)

@@ -30,10 +30,8 @@ OUR_NAMES = {
 WITHOUT_SCHEMA = {
     "CopyWeightsRequest": "copy_weights",
     "CreateCustomLossRequest": "create_custom_loss",
-    "FuturesRetrieveRequest": "retrieve_futures",
     "GetBillingUsageRequest": "billing/usage/events",
     "GetCurrentCheckpointStorageUsageRequest": "billing/usage/checkpoints/current",
-    "JoinSamplingSessionRequest": "join_sampling_session",
     "SessionSearchRequest": "sessions/search",
     "TelemetrySendRequest": "telemetry",  # taken in any shape, and dropped
 }
