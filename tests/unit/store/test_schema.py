@@ -82,7 +82,8 @@ def test_a_database_of_another_program_is_left_alone(tmp_path: Path, statement: 
 
 OLD_ROWS = (
     "INSERT INTO sessions VALUES ('session-1', 'ann', NULL, NULL, '[]', '{}', NULL, 1.0, 1.0, NULL, NULL)",
-    "INSERT INTO models VALUES ('session-1:train:0', 'session-1', 'base', x'00', NULL, 'ready', 1.0, 1.0, 7, NULL)",
+    """INSERT INTO models (model_id, session_id, base_model, spec, status, created_at, last_request_at, effect_order)
+       VALUES ('session-1:train:0', 'session-1', 'base', x'00', 'ready', 1.0, 1.0, 7)""",
     "INSERT INTO snapshots VALUES ('session-1:train:0', 'art', 6, 1.0)",
     """INSERT INTO requests (request_id, kind, owner, session_id, model_id, seq_id, body, digest, status, effect_order,
                              attempts, result, created_at, completed_at)
