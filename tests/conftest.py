@@ -1,6 +1,7 @@
 """Fixtures that several rooms share."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,9 @@ from skyrl_tx.testing.client_environments import (
     is_required,
     prepare,
 )
+
+CANCEL_ROUNDS = 8
+"""The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +50,16 @@ def pytest_sessionfinish() -> None:
     loop = background.get_loop()
 
     async def cancel_all() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(CANCEL_ROUNDS):
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=2)
+        print("still running in the SDK's loop:", *tasks, sep="\n  ", file=sys.stderr)
 
-    asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout=30)
+    with contextlib.suppress(TimeoutError):  # then the loop itself hangs, and is left as it is
+        asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout=30)
     loop.call_soon_threadsafe(loop.stop)
     background._thread.join(timeout=30)
