@@ -22,6 +22,8 @@ _DTYPES: dict[int, str] = {
 }
 _DTYPE_CODES = {name: code for code, name in _DTYPES.items()}
 _MAX_DIMS = 8
+_MAX_EMPTY = 2**31 - 1
+"""Product of the sizes other than 0 that an array without values may claim; NumPy has no room for any at all."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,8 @@ class DenseBudget:
 
     def take(self, rows: int, columns: int, itemsize: int, where: str) -> None:
         """Reserve a dense matrix; raises UserError when the request asks for too much."""
-        if rows * columns * itemsize > self.remaining_bytes:
+        # No rows of any width take nothing, but NumPy has no such matrix.
+        if max(rows, 1) * max(columns, 1) * itemsize > self.remaining_bytes:
             raise UserError(f"{where}: shape [{rows}, {columns}] is more than this server makes dense for one request")
         self.remaining_bytes -= rows * columns * itemsize
 
@@ -126,6 +129,8 @@ def _numbers(values: Sequence[float], dtype: str, where: str) -> NumberArray:
 def _shaped(values: NumberArray, shape: tuple[int, ...], where: str) -> NumberArray:
     if len(shape) > _MAX_DIMS or any(size < 0 for size in shape) or math.prod(shape) != values.size:
         raise UserError(f"{where}: shape {shown(list(shape))} does not fit {values.size} values")
+    if values.size == 0 and math.prod(max(size, 1) for size in shape) > _MAX_EMPTY:
+        raise UserError(f"{where}: shape {shown(list(shape))} is too large, though it holds no values")
     return values.reshape(shape)
 
 
@@ -140,12 +145,12 @@ def _dense(parts: _Csr, shape: tuple[int, ...], budget: DenseBudget, where: str,
             f"{where}: shape [{rows}, {columns}] with {crow.size} row pointers, {parts.columns.size} column indices "
             f"and {count} values"
         )
-    lengths = np.diff(crow)
-    if crow[0] != 0 or crow[-1] != count or (lengths < 0).any():
+    # Compared, not subtracted: a difference may wrap around, and wrong lengths make `repeat` write beyond its memory.
+    if crow[0] != 0 or crow[-1] != count or (crow[1:] < crow[:-1]).any():
         raise UserError(f"{where}: row pointers must rise from 0 to {count}")
     if ((parts.columns < 0) | (parts.columns >= columns)).any():
         raise UserError(f"{where}: a column index is outside [0, {columns})")
     budget.take(rows, columns, parts.values.itemsize, where)
     dense = np.full((rows, columns), fill, dtype=parts.values.dtype)
-    dense[np.repeat(np.arange(rows), lengths), parts.columns] = parts.values
+    dense[np.repeat(np.arange(rows), np.diff(crow)), parts.columns] = parts.values
     return dense

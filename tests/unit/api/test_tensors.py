@@ -74,6 +74,13 @@ def test_a_sparse_json_tensor_is_filled_with_what_was_asked() -> None:
         (csr(np.eye(3, dtype=np.float32), shape=[2**60, 3]), "row pointers"),
         (csr(np.eye(3, dtype=np.float32), crow_indices=np.array([0, 2, 1, 3])), "rise"),
         (csr(np.eye(3, dtype=np.float32), crow_indices=np.array([1, 1, 2, 3])), "rise"),
+        # Differences that wrap around to lengths which are positive, and whose sum wraps around to the right one.
+        (
+            csr(np.eye(4, 3, dtype=np.float32), crow_indices=np.array([0, 2**63 - 1, -(2**63), -1, 3])),
+            "rise",
+        ),
+        (wire_pb2.Tensor(dtype=wire_pb2.DTYPE_FLOAT32, shape=[0, 2**62, 2**62]), "too large"),
+        (csr(np.eye(0, dtype=np.float32), shape=[0, 2**63 - 1]), "more than this server makes dense"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, 1, 3])), "column index"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, -1, 2])), "column index"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, 1])), "column indices"),
