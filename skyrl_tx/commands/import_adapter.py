@@ -127,7 +127,7 @@ def _fitted(directory: Path, base: _Base) -> tuple[ModelSpec, Mapping[str, np.nd
             train_attn=part == "attn",
             train_mlp=part == "mlp",
             train_unembed=part == "unembed",
-        ).targets
+        ).targets(model)
         for part in ("attn", "mlp", "unembed")
     }
     lora = LoraSpec(

@@ -22,9 +22,12 @@ class Parameter:
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     init: Init = "normal"
+    layers: tuple[int, ...] | None = None
+    """The numbers of the layers that it stacks, where those are not all."""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.axes} does not name the dims of {self.shape}"
+        assert self.layers is None or len(self.layers) == self.shape[self.axes.index("layers")]
 
 
 def flatten(tree: Any) -> dict[str, Any]:

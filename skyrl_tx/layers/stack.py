@@ -1,6 +1,6 @@
 """One block applied once per layer, by a loop that is compiled once however many layers there are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +10,7 @@ from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowAdapters, sel
 
 Output = TypeVar("Output")
 Block = Callable[[jax.Array, Any, RowAdapters, jax.Array], tuple[jax.Array, Output]]
-"""(x, one layer's parameters, one layer's adapters, layer number) -> (x, what the layer gives besides)."""
+"""(x, one layer's parameters, one layer's adapters, its number) -> (x, what the layer gives besides)."""
 
 
 def apply_stack(
@@ -19,19 +19,22 @@ def apply_stack(
     layers: Any,
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
-    targets: tuple[str, ...],
+    targets: Mapping[str, int],
     *,
     remat: bool = False,
 ) -> tuple[jax.Array, Output]:
     """Run `x` through all layers; return it and each layer's other output, stacked over L.
 
-    `layers` is a tree whose leaves have a leading L. A shared adapter is sliced layer by layer like the parameters,
-    so its gradient comes back stacked; of slots each layer gathers its rows' own. With `remat` the backward pass runs
-    each layer's forward again instead of keeping what is inside.
+    `layers` is a tree whose leaves have a leading L, numbered from 0. `targets` are the adapter's maps in them, with
+    the place of the first of these layers in the map's own stack. A shared adapter is sliced layer by layer like the
+    parameters, so its gradient comes back stacked; of slots each layer gathers its rows' own. With `remat` the
+    backward pass runs each layer's forward again instead of keeping what is inside.
     """
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     shared = adapter is not None and adapter.scale.ndim == 0
-    pairs: dict[str, LoraPair] = {name: adapter.weights[name] for name in targets} if adapter and shared else {}
+    pairs: dict[str, LoraPair] = {}
+    if adapter is not None and shared:
+        pairs = {name: cut(adapter.weights[name], first, num_layers) for name, first in targets.items()}
 
     def step(x: jax.Array, sliced: tuple[Any, dict[str, LoraPair], jax.Array]) -> tuple[jax.Array, Output]:
         parameters, layer_pairs, layer = sliced
@@ -40,9 +43,14 @@ def apply_stack(
         elif shared:
             rows = {name: RowAdapter(pair=pair, scale=adapter.scale) for name, pair in layer_pairs.items()}
         else:
-            rows = {name: select_rows(adapter, name, adapter_B, layer) for name in targets}
+            rows = {name: select_rows(adapter, name, adapter_B, first + layer) for name, first in targets.items()}
         return block(x, parameters, rows, layer)
 
     if remat:
         step = jax.checkpoint(step, prevent_cse=False)  # a scan already keeps the two computations apart
     return jax.lax.scan(step, x, (layers, pairs, jnp.arange(num_layers, dtype=jnp.int32)))
+
+
+def cut(tree: Any, first: int, num: int) -> Any:
+    """Return so many layers of a tree whose leaves have a leading L; all of them as they are."""
+    return jax.tree.map(lambda leaf: leaf if leaf.shape[0] == num else leaf[first : first + num], tree)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from skyrl_tx.models.adapters import ALPHA, AdapterSpec, adapter_shapes, init_adapter
+from skyrl_tx.models.adapters import ALPHA, AdapterSpec, adapter_shapes, init_adapter, target_layers
 from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import HfConfig, ModelConfig, UnsupportedModel
 from skyrl_tx.models.decoder import (
@@ -18,8 +18,9 @@ from skyrl_tx.models.decoder import (
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.qwen2 import QWEN2
 from skyrl_tx.models.qwen3 import QWEN3
+from skyrl_tx.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: Mapping[str, ModelFamily] = {family.architecture: family for family in (QWEN3, QWEN2, LLAMA)}
+FAMILIES: Mapping[str, ModelFamily] = {family.architecture: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA)}
 
 
 def find_family(hf: HfConfig) -> ModelFamily:
@@ -47,6 +48,7 @@ __all__ = [
     "init_adapter",
     "logits",
     "prefill",
+    "target_layers",
     "target_logprobs",
     "target_logprobs_and_gradient",
 ]

@@ -1,6 +1,6 @@
 """The adapters of a model: which linear maps they touch, how large they are, how they begin.
 
-Legend: L layers, I inputs and O outputs of a linear map, R rank, V vocab, D embed.
+Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank, V vocab, D embed.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ from skyrl_tx.models.config import ModelConfig
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 UNEMBED_TARGETS = ("unembed",)
-BLOCK_TARGETS = ATTENTION_TARGETS + MLP_TARGETS
+EXPERT_PREFIX = "expert_"
+EXPERT_TARGETS = tuple(EXPERT_PREFIX + name for name in MLP_TARGETS)
 
 ALPHA = 32.0  # not in the protocol; what hosted adapters carry, whatever their rank
 
@@ -31,31 +32,37 @@ class AdapterSpec:
     train_unembed: bool = True
     alpha: float = ALPHA
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """The linear maps that are trained; the others' pairs are zero and stay so."""
+    def targets(self, config: ModelConfig) -> tuple[str, ...]:
+        """Return the linear maps that are trained; the others' pairs are zero and stay so."""
         groups = (
             (ATTENTION_TARGETS, self.train_attn),
-            (MLP_TARGETS, self.train_mlp),
+            (MLP_TARGETS + EXPERT_TARGETS, self.train_mlp),
             (UNEMBED_TARGETS, self.train_unembed),
         )
-        return tuple(name for names, trained in groups if trained for name in names)
+        present = target_sizes(config)
+        return tuple(name for names, trained in groups if trained for name in names if name in present)
 
 
 def target_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of each linear map that an adapter can touch."""
     D, F = config.hidden_size, config.mlp_size
     NH, KH = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "q_proj": (D, NH),
-        "k_proj": (D, KH),
-        "v_proj": (D, KH),
-        "o_proj": (NH, D),
-        "gate_proj": (D, F),
-        "up_proj": (D, F),
-        "down_proj": (F, D),
-        "unembed": (D, config.vocab_size),
-    }
+    sizes = {"q_proj": (D, NH), "k_proj": (D, KH), "v_proj": (D, KH), "o_proj": (NH, D)}
+    if config.dense_layers:
+        sizes |= {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
+    if config.experts is not None:
+        F = config.experts.mlp_size
+        sizes |= {"expert_gate_proj": (D, F), "expert_up_proj": (D, F), "expert_down_proj": (F, D)}
+    return sizes | {"unembed": (D, config.vocab_size)}
+
+
+def target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
+    """Return the layers that have a linear map; none for the unembedding."""
+    if name in UNEMBED_TARGETS:
+        return ()
+    if name in EXPERT_TARGETS:
+        return config.sparse_layers
+    return config.dense_layers if name in MLP_TARGETS else tuple(range(config.num_layers))
 
 
 def adapter_shapes(config: ModelConfig, rank: int) -> Adapter:
@@ -66,8 +73,10 @@ def adapter_shapes(config: ModelConfig, rank: int) -> Adapter:
 
     weights: dict[str, LoraPair] = {}
     for name, (inputs, outputs) in target_sizes(config).items():
-        layers = () if name in UNEMBED_TARGETS else (config.num_layers,)
-        weights[name] = LoraPair(a=shape(*layers, inputs, rank), b=shape(*layers, rank, outputs))  # type: ignore[arg-type]
+        stack = () if name in UNEMBED_TARGETS else (len(target_layers(config, name)),)
+        if config.experts is not None and name in EXPERT_TARGETS:
+            stack = (*stack, config.experts.routing.num_experts)
+        weights[name] = LoraPair(a=shape(*stack, inputs, rank), b=shape(*stack, rank, outputs))  # type: ignore[arg-type]
     return Adapter(weights=weights, scale=shape())  # type: ignore[arg-type]
 
 
@@ -82,7 +91,7 @@ def init_adapter(config: ModelConfig, spec: AdapterSpec, max_rank: int | None = 
         raise ValueError(f"rank must be between 1 and {max_rank or 'any'}, not {spec.rank}")
     shapes = adapter_shapes(config, max_rank or spec.rank)
     adapter: Adapter = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    for name in spec.targets:
+    for name in spec.targets(config):
         a = adapter.weights[name].a
         bound = a.shape[-2] ** -0.5
         drawn = _generator(spec.seed, name).uniform(-bound, bound, (*a.shape[:-1], spec.rank))

@@ -19,11 +19,11 @@ The cache is `kv_cache.allocate(...)`, filled by `kv_cache.insert(cache, prefill
 Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_tx.models.config import HfConfig, ModelConfig, read_config
+from skyrl_tx.models.config import Experts, HfConfig, ModelConfig, read_config
 from skyrl_tx.weights.weight_map import WeightMap
 
 
@@ -36,8 +36,15 @@ class ModelFamily:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config keys that a checkpoint may leave out
     qkv_bias: bool = False
     qk_norm: bool = False
+    read_experts: Callable[[HfConfig], Experts] | None = None
 
     def config_from_hf(self, hf: HfConfig) -> ModelConfig:
         """Read a `config.json`; raises UnsupportedModel for what we do not compute."""
         filled = {**self.defaults, **hf}
-        return read_config(self.architecture, filled, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
+        return read_config(
+            self.architecture,
+            filled,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+            read_experts=self.read_experts,
+        )

@@ -1,9 +1,11 @@
 """What the shared decoder must know of a model, read from the `config.json` of a Hugging Face checkpoint."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_tx.layers.moe import Routing
 from skyrl_tx.layers.rope import Rope
 
 HfConfig = Mapping[str, Any]
@@ -11,6 +13,24 @@ HfConfig = Mapping[str, Any]
 
 class UnsupportedModel(ValueError):
     """The checkpoint asks for something that would change the numbers and that we do not compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixtures of experts of a model."""
+
+    routing: Routing
+    mlp_size: int  # of each expert
+    layers: tuple[int, ...]  # that have one in place of the dense feed-forward, in order
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Neighbouring layers of one kind: their numbers, and their places among all layers of the kind."""
+
+    is_sparse: bool
+    layers: range
+    of_kind: range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +51,26 @@ class ModelConfig:
     tied_embeddings: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return () if self.experts is None else self.experts.layers
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers that have a dense feed-forward."""
+        return tuple(sorted(set(range(self.num_layers)) - set(self.sparse_layers)))
+
+    def runs(self) -> Iterator[LayerRun]:
+        """Yield the layers in as few runs as possible."""
+        sparse = frozenset(self.sparse_layers)
+        seen = {True: 0, False: 0}
+        for is_sparse, group in itertools.groupby(range(self.num_layers), lambda layer: layer in sparse):
+            layers = tuple(group)
+            first, seen[is_sparse] = seen[is_sparse], seen[is_sparse] + len(layers)
+            yield LayerRun(is_sparse, range(layers[0], layers[-1] + 1), range(first, seen[is_sparse]))
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -41,6 +81,9 @@ class ModelConfig:
             raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
         if self.head_dim % 2:
             raise UnsupportedModel(f"head_dim must be even for rotary embedding, not {self.head_dim}")
+        if self.experts is not None and not 1 <= self.experts.routing.num_chosen <= self.experts.routing.num_experts:
+            chosen, experts = self.experts.routing.num_chosen, self.experts.routing.num_experts
+            raise UnsupportedModel(f"a token cannot go to {chosen!r} of {experts!r} experts")
 
 
 # Keys that would change the maths, with the values under which they do not. Anything else is refused by name.
@@ -62,6 +105,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (0, None),
 }
 
+EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
+
 # Of a rope description: what each kind may hold besides its theta and its name.
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
@@ -70,12 +115,19 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_config(architecture: str, hf: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> ModelConfig:
+def read_config(
+    architecture: str,
+    hf: HfConfig,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    read_experts: Callable[[HfConfig], Experts] | None = None,
+) -> ModelConfig:
     """Translate a config whose absent keys have been filled with the family's defaults.
 
     Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
     """
-    refuse_what_changes_the_maths(hf)
+    refuse_what_changes_the_maths(hf, has_experts=read_experts is not None)
 
     def need(key: str) -> Any:
         if hf.get(key) is None:
@@ -98,12 +150,15 @@ def read_config(architecture: str, hf: HfConfig, *, qkv_bias: bool = False, qk_n
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        experts=None if read_experts is None else read_experts(hf),
     )
 
 
-def refuse_what_changes_the_maths(hf: HfConfig) -> None:
+def refuse_what_changes_the_maths(hf: HfConfig, *, has_experts: bool = False) -> None:
     """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use."""
     for key, neutral in NEUTRAL.items():
+        if has_experts and key in EXPERT_KEYS:
+            continue
         if key in hf and hf[key] not in neutral:
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
     # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise; Llama knows no such key.

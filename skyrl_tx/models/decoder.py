@@ -1,9 +1,12 @@
-"""The decoder that all dense families share; what differs between them is data in `ModelConfig`.
+"""The decoder that all families share; what differs between them is data in `ModelConfig`.
 
-Legend: B batch, T tokens, D embed, N heads, K kv heads, H head dim, F mlp, V vocab, L layers, S decode slots, C cache.
+Legend: B batch, T tokens, D embed, N heads, K kv heads, H head dim, F mlp, V vocab, E experts, L layers, S slots,
+C cache.
 The interface is described in `skyrl_tx.models.base`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -15,17 +18,21 @@ from skyrl_tx.layers.attention import cached_attention, causal_attention
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, RowAdapter, RowAdapters, linear, select_rows
 from skyrl_tx.layers.mlp import gated_mlp
+from skyrl_tx.layers.moe import ExpertAdapters, ExpertWeights, mixture, pool_experts, share_experts
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.rope import rotate
-from skyrl_tx.layers.stack import apply_stack
-from skyrl_tx.models.adapters import BLOCK_TARGETS
-from skyrl_tx.models.config import ModelConfig
+from skyrl_tx.layers.stack import apply_stack, cut
+from skyrl_tx.models.adapters import ATTENTION_TARGETS, EXPERT_PREFIX, EXPERT_TARGETS, MLP_TARGETS
+from skyrl_tx.models.config import LayerRun, ModelConfig
 
 
 @struct.dataclass
 class LayerParams:
-    """The layers' parameters, each with a leading L; of one layer inside the loop. Linear maps are [in, out]."""
+    """The layers' parameters, each with a leading L, of those layers that have it; of one layer inside the loop.
+
+    Linear maps are [in, out]. A layer has a dense feed-forward or experts.
+    """
 
     attn_norm: Any
     q_proj: Any
@@ -33,14 +40,22 @@ class LayerParams:
     v_proj: Any
     o_proj: Any
     mlp_norm: Any
-    gate_proj: Any
-    up_proj: Any
-    down_proj: Any
+    gate_proj: Any = None
+    up_proj: Any = None
+    down_proj: Any = None
+    router: Any = None  # [E, D]
+    expert_gate_proj: Any = None  # these three: [E, in, out]
+    expert_up_proj: Any = None
+    expert_down_proj: Any = None
     q_bias: Any = None
     k_bias: Any = None
     v_bias: Any = None
     q_norm: Any = None
     k_norm: Any = None
+
+
+DENSE_FIELDS = frozenset({"gate_proj", "up_proj", "down_proj"})
+SPARSE_FIELDS = frozenset({"router", "expert_gate_proj", "expert_up_proj", "expert_down_proj"})
 
 
 @struct.dataclass
@@ -60,7 +75,7 @@ class DecoderParams:
 
 def describe_params(config: ModelConfig) -> DecoderParams:
     """Return shape, logical axes and initialisation of every parameter, as a tree of `Parameter`."""
-    L, D, F, V, H = config.num_layers, config.hidden_size, config.mlp_size, config.vocab_size, config.head_dim
+    L, D, V, H = config.num_layers, config.hidden_size, config.vocab_size, config.head_dim
     NH, KH = config.num_heads * H, config.num_kv_heads * H
 
     def norm(size: int, axis: Any) -> Parameter:
@@ -76,14 +91,12 @@ def describe_params(config: ModelConfig) -> DecoderParams:
         v_proj=Parameter((L, D, KH), ("layers", "embed", "kv_heads")),
         o_proj=Parameter((L, NH, D), ("layers", "heads", "embed")),
         mlp_norm=norm(D, "embed"),
-        gate_proj=Parameter((L, D, F), ("layers", "embed", "mlp")),
-        up_proj=Parameter((L, D, F), ("layers", "embed", "mlp")),
-        down_proj=Parameter((L, F, D), ("layers", "mlp", "embed")),
         q_bias=bias(NH, "heads"),
         k_bias=bias(KH, "kv_heads"),
         v_bias=bias(KH, "kv_heads"),
         q_norm=norm(H, "head_dim") if config.qk_norm else None,
         k_norm=norm(H, "head_dim") if config.qk_norm else None,
+        **_describe_feed_forward(config),
     )
     return DecoderParams(
         embed=Parameter((V, D), ("vocab", "embed")),
@@ -91,6 +104,23 @@ def describe_params(config: ModelConfig) -> DecoderParams:
         final_norm=Parameter((D,), ("embed",), "ones"),
         unembed=None if config.tied_embeddings else Parameter((V, D), ("vocab", "embed")),
     )
+
+
+def _describe_feed_forward(config: ModelConfig) -> dict[str, Parameter]:
+    D, found = config.hidden_size, {}
+    if config.dense_layers:
+        L, F = len(config.dense_layers), config.mlp_size
+        for name in ("gate_proj", "up_proj"):
+            found[name] = Parameter((L, D, F), ("layers", "embed", "mlp"), layers=config.dense_layers)
+        found["down_proj"] = Parameter((L, F, D), ("layers", "mlp", "embed"), layers=config.dense_layers)
+    if config.experts is not None:
+        experts = config.experts
+        L, E, F = len(experts.layers), experts.routing.num_experts, experts.mlp_size
+        found["router"] = Parameter((L, E, D), ("layers", "expert", "embed"), layers=experts.layers)
+        for name in ("expert_gate_proj", "expert_up_proj"):
+            found[name] = Parameter((L, E, D, F), ("layers", "expert", "embed", "mlp"), layers=experts.layers)
+        found["expert_down_proj"] = Parameter((L, E, F, D), ("layers", "expert", "mlp", "embed"), layers=experts.layers)
+    return found
 
 
 def forward(
@@ -133,16 +163,84 @@ def _run(
     dtype = params.embed.dtype
     angles = config.rope.angles(jnp.arange(tokens_BT.shape[1]), config.head_dim)
 
-    def block(x_BTD: jax.Array, layer: LayerParams, rows: RowAdapters, _: jax.Array):
+    def block(x_BTD: jax.Array, layer: LayerParams, rows: LayerAdapters, _: jax.Array):
         q_BTNH, k_BTKH, v_BTKH = _project_heads(x_BTD, layer, rows, config, angles)
         mixed_BTNH = causal_attention(q_BTNH, k_BTKH, v_BTKH)
         kept = KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2)) if keep_keys else None
         return _finish_block(x_BTD, mixed_BTNH, layer, rows, config), kept
 
     x_BTD = params.embed[tokens_BT].astype(jnp.float32)
-    x_BTD, keys = apply_stack(block, x_BTD, params.layers, adapter, adapter_B, BLOCK_TARGETS, remat=remat)
+    x_BTD, keys = _apply_layers(block, x_BTD, params.layers, config, adapter, adapter_B, remat=remat)
     assert keys is None or keys.k.dtype == dtype
     return rms_norm(x_BTD, params.final_norm, config.norm_epsilon), keys
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """What the rows see of their adapters in one layer; nothing of the base model."""
+
+    maps: RowAdapters
+    experts: ExpertAdapters | None
+
+
+Block = Callable[[jax.Array, LayerParams, LayerAdapters, jax.Array], tuple[jax.Array, Any]]
+
+
+def _apply_layers(
+    block: Block,
+    x: jax.Array,
+    layers: LayerParams,
+    config: ModelConfig,
+    adapter: Adapter | None,
+    adapter_B: jax.Array | None,
+    *,
+    remat: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Run `x` through all layers, one loop for each run of layers of a kind; return it and what they give besides."""
+    outputs: list[Any] = []
+    for run in config.runs():
+        x, output = _apply_run(block, x, layers, run, adapter, adapter_B, remat=remat)
+        outputs.append(output)
+    if len(outputs) == 1:
+        return x, outputs[0]
+    return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
+
+
+def _apply_run(
+    block: Block,
+    x: jax.Array,
+    layers: LayerParams,
+    run: LayerRun,
+    adapter: Adapter | None,
+    adapter_B: jax.Array | None,
+    *,
+    remat: bool,
+) -> tuple[jax.Array, Any]:
+    is_pool = adapter is not None and adapter.scale.ndim > 0
+    own, others = (SPARSE_FIELDS, DENSE_FIELDS) if run.is_sparse else (DENSE_FIELDS, SPARSE_FIELDS)
+    present = {field.name: getattr(layers, field.name) for field in fields(layers) if field.name not in others}
+    cut_layers = LayerParams(
+        **{
+            name: cut(leaf, (run.of_kind if name in own else run.layers).start, len(run.layers))
+            for name, leaf in present.items()
+        }
+    )
+    targets: dict[str, int] = dict.fromkeys(ATTENTION_TARGETS, run.layers.start)
+    if not run.is_sparse:
+        targets |= dict.fromkeys(MLP_TARGETS, run.of_kind.start)
+    elif not is_pool:
+        targets |= dict.fromkeys(EXPERT_TARGETS, run.of_kind.start)
+
+    def one(x: jax.Array, layer: LayerParams, rows: RowAdapters, index: jax.Array) -> tuple[jax.Array, Any]:
+        experts = None
+        if run.is_sparse and adapter is not None and is_pool:
+            assert adapter_B is not None
+            experts = pool_experts(adapter, EXPERT_PREFIX, adapter_B, run.of_kind.start + index)
+        elif run.is_sparse:
+            experts = share_experts(rows, EXPERT_PREFIX)
+        return block(x, layer, LayerAdapters(rows, experts), run.layers.start + index)
+
+    return apply_stack(one, x, cut_layers, adapter, adapter_B, targets, remat=remat)
 
 
 def decode_step(
@@ -164,14 +262,14 @@ def decode_step(
     length = cache.k.shape[3] if bucket is None else bucket
     angles = config.rope.angles(position_S, config.head_dim)
 
-    def block(x_SD: jax.Array, layer: LayerParams, rows: RowAdapters, index: jax.Array):
+    def block(x_SD: jax.Array, layer: LayerParams, rows: LayerAdapters, index: jax.Array):
         q_SNH, k_SKH, v_SKH = _project_heads(x_SD, layer, rows, config, angles)
         past = kv_cache.read_layer(cache, index, length)
         mixed_SNH = cached_attention(q_SNH, k_SKH, v_SKH, past, position_S)
         return _finish_block(x_SD, mixed_SNH, layer, rows, config), (k_SKH, v_SKH)
 
     x_SD = params.embed[token_S].astype(jnp.float32)
-    x_SD, (k_LSKH, v_LSKH) = apply_stack(block, x_SD, params.layers, adapter, adapter_S, BLOCK_TARGETS)
+    x_SD, (k_LSKH, v_LSKH) = _apply_layers(block, x_SD, params.layers, config, adapter, adapter_S)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
     return hidden_SD, kv_cache.append(cache, k_LSKH, v_LSKH, position_S)
 
@@ -223,13 +321,13 @@ def unembed_rows(adapter: Adapter | None, adapter_B: jax.Array | None) -> RowAda
 
 
 def _project_heads(
-    x: jax.Array, layer: LayerParams, rows: RowAdapters, config: ModelConfig, angles: tuple[jax.Array, jax.Array]
+    x: jax.Array, layer: LayerParams, rows: LayerAdapters, config: ModelConfig, angles: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return rotated queries [..., N, H] and keys [..., K, H], and values, in the weights' type."""
     y = rms_norm(x, layer.attn_norm, config.norm_epsilon)
 
     def heads(name: str, num_heads: int) -> jax.Array:
-        z = linear(y, getattr(layer, f"{name}_proj"), rows.get(f"{name}_proj"), getattr(layer, f"{name}_bias"))
+        z = linear(y, getattr(layer, f"{name}_proj"), rows.maps.get(f"{name}_proj"), getattr(layer, f"{name}_bias"))
         return z.reshape(*z.shape[:-1], num_heads, config.head_dim)
 
     q, k, v = heads("q", config.num_heads), heads("k", config.num_kv_heads), heads("v", config.num_kv_heads)
@@ -241,9 +339,13 @@ def _project_heads(
 
 
 def _finish_block(
-    x: jax.Array, mixed: jax.Array, layer: LayerParams, rows: RowAdapters, config: ModelConfig
+    x: jax.Array, mixed: jax.Array, layer: LayerParams, rows: LayerAdapters, config: ModelConfig
 ) -> jax.Array:
     """Add to `x` the attention's output projection, then the feed-forward of the sum."""
-    x = x + linear(mixed.reshape(*mixed.shape[:-2], -1), layer.o_proj, rows.get("o_proj"))
+    x = x + linear(mixed.reshape(*mixed.shape[:-2], -1), layer.o_proj, rows.maps.get("o_proj"))
     y = rms_norm(x, layer.mlp_norm, config.norm_epsilon)
-    return x + gated_mlp(y, layer.gate_proj, layer.up_proj, layer.down_proj, rows)
+    if layer.router is None:
+        return x + gated_mlp(y, layer.gate_proj, layer.up_proj, layer.down_proj, rows.maps)
+    assert config.experts is not None
+    weights = ExpertWeights(layer.expert_gate_proj, layer.expert_up_proj, layer.expert_down_proj)
+    return x + mixture(y, layer.router, weights, rows.experts, config.experts.routing)

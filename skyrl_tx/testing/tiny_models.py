@@ -1,6 +1,7 @@
 """Tiny random models in Hugging Face format: made on the spot, equal for equal seeds, no torch and no hub."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -18,6 +19,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 """The rope scaling of Llama 3.1, over a context short enough for tiny models to feel it."""
+
+TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
 class _Sizes(TypedDict):
@@ -74,18 +77,20 @@ def write_model(
     tied_embeddings: bool = True,
     rope_theta: float = 10000.0,
     rope_scaling: dict[str, Any] | None = None,
+    experts: dict[str, Any] | None = None,
     eos_token_id: int | list[int] = 1,
     seed: int = 0,
     std: float = 0.05,
 ) -> Path:
     """Write config.json, generation_config.json and model.safetensors; return the directory.
 
-    Weights are normal with deviation `std`; norms are drawn around 1 and biases around 0, so that a test sees them act.
+    `experts` are config keys of a mixture of experts that differ from TINY_EXPERTS. Weights are normal with deviation
+    `std`; norms are drawn around 1 and biases around 0, so that a test sees them act.
     """
     family = FAMILIES[architecture]
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "model_type": re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.removesuffix("ForCausalLM")).lower(),
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
@@ -103,15 +108,18 @@ def write_model(
     }
     if rope_scaling is not None:
         config["rope_scaling"] = rope_scaling
+    if family.read_experts is not None:
+        config |= TINY_EXPERTS | (experts or {})
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
     generator = np.random.Generator(np.random.Philox(key=seed))
     tensors: dict[str, np.ndarray] = {}
     for rule in family.weights:
         if rule.path not in parameters:
             continue
-        shape = parameters[rule.path].shape[1:] if rule.stacked else parameters[rule.path].shape
-        center = 1.0 if parameters[rule.path].init == "ones" else 0.0
-        for name in rule.tensors(num_layers):
+        parameter = parameters[rule.path]
+        center = 1.0 if parameter.init == "ones" else 0.0
+        for index, name in rule.tensors(parameter):
+            shape = parameter.shape[len(index) :]
             drawn = (center + std * generator.standard_normal(shape)).astype(np.float32)
             tensors[name] = np.ascontiguousarray(drawn.T if rule.transpose else drawn)
 

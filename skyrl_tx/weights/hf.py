@@ -101,8 +101,7 @@ def load(
     """
     rules = {rule.path: rule for rule in weights}
     files = locate_tensors(directory)
-    num_layers = max(parameter.shape[0] for parameter in flatten(parameters).values() if "layers" in parameter.axes)
-    expected = {tensor for path in flatten(parameters) for tensor in rules[path].tensors(num_layers)}
+    expected = {name for path, each in flatten(parameters).items() for _, name in rules[path].tensors(each)}
     unexpected = sorted(
         name
         for name in files.keys() - expected
@@ -120,9 +119,8 @@ def load(
         def fill(path: str, parameter: Parameter) -> jax.Array:
             rule = rules[path]
             host = np.empty(parameter.shape, dtype)
-            for index, name in enumerate(rule.tensors(num_layers)):
-                into = host[index] if rule.stacked else host
-                _read_tensor(opened[files[name]], files[name], name, rule, into)
+            for index, name in rule.tensors(parameter):
+                _read_tensor(opened[files[name]], files[name], name, rule, host[index])
             return jax.device_put(host, placement(parameter))
 
         return map_named(fill, parameters)

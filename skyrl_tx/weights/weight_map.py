@@ -1,14 +1,18 @@
 """Where each of our arrays lives in a Hugging Face checkpoint, as data that reads in both directions."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from skyrl_tx.layers.parameter import Parameter
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """One of our parameters and the tensor, or one tensor per layer, that it is made of.
+    """One of our parameters and the tensor, or one tensor per layer and expert, that it is made of.
 
-    `tensor` may hold `{layer}`. Linear maps lie as [out, in] in checkpoints and as [in, out] here: `transpose`.
+    `tensor` may hold `{layer}` and `{expert}`, for the dims that come first. Linear maps lie as [out, in] in
+    checkpoints and as [in, out] here: `transpose`.
     """
 
     path: str  # ours, such as layers.q_proj
@@ -16,25 +20,32 @@ class WeightRule:
     transpose: bool = False
 
     @property
-    def stacked(self) -> bool:
-        """Whether our array stacks one tensor per layer."""
-        return "{layer}" in self.tensor
-
-    @property
     def module(self) -> str:
         """The name of the module that owns the tensor, as adapters name it."""
         return self.tensor.rpartition(".")[0]
 
-    def tensors(self, num_layers: int) -> Iterator[str]:
-        """Yield the names of the tensors, in the order of the layers."""
-        if not self.stacked:
-            yield self.tensor
-            return
-        for layer in range(num_layers):
-            yield self.tensor.replace("{layer}", str(layer))
+    def tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yield where in our array each tensor lies, and its name."""
+        return expand(self.tensor, parameter.shape, parameter.layers)
 
 
 WeightMap = tuple[WeightRule, ...]
+
+
+def expand(
+    pattern: str, shape: tuple[int, ...], layers: tuple[int, ...] | None
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield each index of the leading dims that a pattern names, and the pattern filled in with it.
+
+    `layers` are the numbers of the layers that are stacked, where those are not all.
+    """
+    num_dims = ("{layer}" in pattern) + ("{expert}" in pattern)
+    for index in itertools.product(*map(range, shape[:num_dims])):
+        name = pattern
+        if index:
+            name = name.replace("{layer}", str(index[0] if layers is None else layers[index[0]]))
+        yield index, name.replace("{expert}", str(index[-1])) if num_dims == 2 else name
+
 
 TIED_UNEMBED_MODULE = "model.unembed_tokens"
 """How an adapter names the unembedding of a model that has no lm_head of its own."""
@@ -69,10 +80,18 @@ QKV_BIAS_WEIGHTS: WeightMap = (
 )
 
 
+EXPERT_WEIGHTS: WeightMap = (
+    _layer("router", "mlp.gate.weight"),  # as it lies there, [E, D]: it is no map that adapters touch
+    _layer("expert_gate_proj", "mlp.experts.{expert}.gate_proj.weight", transpose=True),
+    _layer("expert_up_proj", "mlp.experts.{expert}.up_proj.weight", transpose=True),
+    _layer("expert_down_proj", "mlp.experts.{expert}.down_proj.weight", transpose=True),
+)
+
+
 def adapter_modules(weights: WeightMap, *, tied_embeddings: bool) -> dict[str, str]:
     """Return, for each linear map that an adapter can touch, the name of its module in checkpoints.
 
-    Block maps keep their `{layer}`. The names are those that adapter files use, less their own prefix.
+    Block maps keep their `{layer}` and `{expert}`. The names are those that adapter files use, less their own prefix.
     """
     modules = {rule.path.removeprefix("layers."): rule.module for rule in weights if rule.transpose}
     unembed = next(rule.module for rule in weights if rule.path == "unembed")

@@ -12,13 +12,20 @@ from skyrl_tx.layers.lora import Adapter, LoraPair
 from skyrl_tx.testing.client_environments import TORCH
 from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.weight_map import adapter_modules
+from skyrl_tx.weights.weight_map import adapter_modules, expand
 
 VARIANTS = {
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True, "head_dim": 8},
     "qwen3-untied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": False, "rope_theta": 1e6},
     "qwen2-tied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": True, "head_dim": 8},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
+    "qwen3-moe-untied": {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
+    "qwen3-moe-mixed": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "tied_embeddings": True,
+        "num_layers": 4,
+        "experts": {"mlp_only_layers": [1], "norm_topk_prob": False, "num_experts_per_tok": 3},
+    },
     "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
 }
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope
@@ -41,10 +48,8 @@ class Reference:
         modules = adapter_modules(self.family.weights, tied_embeddings=self.config.tied_embeddings)
         weights = {}
         for name, empty in models.adapter_shapes(self.config, rank).weights.items():
-            module = modules[name]
-            names = [module.replace("{layer}", str(i)) for i in range(self.config.num_layers)]
-            if "{layer}" not in module:
-                names = names[:1]
+            layers = models.target_layers(self.config, name)
+            names = [module for _, module in expand(modules[name], empty.a.shape, layers)]
             a, b = (self._stack(f"{prefix}/{{}}.{part}", names) for part in ("lora_A", "lora_B"))
             if a is None or b is None:
                 a, b = np.zeros(empty.a.shape, np.float32), np.zeros(empty.b.shape, np.float32)

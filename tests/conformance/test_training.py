@@ -54,7 +54,10 @@ def test_adamw_on_the_gradients_of_torch(reference):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", ["qwen3-untied", "llama3-tied"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3-untied", "llama3-tied", "qwen3-moe-untied", pytest.param("qwen3-moe-mixed", marks=pytest.mark.slow)],
+)
 def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
     directory, model_id = directories[variant], MODEL
     with np.load(directory / "inputs.npz") as file:
@@ -72,7 +75,7 @@ def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
 
     backend = start(directory)
-    lora = LoraSpec(rank=RANK, seed=0, train_unembed="lm_head" in modules)
+    lora = LoraSpec(rank=RANK, seed=0)
     source = backend.open_snapshot(tmp_path)
     backend.restore(model_id, ModelSpec(lora=lora), source, {StatePart.WEIGHTS})
     for step in range(STEPS):

@@ -24,7 +24,8 @@ from skyrl_tx.backends.jax.optimizer import OptimizerState
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
-from skyrl_tx.models import ALPHA, ModelConfig, adapter_shapes
+from skyrl_tx.models import ALPHA, ModelConfig, adapter_shapes, target_layers
+from skyrl_tx.weights.weight_map import expand
 
 CONFIG_FILE = "adapter_config.json"
 FILES: Mapping[StatePart, str] = {
@@ -45,7 +46,7 @@ class AdapterFormat:
     base_model: str
     config: ModelConfig
     modules: Mapping[str, str]
-    """Module in the checkpoint, with `{layer}` where there is one per layer, by our name of the linear map."""
+    """Module in the checkpoint, with `{layer}` and `{expert}` where there are many, by our name of the linear map."""
 
     def tensors(self, weights: AdapterWeights, targets: tuple[str, ...], rank: int, prefix: str = "") -> Tensors:
         """Return host arrays by their names in files."""
@@ -78,11 +79,13 @@ class AdapterFormat:
 
     def targets(self, target_modules: list[str]) -> tuple[str, ...]:
         """Return our names of what an adapter_config.json lists; raises UserError for what we have not."""
-        ours = {module.rpartition(".")[2]: name for name, module in self.modules.items()}
-        unknown = sorted(set(target_modules) - ours.keys())
+        present = adapter_shapes(self.config, 1).weights
+        ours = {name: module.rpartition(".")[2] for name, module in self.modules.items() if name in present}
+        unknown = sorted(set(target_modules) - set(ours.values()))
         if unknown:
-            raise UserError(f"adapter: target_modules has {unknown[0]!r}; this base model has {', '.join(ours)}")
-        return tuple(name for module, name in ours.items() if module in target_modules)
+            known = ", ".join(dict.fromkeys(ours.values()))
+            raise UserError(f"adapter: target_modules has {unknown[0]!r}; this base model has {known}")
+        return tuple(name for name, module in ours.items() if module in target_modules)
 
     def peft_config(self, targets: tuple[str, ...], rank: int, alpha: float) -> dict[str, Any]:
         """Return the content of adapter_config.json."""
@@ -93,7 +96,7 @@ class AdapterFormat:
             "r": rank,
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
             "lora_dropout": 0.0,
-            "target_modules": [self.modules[name].rpartition(".")[2] for name in targets],
+            "target_modules": list(dict.fromkeys(self.modules[name].rpartition(".")[2] for name in targets)),
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
@@ -107,12 +110,10 @@ class AdapterFormat:
 
     def _slices(self, target: str, pair: LoraPair) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and view [I, R] or [R, O] of each tensor of a linear map."""
-        module = self.modules[target]
-        stacked = "{layer}" in module
-        for layer in range(self.config.num_layers if stacked else 1):
-            for factor, array in (("lora_A", np.asarray(pair.a)), ("lora_B", np.asarray(pair.b))):
-                name = f"base_model.model.{module.replace('{layer}', str(layer))}.{factor}.weight"
-                yield name, array[layer] if stacked else array
+        layers = target_layers(self.config, target)
+        for factor, array in (("lora_A", np.asarray(pair.a)), ("lora_B", np.asarray(pair.b))):
+            for index, module in expand(self.modules[target], array.shape, layers):
+                yield f"base_model.model.{module}.{factor}.weight", array[index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,7 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
         format=format,
         rank=state.lora.rank,
         alpha=ALPHA,
-        targets=adapter_spec(state.lora).targets,
+        targets=adapter_spec(state.lora).targets(format.config),
         parts=frozenset(parts),
         weights=state.adapter.weights if StatePart.WEIGHTS in parts else None,
         optimizer=state.optimizer if StatePart.OPTIMIZER in parts else None,
@@ -182,7 +183,7 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
 
 def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[StatePart], place: Place) -> TrainingState:
     """Return a fresh state with `parts` of a snapshot in it; raises UserError when they do not fit it."""
-    targets = adapter_spec(fresh.lora).targets
+    targets = adapter_spec(fresh.lora).targets(source.format.config)
     for name, found, wanted in (
         ("rank", source.rank, fresh.lora.rank),
         ("lora_alpha", source.alpha, ALPHA),

@@ -31,10 +31,7 @@ def main(directory: Path) -> None:
         saved["base_logits"] = model(tokens).logits.numpy()
     saved["base_decoded"] = decode(model, tokens)
 
-    maps = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    if not model.config.tie_word_embeddings:  # peft puts no adapter on a tied unembedding alone
-        maps.append("lm_head")
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=maps, lora_dropout=0.0))
+    model = adapt(model)
     adapter = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for weight in adapter.values():
         weight.data = 0.1 * torch.randn_like(weight)
@@ -61,6 +58,75 @@ def main(directory: Path) -> None:
     np.savez(directory / "reference.npz", **saved)
 
 
+def adapt(model: torch.nn.Module) -> torch.nn.Module:
+    """Put adapters on all linear maps but routers: with peft, and by hand where it has none of one map alone."""
+    is_tied, by_hand = model.config.tie_word_embeddings, []
+    maps = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    if any(hasattr(layer.mlp, "experts") for layer in model.model.layers):  # peft would fuse gates with up-projections
+        by_hand += [name for name in maps if ".mlp." in name]
+    if is_tied:
+        by_hand.append("lm_head")
+    with_peft = [name for name in maps if name not in by_hand]
+    wrapped = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=with_peft, lora_dropout=0.0))
+    for name in by_hand:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, AdaptedMap(model.get_submodule(name)))
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts = AdaptedExperts(layer.mlp.experts)
+    return wrapped
+
+
+class Update(torch.nn.Module):
+    """The update of one linear map, by hand."""
+
+    def __init__(self, size_in: int, size_out: int):
+        super().__init__()
+        self.lora_A = torch.nn.Parameter(torch.zeros(RANK, size_in))
+        self.lora_B = torch.nn.Parameter(torch.zeros(size_out, RANK))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.lora_A.T) @ self.lora_B.T * (ALPHA / RANK)
+
+
+class AdaptedMap(Update):
+    """A linear map with its update."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__(base.in_features, base.out_features)
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + super().forward(x)
+
+
+class AdaptedExperts(torch.nn.Module):
+    """The experts of a layer, each of its maps with an update of its own."""
+
+    def __init__(self, base: torch.nn.Module):
+        super().__init__()
+        self.base = base
+        inner, outer = base.gate_up_proj.shape[1] // 2, base.gate_up_proj.shape[2]
+        for index in range(base.num_experts):
+            maps = {
+                "gate_proj": Update(outer, inner),
+                "up_proj": Update(outer, inner),
+                "down_proj": Update(inner, outer),
+            }
+            self.add_module(str(index), torch.nn.ModuleDict(maps))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for index in range(self.base.num_experts):
+            rows, ways = torch.where(chosen == index)
+            maps, mine = getattr(self, str(index)), x[rows]
+            gate, up = (mine @ self.base.gate_up_proj[index].T).chunk(2, dim=-1)
+            y = self.base.act_fn(gate + maps["gate_proj"](mine)) * (up + maps["up_proj"](mine))
+            y = y @ self.base.down_proj[index].T + maps["down_proj"](y)
+            out = out.index_add(0, rows, y * shares[rows, ways, None])
+        return out
+
+
 def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
     """Continue each row's first tokens greedily, past any end of sequence."""
     prompts = tokens[:, :PROMPT]
@@ -70,7 +136,10 @@ def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
 
 def plain(name: str) -> str:
     """Cut `base_model.model.X.lora_A.default.weight` down to `X.lora_A`."""
-    return name.removeprefix("base_model.model.").removesuffix(".default.weight")
+    name = name.removeprefix("base_model.model.")
+    if name in ("lm_head.lora_A", "lm_head.lora_B"):  # the tied one, by hand: in files it has a name of its own
+        return name.replace("lm_head", "model.unembed_tokens")
+    return name.removesuffix(".default.weight")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class Loaded:
 VARIANTS = {
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True},
     "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": False},
+    "qwen3-moe-untied": {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
 

@@ -36,7 +36,7 @@ def trained(form: checkpoint.AdapterFormat, **lora) -> checkpoint.TrainingState:
     spec = LoraSpec(**{"rank": 5, "seed": 3, **lora})
     state = fresh_training_state(form.config, spec, jax.device_put)
     weights = jax.tree.map(np.array, state.adapter.weights)
-    for name in checkpoint.adapter_spec(spec).targets:
+    for name in checkpoint.adapter_spec(spec).targets(form.config):
         weights[name].b[..., : spec.rank, :] = np.random.default_rng(0).normal(
             size=weights[name].b[..., : spec.rank, :].shape
         )

@@ -1,0 +1,113 @@
+"""Rows sorted by group into tiles, each of one group: so a product per group costs what its rows cost.
+
+Legend: M rows, K groups that each row goes to, J = M * K row visits, G groups, W tiles, P places of a tile, D row size.
+
+Everything is a gather, forwards and backwards: no order of additions depends on the device, and no row meets another's
+numbers. Tiles are as many as the worst case needs, and on CPU only those in use are computed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+FEWEST, MOST = 8, 128  # places of a tile
+TOGETHER = 32  # tiles computed at once on accelerators: bounds the weights that are gathered for them
+
+
+@struct.dataclass
+class Tiling:
+    """Where each visit lies. Group numbers of tiles out of use are valid, and mean nothing."""
+
+    place_MK: jax.Array  # of each visit, among all W * P places
+    visit_WP: jax.Array  # in each place; J where it is empty
+    group_W: jax.Array
+    num_used: jax.Array  # tiles; those in use come first
+
+    def gather(self, x_MD: jax.Array) -> jax.Array:
+        """Return rows in their places [W, P, D]; empty places are zero."""
+        return jnp.take(x_MD, self.visit_WP // self.place_MK.shape[1], axis=0, mode="fill", fill_value=0)
+
+    def gather_visits(self, x_MKD: jax.Array) -> jax.Array:
+        """Return what belongs to visits in their places [W, P, D]; empty places are zero."""
+        return jnp.take(x_MKD.reshape(-1, x_MKD.shape[-1]), self.visit_WP, axis=0, mode="fill", fill_value=0)
+
+    def take_back(self, x_WPD: jax.Array) -> jax.Array:
+        """Return what lies in the place of each visit [M, K, D]."""
+        return x_WPD.reshape(-1, x_WPD.shape[-1])[self.place_MK]
+
+
+def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
+    """Sort visits by group, in order of rows within one."""
+    num_visits = group_MK.size
+    places = tile_size(num_visits, num_groups)
+    num_tiles = (num_visits + min(num_groups, num_visits) * (places - 1)) // places
+    group_J = group_MK.reshape(-1)
+    order_J = jnp.argsort(group_J, stable=True)
+    sorted_J = group_J[order_J]
+    count_G = jnp.bincount(group_J, length=num_groups)
+    tiles_G = (count_G + places - 1) // places
+    until_G = jnp.cumsum(tiles_G)
+    first_tile_G, first_visit_G = until_G - tiles_G, jnp.cumsum(count_G) - count_G
+    place_J = first_tile_G[sorted_J] * places + jnp.arange(num_visits) - first_visit_G[sorted_J]
+    group_W = jnp.searchsorted(until_G, jnp.arange(num_tiles), side="right")
+    return Tiling(
+        place_MK=jnp.zeros(num_visits, place_J.dtype).at[order_J].set(place_J).reshape(group_MK.shape),
+        visit_WP=jnp.full(num_tiles * places, num_visits, order_J.dtype)
+        .at[place_J]
+        .set(order_J)
+        .reshape(num_tiles, places),
+        group_W=jnp.minimum(group_W, num_groups - 1),
+        num_used=until_G[-1],
+    )
+
+
+def tile_size(num_visits: int, num_groups: int) -> int:
+    """Return how many places a tile has: at most half of what a group gets on average, or the fewest.
+
+    On CPU the size hardly matters: a loop of products of 16 to 128 places took 1.3 to 1.9 times as long as one product
+    of equal size, and `lax.ragged_dot`, which multiplies every row with every group there, 30 times.
+    """
+    places = FEWEST
+    while places < MOST and 4 * places * num_groups <= num_visits:
+        places *= 2
+    return places
+
+
+def each_tile(function: Callable[[Any], Any], tiling: Tiling, tiles: Any) -> Any:
+    """Return `function` of each tile, stacked; `tiles` is a tree with leading W. What it is of unused ones is open."""
+    tile = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tiles)
+    shapes = jax.eval_shape(function, tile)
+    num_tiles = tiling.group_W.shape[0]
+
+    def one_by_one(num_used: jax.Array, tiles: Any) -> Any:
+        def step(i: jax.Array, into: Any) -> Any:
+            result = function(jax.tree.map(lambda leaf: leaf[i], tiles))
+            return jax.tree.map(lambda into, leaf: into.at[i].set(leaf), into, result)
+
+        empty = jax.tree.map(lambda leaf: jnp.zeros((num_tiles, *leaf.shape), leaf.dtype), shapes)
+        return jax.lax.fori_loop(0, num_used, step, empty)
+
+    def side_by_side(num_used: jax.Array, tiles: Any) -> Any:
+        return jax.lax.map(function, tiles, batch_size=min(TOGETHER, num_tiles))
+
+    return jax.lax.platform_dependent(tiling.num_used, tiles, cpu=one_by_one, default=side_by_side)
+
+
+def sum_by_index(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array, size: int) -> jax.Array:
+    """Return the sums of the leading dim by index, [size, ...], in one order on every run."""
+
+    def in_turn(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array) -> jax.Array:
+        def step(i: jax.Array, total: jax.Array) -> jax.Array:
+            return total.at[index_W[i]].add(x_W[i])
+
+        return jax.lax.fori_loop(0, num_used, step, jnp.zeros((size, *x_W.shape[1:]), x_W.dtype))
+
+    def as_product(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array) -> jax.Array:
+        is_used_W = jnp.arange(index_W.shape[0]) < num_used
+        belongs_XW = (index_W == jnp.arange(size)[:, None]) & is_used_W
+        return jnp.tensordot(belongs_XW.astype(x_W.dtype), x_W, 1)
+
+    return jax.lax.platform_dependent(x_W, index_W, num_used, cpu=in_turn, default=as_product)
