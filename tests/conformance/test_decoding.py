@@ -12,7 +12,11 @@ from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 ADAPTER = SamplerId("adapter")
 
 
-@pytest.mark.parametrize("reference", ["qwen3-untied", "qwen2-tied", "llama3-untied", "qwen3-moe-mixed"], indirect=True)
+@pytest.mark.parametrize(
+    "reference",
+    ["qwen3-untied", "qwen2-tied", "llama3-untied", pytest.param("qwen3-moe-mixed", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_greedy_decoding(reference):
     num_rows, num_new = reference.arrays["decoded"].shape
     prompts = reference.inputs["tokens"][:, :20].astype(np.int32)
