@@ -55,6 +55,8 @@ class Call:
     caller: Principal
     body: Body
     sdk_version: str
+    idempotency_key: str | None
+    """What the client's retries of one call have in common; it counts where a request has no number of its own."""
 
     @property
     def settings(self) -> ApiSettings:
@@ -84,6 +86,7 @@ async def incoming(request: Request, caller: Caller) -> Call:
         caller=caller,
         body=await read_body(request, parts.settings.max_request_bytes),
         sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
+        idempotency_key=request.headers.get("x-idempotency-key"),
     )
 
 

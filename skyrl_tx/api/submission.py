@@ -55,19 +55,27 @@ class NewModel:
     user_metadata: Mapping[str, str] | None
 
 
+def _key(stem: str, seq_id: int | None, idempotency_key: str | None) -> str:
+    """What makes a request one of a kind: its number, or without one what the client's retries have in common."""
+    if seq_id is not None:
+        return f"{stem}/{seq_id}"
+    return "" if idempotency_key is None else f"{stem}/key/{idempotency_key}"
+
+
 def to_model(
     tx: Session,
     caller: Principal,
     model_id: ModelId,
     seq_id: int | None,
     request: Encoded,
+    idempotency_key: str | None,
     sequence_ids: Collection[str] = (),
 ) -> Promise:
-    """Queue work for a model, which makes use of some sequences. `seq_id` makes it one of a kind; 0 and None do not."""
+    """Queue work for a model, which makes use of some sequences. A `seq_id` of 0 is none."""
     now = time.time()
     row = lookup.addressed_model(tx, caller, model_id)
     new = futures.NewRequest(
-        key=f"model/{model_id}/{seq_id}" if seq_id else "",
+        key=_key(f"model/{model_id}", seq_id or None, idempotency_key),
         kind=request.kind,
         owner=row.owner,
         session_id=row.session_id,
@@ -103,8 +111,8 @@ def creation(
         model_id=None if model is None else model_id,
         seq_id=0,
     )
-    request_id = _submit(tx, new, now).request_id
-    if model is not None:
+    submitted = _submit(tx, new, now)
+    if model is not None and submitted.is_new:
         models.create(
             tx,
             model_id=model_id,
@@ -114,22 +122,22 @@ def creation(
             user_metadata=model.user_metadata,
             now=now,
         )
-    return Promise(request_id=request_id, model_id=model_id)
+    return Promise(request_id=submitted.request_id, model_id=model_id)
 
 
-def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None) -> str:
+def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
     """What makes a prompt one of a kind; its sequence ids are derived from it too."""
-    return "" if seq_id is None else f"sample/{sampling_session_id}/{seq_id}"
+    return _key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
 
 
 def to_sampler(
-    tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, request: Encoded
+    tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, key: str, request: Encoded
 ) -> futures.Submitted:
-    """Queue a prompt for a sampling session, as it was looked up before."""
+    """Queue a prompt for a sampling session, as it was looked up before; `key` is its `sampling_key`."""
     now = time.time()
     sampling_session_id = row.sampling_session_id
     new = futures.NewRequest(
-        key=sampling_key(sampling_session_id, seq_id),
+        key=key,
         kind=request.kind,
         owner=owner,
         session_id=row.session_id,

@@ -2,7 +2,7 @@
 
 import time
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import lookup
@@ -21,7 +21,7 @@ _MADE_BY = "success: made by copy_weights"
 
 
 @router.post("/copy_weights")
-def copy_weights(call: Incoming, request: Request) -> CopyWeightsAnswer:
+def copy_weights(call: Incoming) -> CopyWeightsAnswer:
     """Give a checkpoint that the caller may read a second path, in a run of its own that cannot be trained.
 
     A repetition, told by the session's model or by the idempotency key, gives the same path.
@@ -32,7 +32,7 @@ def copy_weights(call: Incoming, request: Request) -> CopyWeightsAnswer:
         ttl(asked.ttl_seconds, "ttl_seconds")
     except UserError as error:
         raise bad_request(error.message) from error
-    session_id, model_seq_id = _destination(call, asked, request.headers.get("x-idempotency-key"))
+    session_id, model_seq_id = _destination(call, asked)
 
     def work(tx: Session) -> CheckpointPath:
         if asked.destination_project_id is None:
@@ -44,16 +44,16 @@ def copy_weights(call: Incoming, request: Request) -> CopyWeightsAnswer:
     return CopyWeightsAnswer(tinker_path=str(call.store.write(work)))
 
 
-def _destination(call: Call, asked: CopyWeightsRequest, idempotency_key: str | None) -> tuple[SessionId, int]:
+def _destination(call: Call, asked: CopyWeightsRequest) -> tuple[SessionId, int]:
     """Which run the copy makes; a session for a project is named after the call, by a name that only we can find."""
     has_session = asked.session_id is not None and asked.model_seq_id is not None
     if has_session == (asked.destination_project_id is not None):
         raise bad_request("a copy goes to a destination_project_id, or to a session_id and its model_seq_id")
     if asked.session_id is not None and asked.model_seq_id is not None:
         return SessionId(asked.session_id), asked.model_seq_id
-    if idempotency_key is None:
+    if call.idempotency_key is None:
         raise bad_request("X-Idempotency-Key: missing; without it a copy that is asked for again would be a second one")
-    named = call.parts.signing_key.sign("copy", call.caller.owner, idempotency_key)
+    named = call.parts.signing_key.sign("copy", call.caller.owner, call.idempotency_key)
     return SessionId(f"session-{named[:32]}"), 0
 
 

@@ -1,6 +1,7 @@
 """Sampling sessions and prompts."""
 
 import time
+from dataclasses import replace
 
 from fastapi import APIRouter
 from sqlmodel import Session
@@ -26,6 +27,7 @@ from skyrl_tx.api.wire import parse
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
+from skyrl_tx.contract.requests import Rejected
 from skyrl_tx.store import futures, samplers, sessions
 from skyrl_tx.store.tables import SamplingSessionRow
 
@@ -41,13 +43,14 @@ def create_sampling_session(call: Incoming) -> CreateSamplingSessionAnswer:
     base_model, path = _named_weights(call, request.base_model, request.model_path)
     session_id = SessionId(request.session_id)
     name = sampling_session_id_of(session_id, request.sampling_session_seq_id)
+    path_text = None if path is None else str(path)
 
     def work(tx: Session) -> None:
         lookup.open_session(tx, call.caller, session_id)
         existing = samplers.get(tx, name)
         if existing is None:
             _begin(tx, call, session_id, name, base_model, path)
-        elif existing.model_path != request.model_path or existing.base_model != base_model:
+        elif existing.model_id is not None or (existing.base_model, existing.model_path) != (base_model, path_text):
             raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
 
     call.store.write(work)
@@ -84,14 +87,16 @@ def asample(call: Incoming) -> Promise:
     else:
         session_id, seq_id = SamplingSessionId(address.sampling_session_id), address.seq_id
     row, owner = call.store.read(lambda tx: lookup.owned_sampling_session(tx, call.caller, session_id))
-    sequence_ids = _sequence_ids(submission.sampling_key(session_id, seq_id), address.num_samples)
+    key = submission.sampling_key(session_id, seq_id, call.idempotency_key)
+    sequence_ids = _sequence_ids(key, address.num_samples)
 
     def translate(schema: SampleRequest) -> Translated:
         limit = call.settings.max_request_bytes
-        return sampling.sample(schema, _weights_of(row), sequence_ids, limit)
+        request = sampling.sample(schema, row.sampler_id, sequence_ids, limit)
+        return replace(request, request=_dropped(row)) if row.sampler_id is None and row.model_id else request
 
     encoded = Encoded.of(translated("sample", SampleRequest, value, translate, call.check_unknown))
-    submitted = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, encoded))
+    submitted = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, encoded))
     if submitted.position is not None:
         call.parts.sample_budget.note(submitted.position, len(encoded.body))
     return Promise(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
@@ -172,14 +177,13 @@ def _begin(
     )
 
 
-def _weights_of(row: SamplingSessionRow) -> SamplerId | None:
-    """What a sampling session samples from: None is the base model; an unnamed save may have been dropped."""
-    if row.sampler_id is None and row.model_id is not None:
-        raise UserError(
-            f"sampling_session_id {shown(row.sampling_session_id)}: its unnamed weights were not used for long "
-            "and have been dropped; save weights to sample from with a name to keep them"
-        )
-    return row.sampler_id
+def _dropped(row: SamplingSessionRow) -> Rejected:
+    """Say that there is nothing to sample from any more; a prompt that was sent before is still recognised."""
+    message = (
+        f"sampling_session_id {shown(row.sampling_session_id)}: its unnamed weights were not used for long "
+        "and have been dropped; save weights to sample from with a name to keep them"
+    )
+    return Rejected(kind="sample", message=message)
 
 
 def _sequence_ids(key: str, num_samples: int) -> list[str]:

@@ -148,4 +148,6 @@ def _submit_json(
 def _submit(call: Call, model_id: ModelId, seq_id: int | None, request: Translated) -> Promise:
     recalled = call.parts.recall.complete(call.store, call.caller, request)
     encoded, used = Encoded.of(recalled.request), recalled.sequence_ids
-    return call.store.write(lambda tx: submission.to_model(tx, call.caller, model_id, seq_id, encoded, used))
+    return call.store.write(
+        lambda tx: submission.to_model(tx, call.caller, model_id, seq_id, encoded, call.idempotency_key, used)
+    )

@@ -88,7 +88,8 @@ def load_weights(call: Incoming) -> Promise:
 
         def load(tx: Session) -> Promise:
             found, _ = _looked_up(tx, call.caller, request)
-            return submission.to_model(tx, call.caller, ModelId(into.model_id), into.seq_id, Encoded.of(found))
+            model_id, encoded = ModelId(into.model_id), Encoded.of(found)
+            return submission.to_model(tx, call.caller, model_id, into.seq_id, encoded, call.idempotency_key)
 
         return call.store.write(load)
     made = parse(CreationAddress, value)
@@ -143,4 +144,6 @@ def _looked_up(tx: Session, caller: Principal, request: Translated) -> tuple[Tra
 def _to_model(call: Call, address: ModelAddress, request: Translated) -> Promise:
     encoded = Encoded.of(request)
     model_id = ModelId(address.model_id)
-    return call.store.write(lambda tx: submission.to_model(tx, call.caller, model_id, address.seq_id, encoded))
+    return call.store.write(
+        lambda tx: submission.to_model(tx, call.caller, model_id, address.seq_id, encoded, call.idempotency_key)
+    )
