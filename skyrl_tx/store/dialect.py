@@ -1,0 +1,76 @@
+"""What a kind of database does in its own way; `Store` is what all of them have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import ClassVar, Literal
+
+from sqlalchemy import Engine
+
+from skyrl_tx.store.errors import StoreError
+
+Role = Literal["api", "engine", "tool"]
+PEER: Mapping[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
+"""Whom a process wakes when it has committed something."""
+
+
+class Bell(ABC):
+    """How the processes on one database wake each other."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the peer committed, or `ring_own`; whether that was so. For one thread at a time; never raises."""
+
+    @abstractmethod
+    def ring_own(self) -> None:
+        """End this process's own `wait`, or its next."""
+
+    @abstractmethod
+    def ring_peer(self) -> None:
+        """Wake the peer, after each commit."""
+
+    @abstractmethod
+    def peer_lives(self) -> bool:
+        """Whether a process of the peer's role has the database open."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take the bell down."""
+
+
+class Dialect(ABC):
+    """One database, not yet open. What fails on its side is raised as one of `errors` or as SQLAlchemy's DBAPIError."""
+
+    errors: ClassVar[tuple[type[Exception], ...]]
+    """What the driver itself raises."""
+
+    @abstractmethod
+    def role(self, role: Role) -> AbstractContextManager[None]:
+        """Hold a role that only one process may play at a time; raises StoreInUse naming who does."""
+
+    @abstractmethod
+    def upgrading(self) -> AbstractContextManager[None]:
+        """Keep other processes from bringing the schema up to date meanwhile."""
+
+    @abstractmethod
+    def writer(self, role: Role) -> Engine:
+        """One connection, invalidated by every error that ends its transaction.
+
+        Transactions on it, in whatever process, come one after the other: what one has read stays so until it commits.
+        """
+
+    @abstractmethod
+    def reader(self) -> Engine:
+        """Connections that cannot write; a transaction sees one state."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise StoreError for a database that is not to be served from."""
+
+    @abstractmethod
+    def bell(self, role: Role) -> Bell:
+        """Hang up a bell."""
+
+    @abstractmethod
+    def explain(self, error: BaseException) -> StoreError:
+        """Say in words what failed, and in which database."""
