@@ -16,25 +16,32 @@ DENSE_LENGTH = 64
 """Up to this many tokens all scores are held at once; beyond, blocks are faster and their memory grows as T only."""
 
 
-def causal_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+def causal_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, start_BT: jax.Array | None = None
+) -> jax.Array:
     """Return attention of each position over itself and what came before it, float32 [B, T, N, H].
 
-    Needs no padding mask: a row is padded at its right, where no real position looks.
+    With `start_BT`, ascending along T, a position sees nothing before its start: a row may hold several sequences,
+    one behind the other. Needs no padding mask: a row is padded at its right, where no real position looks.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     attend = dense_attention if T <= DENSE_LENGTH else flash_attention
-    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH)
+    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT)
     return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
-def dense_attention(q_BKGTH: jax.Array, k_BKUH: jax.Array, v_BKUH: jax.Array) -> jax.Array:
+def dense_attention(
+    q_BKGTH: jax.Array, k_BKUH: jax.Array, v_BKUH: jax.Array, start_BT: jax.Array | None = None
+) -> jax.Array:
     """Return what `flash_attention` returns, from all scores at once."""
     scores = _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH)
-    visible_TU = jnp.tri(q_BKGTH.shape[3], dtype=jnp.bool_)
-    weights = jax.nn.softmax(jnp.where(visible_TU, scores, -jnp.inf), axis=-1)
+    visible_BTU = jnp.tri(q_BKGTH.shape[3], dtype=jnp.bool_)[None]
+    if start_BT is not None:
+        visible_BTU &= jnp.arange(k_BKUH.shape[2]) >= start_BT[:, :, None]
+    weights = jax.nn.softmax(jnp.where(visible_BTU[:, None, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v_BKUH.dtype), v_BKUH, preferred_element_type=jnp.float32)
 
 

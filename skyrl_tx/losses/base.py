@@ -1,9 +1,10 @@
 """What a loss is: a function of log-probabilities and inputs, a row of data about it, and one way to evaluate it.
 
-Legend: B rows (one row is one datum), T positions, K targets per position, C config columns.
+Legend: B rows, T positions, K targets per position, C config columns. A row is one sequence, or several that lie one
+behind the other; a sequence is one datum.
 
 Every loss is a plain sum over positions: no mean, no division by tokens, rows or weights. A function gives the loss
-of each position; `Loss.evaluate` multiplies it by the weights and adds up each row. Names in the functions: the
+of each position, `Loss.evaluate` multiplies it by the weights, and whoever reads it adds up. In the functions the
 trained model's log-probability is l, the sampler's q, the advantage A, and r = exp(l - q).
 """
 
@@ -34,6 +35,8 @@ POLICY_INPUTS: Mapping[str, LossInput] = {
 class LossInputs:
     """The arrays of one batch, float32 [B, T]; those of cross_entropy may be [B, T, K].
 
+    `start_BT` says where the sequence of each position begins in its row; None: a row is one sequence.
+
     Padding has weight 0, advantage 0 and mask 0. What a loss does not read is filled with neutral values.
     """
 
@@ -43,6 +46,7 @@ class LossInputs:
     weights: jax.Array
     sequence_ratio_mask: jax.Array
     sampled: jax.Array
+    start_BT: jax.Array | None = None
 
     @property
     def counts(self) -> jax.Array:
@@ -57,6 +61,14 @@ class LossInputs:
         """
         difference = jnp.where(where, self.target_logprobs, 0.0) - jnp.where(where, self.sampling_logprobs, 0.0)
         return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def sum_sequences(self, x_BT: jax.Array) -> jax.Array:
+        """Return, at each position, the sum of `x_BT` over the sequence there: [B, T], or [B, 1] of whole rows."""
+        if self.start_BT is None:
+            return x_BT.sum(axis=1, keepdims=True)
+        # Compared and added up in one loop, which holds no [T, T]; a scatter would add in any order on a GPU.
+        is_same_BTT = self.start_BT[:, :, None] == self.start_BT[:, None, :]
+        return jnp.where(is_same_BTT, x_BT[:, None, :], 0.0).sum(axis=2)
 
 
 @struct.dataclass
@@ -73,17 +85,17 @@ class LossConfig:
 
 @struct.dataclass
 class Mean:
-    """Each row's share of a mean: add up totals and counts of any rows, then divide."""
+    """Each position's share of a mean: add up totals and counts of any positions, then divide."""
 
-    total_B: jax.Array
-    count_B: jax.Array
+    total_BT: jax.Array
+    count_BT: jax.Array
 
 
 @struct.dataclass
 class LossOutput:
-    """What evaluating a loss gives: the value to minimise is the sum of `loss_B`."""
+    """What evaluating a loss gives, position by position: the value to minimise is the sum of `loss_BT`."""
 
-    loss_B: jax.Array
+    loss_BT: jax.Array
     means: dict[str, Mean]
 
 
@@ -105,11 +117,18 @@ class Loss:
         """The names of `config_BC`'s columns, in order."""
         return tuple(sorted(self.spec.config))
 
-    def evaluate(self, target_logprobs: jax.Array, inputs: Mapping[str, jax.Array], config_BC: jax.Array) -> LossOutput:
-        """Return each row's loss and metrics.
+    def evaluate(
+        self,
+        target_logprobs: jax.Array,
+        inputs: Mapping[str, jax.Array],
+        config_BC: jax.Array,
+        start_BT: jax.Array | None = None,
+    ) -> LossOutput:
+        """Return each position's loss and metrics.
 
         `target_logprobs` [B, T] (or [B, T, K]) is what gradients flow through; `inputs` are the arrays of
-        `spec.inputs` in its shape (`target_tokens` is not read); `config_BC` has the columns `columns`.
+        `spec.inputs` in its shape (`target_tokens` is not read); `config_BC` has the columns `columns`;
+        `start_BT` is that of LossInputs.
         """
         assert config_BC.shape[1] == len(self.columns), f"{self.spec.name} has config columns {self.columns}"
         x = LossInputs(
@@ -119,11 +138,12 @@ class Loss:
             weights=inputs["weights"],
             sequence_ratio_mask=inputs.get("sequence_ratio_mask", jnp.zeros_like(target_logprobs)),
             sampled=inputs.get("sampled", jnp.zeros_like(target_logprobs)),
+            start_BT=start_BT,
         )
         config = LossConfig(columns=self.columns, values_BC=config_BC)
         loss = self.function(x, config) * x.weights
         means = self._policy_means(x, config) if self.is_policy_gradient else {}
-        return LossOutput(loss_B=_sum_rows(loss), means=means)
+        return LossOutput(loss_BT=loss if loss.ndim == 2 else loss.sum(axis=2), means=means)
 
     def _policy_means(self, x: LossInputs, config: LossConfig) -> dict[str, Mean]:
         """Return mean ratio, share of clipped ratios and distance to the sampler, over the positions that count."""
@@ -134,12 +154,7 @@ class Loss:
         if "clip_high_threshold" in self.columns:
             low = config["clip_low_threshold"] if "clip_low_threshold" in self.columns else 0.0
             values["clip_fraction"] = ((ratio < low) | (ratio > config["clip_high_threshold"])).astype(jnp.float32)
-        count_B = _sum_rows(x.counts.astype(jnp.float32))
+        count_BT = x.counts.astype(jnp.float32)
         return {
-            name: Mean(total_B=_sum_rows(jnp.where(x.counts, value, 0.0)), count_B=count_B)
-            for name, value in values.items()
+            name: Mean(total_BT=jnp.where(x.counts, value, 0.0), count_BT=count_BT) for name, value in values.items()
         }
-
-
-def _sum_rows(x: jax.Array) -> jax.Array:
-    return x.sum(axis=tuple(range(1, x.ndim)))

@@ -11,10 +11,10 @@ from skyrl_tx.losses.base import MAX_LOG_RATIO, POLICY_INPUTS, REQUIRED, Loss, L
 
 
 def sequence_log_ratio(x: LossInputs) -> jax.Array:
-    """Return each row's mean of l - q over its masked positions, [B, 1], without gradient; 0 for an empty mask."""
+    """Return the sequence's mean of l - q over its masked positions, without gradient; 0 for an empty mask."""
     mask = x.sequence_ratio_mask
-    total = jnp.sum(x.log_ratio(mask != 0) * mask, axis=1, keepdims=True)
-    count = jnp.sum(mask, axis=1, keepdims=True)
+    total = x.sum_sequences(x.log_ratio(mask != 0) * mask)
+    count = x.sum_sequences(mask)
     mean = jnp.where(count != 0, total / jnp.where(count != 0, count, 1.0), 0.0)
     return jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 

@@ -130,10 +130,14 @@ def forward(
     adapter: Adapter | None = None,
     adapter_B: jax.Array | None = None,
     *,
+    start_BT: jax.Array | None = None,
     remat: bool = False,
 ) -> jax.Array:
-    """Return the hidden states after the final norm, float32 [B, T, D], of rows padded at their right."""
-    hidden_BTD, _ = _run(params, config, tokens_BT, adapter, adapter_B, remat=remat, keep_keys=False)
+    """Return the hidden states after the final norm, float32 [B, T, D], of rows padded at their right.
+
+    A row may hold several sequences, one behind the other: `start_BT` says where that of each position begins.
+    """
+    hidden_BTD, _ = _run(params, config, tokens_BT, adapter, adapter_B, start_BT, remat=remat, keep_keys=False)
     return hidden_BTD
 
 
@@ -145,7 +149,7 @@ def prefill(
     adapter_B: jax.Array | None = None,
 ) -> tuple[jax.Array, KeyValues]:
     """Return what `forward` returns, and every layer's keys and values [L, B, K, T, H]."""
-    hidden_BTD, keys = _run(params, config, tokens_BT, adapter, adapter_B, remat=False, keep_keys=True)
+    hidden_BTD, keys = _run(params, config, tokens_BT, adapter, adapter_B, None, remat=False, keep_keys=True)
     assert keys is not None
     return hidden_BTD, keys
 
@@ -156,16 +160,18 @@ def _run(
     tokens_BT: jax.Array,
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
+    start_BT: jax.Array | None,
     *,
     remat: bool,
     keep_keys: bool,
 ) -> tuple[jax.Array, KeyValues | None]:
     dtype = params.embed.dtype
-    angles = config.rope.angles(jnp.arange(tokens_BT.shape[1]), config.head_dim)
+    position = jnp.arange(tokens_BT.shape[1])  # [T], or [B, T] where sequences begin within rows
+    angles = config.rope.angles(position if start_BT is None else position - start_BT, config.head_dim)
 
     def block(x_BTD: jax.Array, layer: LayerParams, rows: LayerAdapters, _: jax.Array):
         q_BTNH, k_BTKH, v_BTKH = _project_heads(x_BTD, layer, rows, config, angles)
-        mixed_BTNH = causal_attention(q_BTNH, k_BTKH, v_BTKH)
+        mixed_BTNH = causal_attention(q_BTNH, k_BTKH, v_BTKH, start_BT)
         kept = KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2)) if keep_keys else None
         return _finish_block(x_BTD, mixed_BTNH, layer, rows, config), kept
 

@@ -62,12 +62,12 @@ def batch(B=3, T=7):
     return logp, inputs
 
 
-def evaluate(name, logp, inputs, config=None):
+def evaluate(name, logp, inputs, config=None, start_BT=None):
     loss = LOSSES[name]
     values = {**loss.spec.config, **(config or {})}
     config_BC = jnp.tile(jnp.array([values[column] for column in loss.columns], jnp.float32), (logp.shape[0], 1))
     given = {key: jnp.asarray(inputs[key], jnp.float32) for key in loss.spec.inputs if key != "target_tokens"}
-    return loss.evaluate(logp, given, config_BC)
+    return loss.evaluate(logp, given, config_BC, start_BT)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -77,9 +77,9 @@ def test_value_and_gradient(name):
     rows = [{key: value[b] for key, value in inputs.items()} for b in range(len(logp))]
     expected = [reference(name, logp[b], rows[b], config, frozen=logp[b]) for b in range(len(logp))]
     output = evaluate(name, jnp.asarray(logp, jnp.float32), inputs, config)
-    np.testing.assert_allclose(output.loss_B, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output.loss_BT.sum(1), expected, rtol=1e-5, atol=1e-5)
 
-    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs, config).loss_B.sum())(jnp.asarray(logp, jnp.float32))
+    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs, config).loss_BT.sum())(jnp.asarray(logp, jnp.float32))
     step = 1e-6
     for b, t in np.ndindex(*logp.shape):
         nudge = step * np.eye(logp.shape[1])[t]
@@ -87,11 +87,22 @@ def test_value_and_gradient(name):
         assert float(gradient[b, t]) == pytest.approx((up - down) / (2 * step), rel=1e-4, abs=1e-4), (b, t)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_sequences_in_a_row_equal_rows_of_their_own(name):
+    logp, inputs = batch()
+    B, T = logp.shape
+    alone = evaluate(name, jnp.asarray(logp, jnp.float32), inputs, CONFIGS[name])
+    flat = {key: value.reshape(1, B * T) for key, value in inputs.items()}
+    start_BT = jnp.repeat(jnp.arange(B) * T, T)[None]
+    together = evaluate(name, jnp.asarray(logp.reshape(1, B * T), jnp.float32), flat, CONFIGS[name], start_BT)
+    np.testing.assert_allclose(together.loss_BT.reshape(B, T), alone.loss_BT, rtol=1e-6)
+
+
 def test_cross_entropy_takes_several_targets_per_position():
     g = np.random.default_rng(1)
     logp, weights = -g.uniform(0.1, 3.0, (2, 4, 3)), g.standard_normal((2, 4, 3))
     output = evaluate("cross_entropy", jnp.asarray(logp, jnp.float32), {"weights": weights})
-    np.testing.assert_allclose(output.loss_B, -(logp * weights).sum((1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(output.loss_BT.sum(1), -(logp * weights).sum((1, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -106,10 +117,10 @@ def test_what_does_not_count_never_spoils_the_rest(name, extreme):
     logp[0, 2] = extreme
     spoiled = jnp.asarray(logp, jnp.float32)
     output = evaluate(name, spoiled, inputs)
-    np.testing.assert_array_equal(output.loss_B, clean.loss_B)
+    np.testing.assert_array_equal(output.loss_BT.sum(1), clean.loss_BT.sum(1))
     for key, mean in output.means.items():
-        assert np.isfinite(mean.total_B).all(), key
-    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs).loss_B.sum())(spoiled)
+        assert np.isfinite(mean.total_BT).all(), key
+    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs).loss_BT.sum())(spoiled)
     assert np.isfinite(gradient).all() and gradient[0, 2] == 0
 
 
@@ -119,7 +130,7 @@ def test_stable_reinforce_without_a_penalty_ignores_sampled_positions_of_no_adva
     inputs["sampled"][0, 2], inputs["weights"][0, 2], inputs["advantages"][0, 2] = 1.0, 1.0, 0.0
     logp[0, 2] = extreme
     given = jnp.asarray(logp, jnp.float32)
-    value, gradient = jax.value_and_grad(lambda logp: evaluate("stable_reinforce", logp, inputs).loss_B.sum())(given)
+    value, gradient = jax.value_and_grad(lambda logp: evaluate("stable_reinforce", logp, inputs).loss_BT.sum())(given)
     assert np.isfinite(value) and np.isfinite(gradient).all() and gradient[0, 2] == 0
 
 
@@ -129,11 +140,11 @@ def test_stable_reinforce_truncates_at_two_and_reports_how_often():
     inputs |= {"logprobs": np.array([[-1.0, -3.0, -9.0]]), "sampled": np.array([[1.0, 1.0, 0.0]])}
     inputs["advantages"][0, 2] = 0.0
     output = evaluate("stable_reinforce", logp, inputs)
-    gradient = jax.grad(lambda logp: evaluate("stable_reinforce", logp, inputs).loss_B.sum())(logp)
+    gradient = jax.grad(lambda logp: evaluate("stable_reinforce", logp, inputs).loss_BT.sum())(logp)
     np.testing.assert_allclose(gradient, [[-1.0, -2.0, 0.0]], rtol=1e-6)
-    assert float(output.loss_B[0]) == pytest.approx(3.0)
+    assert float(output.loss_BT.sum()) == pytest.approx(3.0)
     clipped = output.means["clip_fraction"]
-    assert (float(clipped.total_B[0]), float(clipped.count_B[0])) == (1.0, 2.0)
+    assert (float(clipped.total_BT.sum()), float(clipped.count_BT.sum())) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy", "dro"}))
@@ -142,7 +153,7 @@ def test_a_huge_ratio_stays_finite(name, target):
     logp = jnp.array([[target, -1.0]])
     inputs = {key: np.array([[1.0, 1.0]]) for key in ("weights", "advantages", "sequence_ratio_mask", "sampled")}
     inputs["logprobs"] = np.array([[0.0, -1.0]])
-    value, gradient = jax.value_and_grad(lambda logp: evaluate(name, logp, inputs).loss_B.sum())(logp)
+    value, gradient = jax.value_and_grad(lambda logp: evaluate(name, logp, inputs).loss_BT.sum())(logp)
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
@@ -151,11 +162,11 @@ def test_metrics_add_up_over_counting_positions():
     output = evaluate("ppo", jnp.asarray(logp, jnp.float32), inputs, CONFIGS["ppo"])
     counts = (inputs["advantages"] != 0) & (inputs["weights"] != 0)
     ratio = np.exp(logp - inputs["logprobs"])
-    mean = {key: float(value.total_B.sum() / value.count_B.sum()) for key, value in output.means.items()}
+    mean = {key: float(value.total_BT.sum() / value.count_BT.sum()) for key, value in output.means.items()}
     assert mean["ratio"] == pytest.approx(ratio[counts].mean(), rel=1e-5)
     assert mean["kl_to_sampler"] == pytest.approx((inputs["logprobs"] - logp)[counts].mean(), rel=1e-4)
     assert mean["clip_fraction"] == pytest.approx(((ratio < 0.7) | (ratio > 1.4))[counts].mean())
-    np.testing.assert_array_equal(output.means["ratio"].count_B, counts.sum(1))
+    np.testing.assert_array_equal(output.means["ratio"].count_BT.sum(1), counts.sum(1))
 
 
 def test_rows_use_their_own_config_without_compiling_again():
@@ -166,6 +177,6 @@ def test_rows_use_their_own_config_without_compiling_again():
     mixed = evaluated(jnp.asarray(logp, jnp.float32), given, jnp.array([[0.1], [0.9]]))
     for row, beta in ((0, 0.1), (1, 0.9)):
         alone = evaluate("dro", jnp.asarray(logp, jnp.float32), inputs, {"beta": beta})
-        assert float(mixed.loss_B[row]) == pytest.approx(float(alone.loss_B[row]), rel=1e-6)
+        assert float(mixed.loss_BT[row].sum()) == pytest.approx(float(alone.loss_BT[row].sum()), rel=1e-6)
     evaluated(jnp.asarray(logp, jnp.float32), given, jnp.array([[0.3], [0.4]]))
     assert evaluated._cache_size() == 1

@@ -28,7 +28,7 @@ def test_logits_loss_and_gradients_with_an_adapter(reference):
         output = cross_entropy.evaluate(
             logprobs, {"weights": jnp.asarray(reference.inputs["weights"])}, jnp.zeros((len(targets), 0))
         )
-        return output.loss_B.sum(), (logprobs, models.logits(params, hidden, mine))
+        return output.loss_BT.sum(), (logprobs, models.logits(params, hidden, mine))
 
     evaluated = jax.value_and_grad(evaluate, argnums=1, has_aux=True)(reference.params, adapter.weights)
     (loss, (logprobs, logits)), gradients = evaluated

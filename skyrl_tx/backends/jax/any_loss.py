@@ -32,27 +32,36 @@ def number_of(name: str, ndim: int) -> np.int32:
 
 
 def evaluate(
-    number: jax.Array, target_logprobs: jax.Array, inputs: Mapping[str, jax.Array], config_BC: jax.Array
+    number: jax.Array,
+    target_logprobs: jax.Array,
+    inputs: Mapping[str, jax.Array],
+    config_BC: jax.Array,
+    start_BT: jax.Array | None = None,
 ) -> LossOutput:
-    """Return each row's loss and metrics; those that the loss does not report are zero (see `mean_names`)."""
+    """Return each position's loss and metrics; those that the loss does not report are zero (see `mean_names`)."""
     losses = losses_for(target_logprobs.ndim)
     names = sorted(set[str]().union(*(mean_names(loss.spec.name) for loss in losses)))
-    nothing = Mean(total_B=jnp.zeros(len(config_BC)), count_B=jnp.zeros(len(config_BC)))
+    zeros_BT = jnp.zeros(target_logprobs.shape[:2])
+    nothing = Mean(total_BT=zeros_BT, count_BT=zeros_BT)
 
     def branch(loss: Loss, logprobs: jax.Array) -> LossOutput:
         own = {name: inputs[name] for name in loss.spec.inputs if name != TARGETS}
-        output = loss.evaluate(logprobs, own, config_BC[:, : len(loss.columns)])
-        return LossOutput(loss_B=output.loss_B, means={name: output.means.get(name, nothing) for name in names})
+        output = loss.evaluate(logprobs, own, config_BC[:, : len(loss.columns)], start_BT)
+        return LossOutput(loss_BT=output.loss_BT, means={name: output.means.get(name, nothing) for name in names})
 
     branches = [lambda logprobs, loss=loss: branch(loss, logprobs) for loss in losses]
     return jax.lax.switch(number, branches, target_logprobs)
 
 
 def slope(
-    number: jax.Array, target_logprobs: jax.Array, inputs: Mapping[str, jax.Array], config_BC: jax.Array
+    number: jax.Array,
+    target_logprobs: jax.Array,
+    inputs: Mapping[str, jax.Array],
+    config_BC: jax.Array,
+    start_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Return the derivative of the summed loss by each log-probability."""
-    return jax.grad(lambda logprobs: evaluate(number, logprobs, inputs, config_BC).loss_B.sum())(target_logprobs)
+    return jax.grad(lambda x: evaluate(number, x, inputs, config_BC, start_BT).loss_BT.sum())(target_logprobs)
 
 
 def is_local(number: jax.Array, ndim: int) -> jax.Array:

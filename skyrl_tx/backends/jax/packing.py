@@ -2,8 +2,10 @@
 
 Legend: B rows, T positions, K targets per position, C config columns.
 
-A micro-batch never holds two requests, and its shape follows from the request's own lengths: so whatever else is on
-the device, the same request is computed by the same programs on the same shapes, and gives the same bits.
+A micro-batch is one row in which examples lie one behind the other, so that lengths cost next to nothing: they are
+data, and only the last row of a request is padded by more than a few positions. It never holds two requests, and its
+shape follows from the request's own lengths: so whatever else is on the device, the same request is computed by the
+same programs on the same shapes, and gives the same bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,17 +23,18 @@ from skyrl_tx.contract.results import MeanTerm, PassResult
 from skyrl_tx.losses import LOSSES, LossOutput
 
 SHORTEST = 32  # below this, padding costs less than another compilation
-_FINE_FROM = 128
-"""From here on an octave of lengths has four steps and not two: of random lengths from 20 to 700 a ninth is padding
-then, and was a fifth. Twice the programs for long rows is the price."""
+_STEPS = ((1024, 8), (128, 4))
+"""Above so many tokens an octave of lengths has so many steps; else two. Full micro-batches are nearly all of a large
+request, so that an eighth lost there is an eighth lost."""
 
 
 @struct.dataclass
 class MicroBatch:
-    """What one call computes, as host arrays. Padding, in rows and positions, is zero everywhere: weightless."""
+    """What one call computes, as host arrays with B = 1. Padding is zero everywhere: weightless."""
 
     loss: Any  # int32 scalar: its number, see any_loss
     tokens_BT: Any  # int32
+    start_BT: Any  # int32: where the example of each position begins; padding is one more of its own
     targets: Any  # int32 [B, T], or [B, T, K] where examples have several targets per position
     inputs: dict[str, Any]  # float32, in the shape of `targets`: all that any loss reads
     config_BC: Any  # float32
@@ -39,80 +42,95 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One micro-batch of a plan: which examples, in which rows of which shape."""
+    """One micro-batch of a plan: which examples, where each begins, in which shape."""
 
-    rows: tuple[int, ...]
-    num_rows: int
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
     length: int
     num_targets: int
 
     def __post_init__(self) -> None:
-        assert 0 < len(self.rows) <= self.num_rows
+        assert 0 < len(self.members) == len(self.starts)
 
 
 def row_length(size: int) -> int:
     """Return how long a row is made that holds `size` tokens."""
-    coarse = bucket(size, SHORTEST)
-    if coarse <= _FINE_FROM:
-        return coarse
-    step = _FINE_FROM // 4
-    while 8 * step < size:  # an octave ends at eight of its steps
-        step *= 2
-    return -(-size // step) * step
+    octave = next_power(size) // 2  # it ends at twice that
+    for above, num_steps in _STEPS:
+        if size > above:
+            step = octave // num_steps
+            return -(-size // step) * step
+    return bucket(size, SHORTEST)
 
 
-def row_counts(length: int, budget: int) -> list[int]:
-    """Return how many rows a micro-batch of that row length may have: all that fit, or a power of two below."""
-    limit = max(1, budget // length)
-    return sorted({limit, *(1 << power for power in range(limit.bit_length()))}, reverse=True)
+def micro_batch_length(size: int, budget: int) -> int:
+    """Return how long the row of a micro-batch is that holds `size` tokens."""
+    return min(row_length(size), budget) if size <= budget else row_length(size)
 
 
 def plan(examples: Sequence[PassExample], budget: int) -> list[Slab]:
-    """Return the micro-batches of one request, `budget` tokens each, or one row where a row is longer.
+    """Return the micro-batches of one request, `budget` tokens each, or one example where that is longer.
 
-    Longest rows first, neighbours in length together, and none in a slab over twice its bucket: at most about half
-    of a slab is padding in length.
+    Every example, the longest first, goes where it is the first to fit (Johnson 1974, "first fit decreasing": within
+    11/9 of the fewest micro-batches). Those in one micro-batch share their config and their number of targets, or
+    nearly.
     """
-    order = sorted(range(len(examples)), key=lambda i: (-_num_targets(examples[i]), -examples[i].tokens.size, i))
-    slabs: list[Slab] = []
-    while order:
-        first = examples[order[0]]
-        num_targets = next_power(_num_targets(first))
-        length = row_length(first.tokens.size)
-        limit = max(1, budget // length)
-        rows: list[int] = []
-        for index in order[:limit]:
-            example = examples[index]
-            if next_power(_num_targets(example)) != num_targets or 2 * row_length(example.tokens.size) < length:
-                break
-            rows.append(index)
-        slabs.append(Slab(tuple(rows), min(next_power(len(rows)), limit), length, num_targets))
-        order = order[len(rows) :]
-    return slabs
+    sizes = [example.tokens.size for example in examples]
+    open_rows: dict[tuple[Any, ...], list[_Row]] = {}
+    for index in sorted(range(len(examples)), key=lambda i: (-sizes[i], i)):
+        example = examples[index]
+        num_targets = next_power(_num_targets(example))
+        rows = open_rows.setdefault((num_targets, *sorted(example.loss_config.items())), [])
+        row = next((row for row in rows if row.size + sizes[index] <= budget), None)
+        if row is None:
+            row = _Row([], [], 0, num_targets)
+            rows.append(row)
+        row.members.append(index)
+        row.starts.append(row.size)
+        row.size += sizes[index]
+    return [
+        Slab(tuple(row.members), tuple(row.starts), micro_batch_length(row.size, budget), row.num_targets)
+        for rows in open_rows.values()
+        for row in rows
+    ]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A micro-batch that is being filled."""
+
+    members: list[int]
+    starts: list[int]
+    size: int
+    num_targets: int
 
 
 def fill(slab: Slab, examples: Sequence[PassExample]) -> MicroBatch:
     """Copy a slab's examples into arrays of its shape."""
-    B, T, K = slab.num_rows, slab.length, slab.num_targets
-    shape = (B, T) if K == 1 else (B, T, K)
-    loss = LOSSES[examples[slab.rows[0]].loss]
+    T, K = slab.length, slab.num_targets
+    shape = (1, T) if K == 1 else (1, T, K)
+    first = examples[slab.members[0]]
+    loss = LOSSES[first.loss]
     batch = MicroBatch(
         loss=number_of(loss.spec.name, len(shape)),
-        tokens_BT=np.zeros((B, T), np.int32),
+        tokens_BT=np.zeros((1, T), np.int32),
+        start_BT=np.zeros((1, T), np.int32),
         targets=np.zeros(shape, np.int32),
         inputs={name: np.zeros(shape, np.float32) for name in INPUTS},
-        config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
+        config_BC=np.zeros((1, NUM_COLUMNS), np.float32),
     )
-    for row, index in enumerate(slab.rows):
+    end = 0
+    for index, start in zip(slab.members, slab.starts, strict=True):
         example = examples[index]
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
-        batch.tokens_BT[row, : example.tokens.size] = example.tokens
-        _put(batch.targets[row], example.loss_inputs[TARGETS])
+        end = start + example.tokens.size
+        batch.tokens_BT[0, start:end] = example.tokens
+        batch.start_BT[0, start:end] = start
+        _put(batch.targets[0, start:end], example.loss_inputs[TARGETS])
         for name in loss.spec.inputs.keys() - {TARGETS}:
-            _put(batch.inputs[name][row], example.loss_inputs[name])
-        batch.config_BC[row, : len(loss.columns)] = [example.loss_config[column] for column in loss.columns]
-    # A loss may divide by its config: 0 / 0 of an empty row would be NaN in the sum, so it gets a valid config.
-    batch.config_BC[len(slab.rows) :] = batch.config_BC[0]
+            _put(batch.inputs[name][0, start:end], example.loss_inputs[name])
+    batch.start_BT[0, end:] = end
+    batch.config_BC[0, : len(loss.columns)] = [first.loss_config[column] for column in loss.columns]
     return batch
 
 
@@ -120,13 +138,24 @@ def read_results(
     slab: Slab, examples: Sequence[PassExample], logprobs: Float32Array, loss: LossOutput
 ) -> Iterator[tuple[int, PassResult]]:
     """Yield (index of the example, its result) from what the slab's micro-batch gave, on the host."""
-    for row, index in enumerate(slab.rows):
+    names = mean_names(examples[slab.members[0]].loss)
+    for index, start in zip(slab.members, slab.starts, strict=True):
         shape = examples[index].loss_inputs[TARGETS].shape
-        own = logprobs[row, : shape[0]] if logprobs.ndim == 2 else logprobs[row, : shape[0], : shape[1]]
-        named = {name: loss.means[name] for name in mean_names(examples[index].loss)}
-        means = {name: MeanTerm(float(mean.total_B[row]), float(mean.count_B[row])) for name, mean in named.items()}
+        here = slice(start, start + shape[0])
+        own = logprobs[0, here] if logprobs.ndim == 2 else logprobs[0, here, : 1 if len(shape) == 1 else shape[1]]
+        means = {
+            name: MeanTerm(_total(loss.means[name].total_BT[0, here]), _total(loss.means[name].count_BT[0, here]))
+            for name in names
+        }
         # A copy: a view would keep the whole micro-batch alive, padding and all.
-        yield index, PassResult(logprobs=own.reshape(shape).copy(), sums={"loss": float(loss.loss_B[row])}, means=means)
+        yield (
+            index,
+            PassResult(logprobs=own.reshape(shape).copy(), sums={"loss": _total(loss.loss_BT[0, here])}, means=means),
+        )
+
+
+def _total(x: Any) -> float:
+    return float(np.sum(x, dtype=np.float64))
 
 
 def _num_targets(example: PassExample) -> int:
@@ -135,8 +164,8 @@ def _num_targets(example: PassExample) -> int:
 
 
 def _put(into: NumberArray, array: NumberArray) -> None:
-    """Write [T] or [T, K] into the beginning of a row [T'] or [T', K']."""
+    """Write [T] or [T, K] into [T] or the beginning of each position of [T, K']."""
     if into.ndim == 1:
-        into[: array.shape[0]] = array.reshape(array.shape[0])
+        into[:] = array.reshape(array.shape[0])
     else:
-        into[: array.shape[0], : array.shape[1]] = array
+        into[:, : array.shape[1]] = array

@@ -18,7 +18,7 @@ from skyrl_tx.losses import LossOutput
 
 @struct.dataclass
 class Outputs:
-    """What a micro-batch gives: log-probabilities in the shape of its targets, and each row's loss and metrics."""
+    """What a micro-batch gives: log-probabilities in the shape of its targets, and each position's loss and metrics."""
 
     logprobs: jax.Array
     loss: LossOutput
@@ -29,9 +29,9 @@ def forward(
     params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
 ) -> Outputs:
     """Compute one micro-batch."""
-    hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter)
+    hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, start_BT=batch.start_BT)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-    return Outputs(logprobs, any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC))
+    return Outputs(logprobs, any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT))
 
 
 @partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total")
@@ -47,12 +47,14 @@ def accumulate(
     """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused."""
 
     def hidden_of(weights: AdapterWeights) -> jax.Array:
-        return models.forward(params, config, batch.tokens_BT, Adapter(weights, adapter.scale), remat=remat)
+        own = Adapter(weights, adapter.scale)
+        return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
 
     hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
     logprobs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)
     (d_blocks,) = backward(d_hidden_BTD)
-    outputs = Outputs(logprobs, any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC))
+    loss = any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
+    outputs = Outputs(logprobs, loss)
     return add(total, d_blocks | d_unembed), outputs
 
 
@@ -68,7 +70,7 @@ def _head(
 
     def slopes_of_rows() -> jax.Array:
         logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-        return any_loss.slope(batch.loss, logprobs, batch.inputs, batch.config_BC)
+        return any_loss.slope(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
 
     def slope(logprobs: jax.Array, pieces: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
         known, inputs = pieces

@@ -1,6 +1,6 @@
 """Run every common shape once, so that no request waits for a compiler.
 
-Common is: one target per position, the SDK's default rank, every length and number of rows of a micro-batch; and in
+Common is: one target per position, the SDK's default rank, every length of a micro-batch; and in
 sampling every prompt and cache length, from the base model and from an adapter.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from skyrl_tx.backends.jax.buckets import bucket
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.packing import SHORTEST, row_counts, row_length
+from skyrl_tx.backends.jax.packing import SHORTEST, micro_batch_length
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
@@ -31,8 +31,8 @@ def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int) -> Non
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(DEFAULT_RANK, config.max_lora_rank), seed=0)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
     num_shapes = 0
-    for num_rows, length in training_shapes(config, max_length):
-        batch = _training_batch(model, num_rows, length)
+    for length in training_lengths(config, max_length):
+        batch = _training_batch(model, length, max_length)
         backend.forward(batch)
         backend.forward_backward(batch)
         num_shapes += 1
@@ -45,11 +45,10 @@ def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int) -> Non
     log.info("warm-up: %d training shapes in %.1f s", num_shapes, time.monotonic() - began)
 
 
-def training_shapes(config: JaxConfig, max_length: int) -> Iterator[tuple[int, int]]:
-    """Yield rows and the longest length of every micro-batch shape with one target per position."""
-    for length in _ascending(row_length, max_length):
-        for num_rows in row_counts(row_length(length), config.micro_batch_tokens):
-            yield num_rows, length
+def training_lengths(config: JaxConfig, max_length: int) -> Iterator[int]:
+    """Yield the most tokens that a micro-batch of each length holds."""
+    budget = config.micro_batch_tokens
+    return _ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
 
 
 def _prompt_lengths(max_length: int) -> Iterator[int]:
@@ -65,8 +64,14 @@ def _ascending(rounded_up: Callable[[int], int], last: int) -> Iterator[int]:
     yield last
 
 
-def _training_batch(model: ModelId, num_rows: int, length: int) -> PreparedModelPassBatch:
-    example = PassExample(
+def _training_batch(model: ModelId, num_tokens: int, max_length: int) -> PreparedModelPassBatch:
+    """Return as many examples as it takes for one micro-batch of so many tokens."""
+    lengths = [min(max_length, num_tokens - start) for start in range(0, num_tokens, max_length)]
+    return PreparedModelPassBatch(examples=tuple(_training_example(model, length) for length in lengths))
+
+
+def _training_example(model: ModelId, length: int) -> PassExample:
+    return PassExample(
         request_id=RequestId(NAME),
         model_id=model,
         tokens=np.zeros(length, np.int32),
@@ -74,7 +79,6 @@ def _training_batch(model: ModelId, num_rows: int, length: int) -> PreparedModel
         loss_inputs={"target_tokens": np.zeros(length, np.int32), "weights": np.ones(length, np.float32)},
         loss_config={},
     )
-    return PreparedModelPassBatch(examples=(example,) * num_rows)
 
 
 def _sample_request(sampler: SamplerId | None, length: int, num_samples: int) -> SampleRequest:

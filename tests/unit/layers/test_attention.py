@@ -56,6 +56,34 @@ def test_blocks_change_neither_value_nor_gradient(query_block, key_block):
         np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [21, DENSE_LENGTH + 40])
+def test_sequences_in_a_row_do_not_see_each_other(length):
+    q, k, v = heads(T=length, B=2)
+    starts = ([0, 1, length // 3, length // 2], [0, length - 2])
+    start_BT = np.zeros((2, length), np.int32)
+    for row, places in zip(start_BT, starts, strict=True):
+        for place in places:
+            row[place:] = place
+    got = causal_attention(q, k, v, jnp.asarray(start_BT))
+    for b, places in enumerate(starts):
+        for start, end in zip(places, [*places[1:], length], strict=True):
+            alone = by_definition(*(x[b : b + 1, start:end] for x in (q, k, v)))
+            np.testing.assert_allclose(got[b : b + 1, start:end], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(("query_block", "key_block"), [(4, 8), (8, 4), (32, 32)])
+def test_blocks_change_no_gradient_of_sequences_in_a_row(query_block, key_block):
+    x = grouped(*heads(T=21))
+    start_BT = jnp.asarray([[0] * 9 + [9] * 2 + [11] * 10, [0] * 3 + [3] * 18])
+    blocked = partial(flash_attention, query_block=query_block, key_block=key_block)
+    whole, cut = (
+        jax.grad(lambda x, attend=attend: jnp.sin(attend(*x, start_BT)).sum())(x)
+        for attend in (dense_attention, blocked)
+    )
+    for a, b in zip(whole, cut, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
+
+
 def test_long_rows_stay_within_memory():
     """With 16,384 tokens the scores of all pairs would take 4 GiB for four heads."""
     shapes = [jax.ShapeDtypeStruct((1, 16384, n, 8), jnp.float32) for n in (4, 1, 1)]

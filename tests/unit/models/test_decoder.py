@@ -54,6 +54,18 @@ def test_padding_at_the_right_changes_nothing(loaded):
     )
 
 
+def test_sequences_in_a_row_equal_rows_of_their_own(each_family):
+    x, adapter = tokens(3, 40), each_family.adapter(1)
+    alone = forward(each_family.params, each_family.config, x, adapter)
+    lengths = [40, 7, 25]
+    row = np.concatenate([each[:length] for each, length in zip(x, lengths, strict=True)])[None]
+    starts = np.cumsum([0, *lengths[:-1]])
+    start_BT = np.repeat(starts, lengths).astype(np.int32)[None]
+    together = forward(each_family.params, each_family.config, row, adapter, start_BT=start_BT)[0]
+    for each, start, length in zip(alone, starts, lengths, strict=True):
+        np.testing.assert_allclose(together[start : start + length], each[:length], atol=2e-5)
+
+
 def test_decoding_equals_the_whole_row(each_family):
     config = each_family.config
     first = each_family.adapter(1)

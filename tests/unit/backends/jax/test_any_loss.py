@@ -32,12 +32,12 @@ def test_the_number_chooses_the_loss(name, ndim):
 
     expected = theirs(logprobs)
     got = ours(logprobs)
-    np.testing.assert_allclose(got.loss_B, expected.loss_B, rtol=1e-6)
+    np.testing.assert_allclose(got.loss_BT, expected.loss_BT, rtol=1e-6)
     assert any_loss.mean_names(name) == set(expected.means)
     for each, mean in expected.means.items():
-        np.testing.assert_allclose(got.means[each].total_B, mean.total_B, rtol=1e-6)
-    gradient = jax.grad(lambda x: ours(x).loss_B.sum())(jnp.asarray(logprobs))
-    wanted = jax.grad(lambda x: theirs(x).loss_B.sum())(jnp.asarray(logprobs))
+        np.testing.assert_allclose(got.means[each].total_BT, mean.total_BT, rtol=1e-6)
+    gradient = jax.grad(lambda x: ours(x).loss_BT.sum())(jnp.asarray(logprobs))
+    wanted = jax.grad(lambda x: theirs(x).loss_BT.sum())(jnp.asarray(logprobs))
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
 

@@ -1,5 +1,7 @@
 """Plans: every example once, few shapes, little padding, and nothing but the request's own lengths decides."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,9 +45,21 @@ def test_powers():
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(1, 32), (49, 64), (65, 96), (128, 128), (129, 160), (161, 192), (256, 256), (257, 320), (700, 768), (1025, 1280)],
+    [
+        (1, 32),
+        (49, 64),
+        (65, 96),
+        (128, 128),
+        (129, 160),
+        (161, 192),
+        (256, 256),
+        (257, 320),
+        (700, 768),
+        (1025, 1152),
+        (1900, 1920),
+    ],
 )
-def test_rows_have_four_lengths_an_octave_from_128_on(size, expected):
+def test_rows_have_four_lengths_an_octave_from_128_on_and_eight_from_1024(size, expected):
     assert packing.row_length(size) == expected
 
 
@@ -56,40 +70,49 @@ def test_a_row_is_a_quarter_longer_than_need_be_at_most(size):
     assert length <= 1.25 * size + 1 or length <= 128
 
 
-def test_rows_are_all_that_fit_or_a_power_of_two():
-    assert packing.row_counts(320, 2048) == [6, 4, 2, 1]
-    assert packing.row_counts(256, 2048) == [8, 4, 2, 1]
-    assert packing.row_counts(4096, 2048) == [1]
+SIZES = st.lists(st.tuples(st.integers(1, 1500), st.sampled_from([None, 1, 2, 3])), min_size=1, max_size=40)
 
 
-@given(st.lists(st.tuples(st.integers(1, 1500), st.sampled_from([None, 1, 2, 3])), min_size=1, max_size=40))
+@given(SIZES)
 def test_a_plan_holds_every_example_once_within_bounds(sizes):
     examples = [example(length, num_targets) for length, num_targets in sizes]
     slabs = packing.plan(examples, BUDGET)
-    assert sorted(index for slab in slabs for index in slab.rows) == list(range(len(examples)))
+    assert sorted(index for slab in slabs for index in slab.members) == list(range(len(examples)))
     for slab in slabs:
-        lengths = [examples[index].tokens.size for index in slab.rows]
-        assert max(lengths) <= slab.length == packing.row_length(max(lengths))
-        assert all(2 * packing.row_length(length) >= slab.length for length in lengths)
-        assert slab.num_rows in packing.row_counts(slab.length, BUDGET)
-        assert slab.num_rows < 2 * len(slab.rows)
-        assert slab.num_rows == 1 or slab.num_rows * slab.length <= BUDGET
+        lengths = [examples[index].tokens.size for index in slab.members]
+        assert slab.starts == tuple(np.cumsum([0, *lengths[:-1]]))
+        assert slab.length == packing.micro_batch_length(sum(lengths), BUDGET) >= sum(lengths)
+        assert len(lengths) == 1 or slab.length <= BUDGET
 
 
-def test_equal_lengths_fill_the_budget():
-    slabs = packing.plan([example(100) for _ in range(20)], BUDGET)
-    assert [(slab.num_rows, slab.length, len(slab.rows)) for slab in slabs] == [(8, 128, 8), (8, 128, 8), (4, 128, 4)]
+@given(SIZES)
+def test_no_two_micro_batches_of_a_kind_would_fit_in_one(sizes):
+    examples = [example(length) for length, _ in sizes]
+    sums = sorted(sum(examples[index].tokens.size for index in slab.members) for slab in packing.plan(examples, BUDGET))
+    assert len(sums) == 1 or sums[0] + sums[1] > BUDGET
 
 
-def test_padding_is_weightless():
+def test_random_lengths_fill_the_budget():
+    lengths = np.random.default_rng(0).integers(20, 700, 256, endpoint=True)
+    slabs = packing.plan([example(length) for length in lengths.tolist()], 2048)
+    assert lengths.sum() / sum(slab.length for slab in slabs) > 0.97
+
+
+def test_other_configs_lie_apart():
+    given = [example(10), replace(example(10), loss_config={"x": 1.0}), example(12)]
+    assert [slab.members for slab in packing.plan(given, BUDGET)] == [(2, 0), (1,)]
+
+
+def test_examples_lie_one_behind_the_other_and_padding_is_weightless():
     examples = [example(40), example(33), example(35)]
     [slab] = packing.plan(examples, BUDGET)
     batch = packing.fill(slab, examples)
-    assert batch.tokens_BT.shape == batch.targets.shape == (4, 48)
-    assert slab.rows == (0, 2, 1)
-    np.testing.assert_array_equal(batch.tokens_BT[1, :35], examples[2].tokens)
+    assert batch.tokens_BT.shape == batch.targets.shape == (1, 128)
+    assert (slab.members, slab.starts) == ((0, 2, 1), (0, 40, 75))
+    np.testing.assert_array_equal(batch.tokens_BT[0, 40:75], examples[2].tokens)
+    np.testing.assert_array_equal(batch.start_BT[0], [0] * 40 + [40] * 35 + [75] * 33 + [108] * 20)
     assert batch.inputs["weights"].sum() == 0.5 * (40 + 33 + 35)
-    assert not batch.tokens_BT[1, 35:].any() and not batch.inputs["weights"][3].any()
+    assert not batch.tokens_BT[0, 108:].any() and not batch.inputs["weights"][0, 108:].any()
     assert not batch.inputs["advantages"].any()
 
 
@@ -98,9 +121,10 @@ def test_results_come_back_in_the_shape_of_the_targets(num_targets):
     examples = [example(5, num_targets), example(9, num_targets)]
     [slab] = packing.plan(examples, BUDGET)
     batch = packing.fill(slab, examples)
-    unrelated = Mean(total_B=np.array([1.0, 2.0]), count_B=np.array([3.0, 4.0]))
-    output = LossOutput(loss_B=np.array([7.0, 8.0]), means={"ratio": unrelated})
+    loss_BT = np.zeros(batch.tokens_BT.shape, np.float32)
+    loss_BT[0, [0, 8, 9, 13]] = [3.0, 4.0, 6.0, 2.0]
+    output = LossOutput(loss_BT=loss_BT, means={"ratio": Mean(total_BT=loss_BT, count_BT=loss_BT)})
     results = dict(packing.read_results(slab, examples, batch.targets.astype(np.float32), output))
     for index, one in enumerate(examples):
         np.testing.assert_array_equal(results[index].logprobs, one.loss_inputs["target_tokens"])
-    assert results[1].sums == {"loss": 7.0} and results[1].means == {}
+    assert (results[1].sums, results[0].sums) == ({"loss": 7.0}, {"loss": 8.0}) and results[1].means == {}

@@ -21,8 +21,9 @@ CONFIG = JaxConfig(
 )
 
 
-def test_shapes_are_those_of_the_plan():
-    assert list(warmup.training_shapes(CONFIG, 64)) == [(2, 32), (1, 32), (1, 48), (1, 64)]
+def test_lengths_are_those_of_the_plan():
+    assert list(warmup.training_lengths(CONFIG, 32)) == [32, 48, 64]
+    assert list(warmup.training_lengths(CONFIG, 128)) == [32, 48, 64, 96, 128]
 
 
 def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
@@ -39,8 +40,8 @@ def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        for num_rows, length in ((2, 7), (1, 30), (3, 20), (5, 32)):
-            batch = warmup._training_batch(model, num_rows, length)
+        for num_tokens, longest in ((14, 7), (30, 32), (60, 20), (160, 32)):
+            batch = warmup._training_batch(model, num_tokens, longest)
             assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
             backend.forward(batch)
             backend.optim_step(model, OptimizerParams())
