@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import describe_params, find_family
 from skyrl_tx.testing.tiny_models import write_model
@@ -57,6 +59,42 @@ def test_tensors_land_where_they_belong(directory):
         np.testing.assert_array_equal(params.layers.down_proj[layer], tensors[f"{prefix}.mlp.down_proj.weight"].T)
         np.testing.assert_array_equal(params.layers.q_norm[layer], tensors[f"{prefix}.self_attn.q_norm.weight"])
     assert params.layers.q_bias is None and "layers.q_bias" not in flatten(params)
+
+
+def cached(hub, name, directory, revision):
+    """Put a model into a cache of the hub as its newest revision: files under their content, links to them by name."""
+    repository = hub / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / revision
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(revision)
+    (repository / "blobs").mkdir(exist_ok=True)
+    snapshot.mkdir(parents=True)
+    for path in directory.iterdir():
+        blob = repository / "blobs" / f"{revision}-{path.name}"
+        blob.write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(blob)
+
+
+def test_a_model_of_the_hub_is_identified_by_its_files(tmp_path, monkeypatch):
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    local = write_model(tmp_path / "local")
+    cached(hub, "someone/tiny", local, "0" * 40)
+    expected = hf.identity(local)
+
+    def hash_of(name):
+        backend = JaxBackend(name, JaxConfig(compile_cache_dir=None, max_context_length=64))
+        started = backend.start().base_model_hash
+        backend.close()
+        return started
+
+    assert hash_of("someone/tiny") == hash_of(str(local)) == expected, "by whatever name it comes"
+    rewrite(local, lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"] + 1}))
+    cached(hub, "someone/tiny", local, "1" * 40)
+    assert hash_of("someone/tiny") == hf.identity(local) != expected, "a new revision is another base"
+    cached(hub, "someone/copy", local, "2" * 40)
+    assert hash_of("someone/copy") == hf.identity(local), "a copy under another name is the same base"
 
 
 def test_shards_equal_the_single_file(directory):
