@@ -8,7 +8,6 @@ from collections.abc import Callable
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine import sessions
 from skyrl_tx.engine.answers import Answers
@@ -16,6 +15,7 @@ from skyrl_tx.engine.handlers import handle
 from skyrl_tx.engine.jobs import Jobs
 from skyrl_tx.engine.passes import Passes
 from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.engine.remake import make_samplers_again
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import Sampling
@@ -24,7 +24,7 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.state import StatePublisher
 from skyrl_tx.engine.unnamed import WriteBehind
 from skyrl_tx.engine.work import BARRIER_KINDS, Work, work_of
-from skyrl_tx.store import cancellations, engine_state, futures, samplers
+from skyrl_tx.store import cancellations, engine_state, futures
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Engine:
             )
             self._store.write(cancellations.forget)  # they are answered, so they will not be read
             loop = _Loop(room, self._artifacts)
-            loop.make_samplers_again()
+            make_samplers_again(room)
             state.load = loop.sample_load()
             state.say("ready", capabilities)
             on_ready(capabilities)
@@ -109,16 +109,6 @@ class _Loop:
         self._position = 0
         self._is_busy = False
         self._housekeeping_at = time.monotonic()
-
-    def make_samplers_again(self) -> None:
-        """Bring back the models whose unnamed samplers an engine's end kept from the disk: the replay makes them."""
-        unnamed = self._room.store.read(samplers.unnamed)
-        lost = {model_id for model_id, sampler in unnamed if not self._room.recovery.has_sampler(sampler)}
-        for model_id in sorted(lost):
-            try:
-                self._room.models.ensure([model_id])
-            except RequestError as error:
-                _log.error("unnamed samplers of model %s are lost: %s", model_id, error)
 
     def turn(self) -> bool:
         """Do a little of everything; whether there was anything to do."""

@@ -13,7 +13,7 @@ from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, Artif
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import ServerError, UserError
+from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
@@ -94,8 +94,10 @@ class Recovery:
                 if (sampler := self._lost_sampler(work)) is not None:
                     snapshot = self._backend.capture(model_id, {StatePart.WEIGHTS})
                     keep_sampler(sampler, model_id, effect.effect_order or 0, snapshot)
-        except ServerError:
-            self._backend.delete_model(model_id)
+        except BackendLost:
+            raise
+        except Exception:
+            self._backend.delete_model(model_id)  # half a model is none
             raise
         if row is not None or effects:
             elapsed = time.monotonic() - started

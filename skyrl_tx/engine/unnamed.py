@@ -5,6 +5,7 @@ replay makes it again, and no snapshot that contains it is recorded before its f
 """
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class WriteBehind:
         self._store = store
         self._max_unwritten = max_unwritten
         self._owed: dict[SamplerId, _Owed] = {}
+        self._given_up: dict[SamplerId, str] = {}
 
     def check_room(self) -> None:
         """Raise ServerError while the disk takes none of what is owed to it."""
@@ -50,6 +52,7 @@ class WriteBehind:
         """Begin to write a sampler, once. When many are being written, its model waits for this one."""
         if sampler in self._owed:
             return
+        self._given_up.pop(sampler, None)
         self._owed[sampler] = _Owed(model_id=model_id, effect_order=effect_order, snapshot=snapshot)
         self._begin(sampler, hold=model_id if len(self._owed) > self._max_unwritten else None)
 
@@ -60,8 +63,14 @@ class WriteBehind:
                 owed.error = None
                 self._begin(sampler)
 
+    def give_up(self, lost: Iterable[SamplerId], reason: str) -> None:
+        """Note why samplers are not there; until their model is brought back after all."""
+        self._given_up.update(dict.fromkeys(lost, reason))
+
     def source(self, sampler: SamplerId) -> Snapshot | None:
-        """The weights of a sampler whose files are not there yet."""
+        """The weights of a sampler whose files are not there yet; raises ServerError for one that was given up."""
+        if sampler in self._given_up:
+            raise ServerError(self._given_up[sampler])
         owed = self._owed.get(sampler)
         return None if owed is None else owed.snapshot
 

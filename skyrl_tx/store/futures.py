@@ -120,6 +120,7 @@ _ANSWER = (
         result=bindparam("data"),
         effect_order=bindparam("effect"),
         completed_at=bindparam("now"),
+        attempts=0,  # counted anew where it is repeated
         answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
     )
 )
@@ -188,6 +189,16 @@ def mark_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
     attempted = {"attempts": col(RequestRow.attempts) + 1}
     for some in _in_parts(request_ids):
         tx.connection().execute(update(RequestRow).where(col(RequestRow.request_id).in_(some)).values(attempted))
+
+
+def attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
+    """How often the one of these that was tried most was tried."""
+    most = func.max(col(RequestRow.attempts))
+    found = [
+        tx.connection().execute(select(most).where(col(RequestRow.request_id).in_(some))).scalar_one_or_none() or 0
+        for some in _in_parts(request_ids)
+    ]
+    return max(found, default=0)
 
 
 def release_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:

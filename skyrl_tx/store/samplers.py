@@ -1,11 +1,12 @@
 """Sampling sessions: what clients sample from."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 from sqlalchemy import update
 from sqlmodel import Session, col, select
 
-from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store.tables import SamplingSessionRow
 
 
@@ -62,11 +63,24 @@ def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> No
     tx.flush()
 
 
-def unnamed(tx: Session) -> list[tuple[ModelId, SamplerId]]:
-    """Samplers of unnamed saves that are kept, and their models."""
-    columns = col(SamplingSessionRow.model_id), col(SamplingSessionRow.sampler_id)
-    kept = select(*columns).where(columns[0].is_not(None), columns[1].is_not(None)).distinct()
-    return [(ModelId(str(model_id)), SamplerId(str(sampler))) for model_id, sampler in tx.exec(kept)]
+@dataclass(frozen=True, slots=True)
+class Unnamed:
+    """An unnamed save and the sampler that its session has now: its own, or if it follows its model a later one."""
+
+    model_id: ModelId
+    sampler_id: SamplerId
+    request_id: RequestId
+
+
+def unnamed(tx: Session) -> list[Unnamed]:
+    """Unnamed saves whose sessions have a sampler."""
+    columns = (
+        col(SamplingSessionRow.model_id),
+        col(SamplingSessionRow.sampler_id),
+        col(SamplingSessionRow.request_id),
+    )
+    kept = select(*columns).where(*(column.is_not(None) for column in columns))
+    return [Unnamed(*row) for row in tx.connection().execute(kept)]
 
 
 def set_size(tx: Session, model_id: ModelId, sampler: SamplerId, size_bytes: int) -> None:

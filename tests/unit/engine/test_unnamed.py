@@ -205,3 +205,72 @@ def test_samplers_outlive_an_unloaded_model(house):
     house.run(house.submit(UnloadModel(), model_id=model_id, seq_id=2))
     assert house.artifacts.has(row_of(house, 0).sampler_id)
     assert drawn(house, 0)
+
+
+class Deadly(FakeBackend):
+    """Cannot take a step, however it is asked for."""
+
+    num_steps = 0
+
+    def optim_step(self, model_id, params):
+        self.num_steps += 1
+        raise BackendLost("unplugged")
+
+
+def lost_sampler(house):
+    """A model whose only sampler has no files: its engine ended before the disk took them."""
+    model_id, _ = house.create()
+    disk = Disk(house)
+    disk.before = fail
+    house.run(*train_and_save(house, model_id, last=1))
+    assert disk.num_refused
+    disk.before = lambda: None
+    return model_id
+
+
+def test_a_replay_at_start_that_ends_engines_is_given_up(house, caplog):
+    model_id = lost_sampler(house)
+    wanted = house.submit(sample(sampler=row_of(house, 0).sampler_id))
+    beside = house.submit(sample())
+    for _ in range(house.settings.max_attempts):
+        with pytest.raises(BackendLost):
+            house.run(wanted, backend=Deadly("tiny", house.config))
+    last = Deadly("tiny", house.config)
+    house.run(wanted, beside, backend=last)
+    assert last.num_steps == 0, "it is not tried once more"
+    failure = house.result(wanted)
+    assert failure.category == ErrorCategory.SERVER
+    assert "its unnamed weights are lost: the engine ended 3 times while it made them again" in failure.message
+    assert f"1 unnamed samplers of model {model_id} are lost" in caplog.text
+    assert house.result(beside).sequences, "others are served"
+
+
+def test_what_was_given_up_is_made_again_with_its_model(house, undisturbed):
+    model_id = lost_sampler(house)
+    for _ in range(house.settings.max_attempts):
+        with pytest.raises(BackendLost):
+            house.run(house.submit(sample()), backend=Deadly("tiny", house.config))
+    house.run(house.submit(forward_backward(9), model_id=model_id, seq_id=4))
+    assert drawn(house, 0) == undisturbed[0]
+
+
+def test_a_replay_at_start_that_fails_does_not_keep_the_engine_from_serving(house):
+    class Broken(FakeBackend):
+        def optim_step(self, model_id, params):
+            raise MemoryError("no room")
+
+    lost_sampler(house)
+    wanted, beside = house.submit(sample(sampler=row_of(house, 0).sampler_id)), house.submit(sample())
+    house.run(wanted, beside, backend=Broken("tiny", house.config))
+    assert "internal error: MemoryError: no room" in house.result(wanted).message
+    assert house.result(beside).sequences
+
+
+def test_attempts_at_start_do_not_add_up_over_good_ones(house, undisturbed):
+    lost_sampler(house)
+    disk = Disk(house)
+    for _ in range(house.settings.max_attempts + 1):
+        disk.before = fail
+        house.run(house.submit(sample()))  # made again, and again not written
+    disk.before = lambda: None
+    assert drawn(house, 0) == undisturbed[0]

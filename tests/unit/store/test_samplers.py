@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store import samplers
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import SamplingSessionRow
@@ -68,15 +68,19 @@ def test_a_byte_budget_takes_the_one_used_longest_ago_first(store: Store, sessio
 def test_sessions_that_follow_a_model_share_a_sampler(store: Store, session_id: SessionId) -> None:
     for number, follows in enumerate((True, True, False)):
         new = row(session_id, f"s-{number}")
-        new.is_inflight = follows
+        new.is_inflight, new.request_id = follows, RequestId(f"req-{number}")
         store.write(lambda tx, new=new: samplers.create_session(tx, new))
     model, newest = ModelId("run"), SamplerId("art-new")
     store.write(lambda tx: samplers.follow(tx, model, newest))
     store.write(lambda tx: samplers.set_size(tx, model, newest, 100))
     assert [get(store, f"s-{number}").sampler_id for number in range(3)] == [newest, newest, "art-s-2"]
-    assert sorted(store.read(samplers.unnamed)) == [(model, newest), (model, "art-s-2")]
+    assert [(each.model_id, each.sampler_id, each.request_id) for each in store.read(samplers.unnamed)] == [
+        (model, newest, "req-0"),
+        (model, newest, "req-1"),
+        (model, "art-s-2", "req-2"),
+    ]
     assert store.write(lambda tx: samplers.release_unused(tx, 9.0, keep_newest=1, max_bytes=100)) == ["art-s-2"]
-    assert store.write(samplers.unnamed) == [(model, newest)]
+    assert {each.sampler_id for each in store.read(samplers.unnamed)} == {newest}
 
 
 def test_copies_of_a_client_are_numbered(store: Store, session_id: SessionId) -> None:
