@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,6 +14,7 @@ from skyrl_tx.testing.client_environments import (
     is_required,
     prepare,
 )
+from skyrl_tx.testing.postgresql_server import PostgresqlServer
 
 CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
@@ -36,6 +37,29 @@ def client_environment() -> Callable[[ClientEnvironment], PreparedEnvironment]:
         return outcome
 
     return get
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresqlServer]:
+    """Give a PostgreSQL of the tests' own; a test skips, with the reason, where there is none to start."""
+    try:
+        server = PostgresqlServer()
+    except UnavailableEnvironment as error:
+        (pytest.fail if is_required() else pytest.skip)(str(error))
+    with server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _shared_database(postgresql: PostgresqlServer) -> str:
+    return postgresql.new_database()
+
+
+@pytest.fixture
+def postgresql_url(postgresql: PostgresqlServer, _shared_database: str) -> str:
+    """Give an empty database there, with our tables in it."""
+    postgresql.clear(_shared_database)
+    return _shared_database
 
 
 def pytest_sessionfinish() -> None:

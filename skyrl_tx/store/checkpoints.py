@@ -1,6 +1,6 @@
 """Names for saved weights, and what keeps an artifact alive."""
 
-from sqlalchemy import func, literal_column, or_
+from sqlalchemy import BigInteger, cast, func, literal_column, or_
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
@@ -78,10 +78,13 @@ def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> 
 
 def count(tx: Session, now: float) -> tuple[int, int]:
     """How many checkpoints there are, of all owners, and their size in bytes."""
-    number, size_bytes = tx.exec(
-        select(func.count(), func.coalesce(func.sum(CheckpointRow.size_bytes), 0)).where(lasting(now))
-    ).one()
+    number, size_bytes = tx.exec(select(func.count(), total_bytes()).where(lasting(now))).one()
     return number, size_bytes
+
+
+def total_bytes() -> ColumnElement[int]:
+    """How long the files of the selected checkpoints are together, as part of a query."""
+    return cast(func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0), BigInteger)  # some databases sum decimals
 
 
 def lasting(now: float) -> ColumnElement[bool]:

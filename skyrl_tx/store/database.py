@@ -1,14 +1,14 @@
 """One process's door to the database: opening, writing, reading, waiting."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
 from sqlalchemy import Engine, make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session
 
 from skyrl_tx.store import schema
@@ -42,7 +42,8 @@ class Store:
         """Open, creating or migrating as needed, and take the role; any number may be a `tool` at once.
 
         Raises StoreInUse if the role is taken, StoreError if the database cannot serve. `url` names another file
-        ("sqlite:///path"); `busy_timeout_s` is how long a write waits while another process writes.
+        ("sqlite:///path") or a database of PostgreSQL ("postgresql://user@host/name"), where any number may be an
+        `api`. `busy_timeout_s` is how long a write waits while another process writes.
         """
         dialect = _dialect(data_dir, url, busy_timeout_s)
         with ExitStack() as stack:
@@ -55,9 +56,9 @@ class Store:
                     schema.upgrade(write_engine)
                 if role != "tool":
                     dialect.check()
-                reader = dialect.reader()
+                reader = dialect.reader(role)
                 stack.callback(reader.dispose)
-                bell = dialect.bell(role)
+                bell = dialect.bell(role, reader)
                 stack.callback(bell.close)
             except (DBAPIError, OSError, *dialect.errors) as error:
                 raise dialect.explain(error) from error
@@ -82,10 +83,23 @@ class Store:
         """Run read-only work on one consistent state; any thread, never in the writers' way."""
         if self._is_closed:
             raise StoreError("the store is closed")
+        with self._explained():
+            try:
+                return self._read(work)
+            except DBAPIError as error:
+                if not error.connection_invalidated:
+                    raise
+            return self._read(work)  # the database may be there, and only this connection from before it was away
+
+    def _read(self, work: Callable[[Session], T]) -> T:
+        with Session(self._reader, expire_on_commit=False) as tx:
+            return work(tx)
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
         try:
-            with Session(self._reader, expire_on_commit=False) as tx:
-                return work(tx)
-        except DBAPIError as error:
+            yield
+        except (DBAPIError, *self._dialect.errors) as error:
             raise self._dialect.explain(error) from error
 
     def wait(self, timeout_s: float) -> bool:
@@ -102,7 +116,8 @@ class Store:
 
     def peer_lives(self) -> bool:
         """Whether a process of the other role has this database open."""
-        return self._bell.peer_lives()
+        with self._explained():
+            return self._bell.peer_lives()
 
     def close(self) -> None:
         """Finish queued writes, then let go of everything."""
@@ -117,7 +132,23 @@ class Store:
 def _dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
     if url is None:
         return Sqlite(data_dir / "skyrl_tx.db", data_dir, busy_timeout_s)
-    parsed = make_url(url)
-    if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
-        raise StoreError(f"database url {parsed.render_as_string()!r}: only sqlite:///path is supported")
-    return Sqlite(Path(parsed.database), data_dir, busy_timeout_s)
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise StoreError("database url: not a URL; postgresql://user:password@host/name is one") from None
+    match parsed.get_backend_name():
+        case "sqlite" if parsed.database and parsed.database != ":memory:":
+            return Sqlite(Path(parsed.database), data_dir, busy_timeout_s)
+        case "postgresql" | "postgres":
+            try:
+                from skyrl_tx.store.postgresql import Postgresql
+            except ImportError as error:
+                raise StoreError(
+                    f"database url: PostgreSQL needs a driver ({error}): pip install 'skyrl_tx[postgres]'"
+                ) from error
+            return Postgresql(parsed, data_dir, busy_timeout_s)
+        case _:
+            raise StoreError(
+                f"database url {parsed.set(query={}).render_as_string()!r}: only sqlite:///path and "
+                "postgresql://user@host/name are supported"
+            )

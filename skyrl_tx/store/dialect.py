@@ -46,7 +46,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def role(self, role: Role) -> AbstractContextManager[None]:
-        """Hold a role that only one process may play at a time; raises StoreInUse naming who does."""
+        """Hold a role, as far as the data directory is concerned; raises StoreInUse naming who plays it."""
 
     @abstractmethod
     def upgrading(self) -> AbstractContextManager[None]:
@@ -54,13 +54,13 @@ class Dialect(ABC):
 
     @abstractmethod
     def writer(self, role: Role) -> Engine:
-        """One connection, invalidated by every error that ends its transaction.
+        """One connection, invalidated by every error that ends its transaction; StoreInUse as above when it is made.
 
         Transactions on it, in whatever process, come one after the other: what one has read stays so until it commits.
         """
 
     @abstractmethod
-    def reader(self) -> Engine:
+    def reader(self, role: Role) -> Engine:
         """Connections that cannot write; a transaction sees one state."""
 
     @abstractmethod
@@ -68,8 +68,8 @@ class Dialect(ABC):
         """Raise StoreError for a database that is not to be served from."""
 
     @abstractmethod
-    def bell(self, role: Role) -> Bell:
-        """Hang up a bell."""
+    def bell(self, role: Role, reader: Engine) -> Bell:
+        """Hang up a bell; `reader` may be used to look around."""
 
     @abstractmethod
     def explain(self, error: BaseException) -> StoreError:

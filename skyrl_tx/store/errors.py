@@ -2,8 +2,12 @@
 
 
 class StoreError(Exception):
-    """The database did not do what was asked; nothing of it was kept."""
+    """The database did not do what was asked; nothing of it was kept, or, where a connection broke, no one can say."""
 
 
 class StoreInUse(StoreError):
-    """Another process already plays this role on this data directory."""
+    """Another process already plays this role on this data directory or database."""
+
+
+class StoreUnreachable(StoreError):
+    """There is no connection to the database now; it may come back."""

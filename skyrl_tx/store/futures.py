@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import bindparam, func, insert, literal_column, or_, select, update
+from sqlalchemy import String, bindparam, func, insert, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
@@ -103,7 +103,7 @@ _RESULT = select(
     col(RequestRow.status), col(RequestRow.kind), col(RequestRow.result), col(RequestRow.created_at)
 ).where(
     col(RequestRow.request_id) == bindparam("request_id"),
-    or_(bindparam("owner").is_(None), col(RequestRow.owner) == bindparam("owner")),
+    or_(bindparam("owner", type_=String).is_(None), col(RequestRow.owner) == bindparam("owner", type_=String)),
 )
 _OPEN_AFTER = (
     select(*_PENDING)

@@ -150,15 +150,18 @@ def _existing(tx: Session, model_id: ModelId) -> ModelRow:
     return row
 
 
+_OLDEST_FIRST = (col(ModelRow.created_at), col(ModelRow.model_id))
+
+
 def live(tx: Session) -> list[ModelRow]:
     """Models that are ready or being made, oldest first."""
-    wanted = select(ModelRow).where(col(ModelRow.status).in_(("creating", "ready"))).order_by(col(ModelRow.created_at))
+    wanted = select(ModelRow).where(col(ModelRow.status).in_(("creating", "ready"))).order_by(*_OLDEST_FIRST)
     return list(tx.exec(wanted))
 
 
 def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
     """A session's models, oldest first."""
-    wanted = select(ModelRow).where(ModelRow.session_id == session_id).order_by(col(ModelRow.created_at))
+    wanted = select(ModelRow).where(ModelRow.session_id == session_id).order_by(*_OLDEST_FIRST)
     return list(tx.exec(wanted))
 
 

@@ -133,7 +133,8 @@ def _by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
         col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None)
     )
     sessions: dict[SamplerId, list[SamplingSessionRow]] = {}
-    for row in tx.exec(rows.order_by(col(SamplingSessionRow.created_at).desc())):
+    newest_first = (col(SamplingSessionRow.created_at).desc(), col(SamplingSessionRow.sampling_session_id))
+    for row in tx.exec(rows.order_by(*newest_first)):
         sessions.setdefault(SamplerId(str(row.sampler_id)), []).append(row)
     return list(sessions.values())
 

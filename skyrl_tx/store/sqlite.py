@@ -74,7 +74,7 @@ class Sqlite(Dialect):
         event.listen(engine, "handle_error", _lose_what_sqlite_lost)
         return engine
 
-    def reader(self) -> Engine:
+    def reader(self, role: Role) -> Engine:
         """Read beside the writers, as the write-ahead log allows."""
         return self._engine(writes=False)
 
@@ -117,12 +117,14 @@ class Sqlite(Dialect):
         if found != "ok":
             raise StoreError(f"database {self._path}: {_DAMAGED} ({found})")
 
-    def bell(self, role: Role) -> Bell:
+    def bell(self, role: Role, reader: Engine) -> Bell:
         """Hang up a socket in the data directory."""
         return _SqliteBell(self._path, self._data_dir, role)
 
     def explain(self, error: BaseException) -> StoreError:
         """Tell full disks, failing ones, locks and damage apart."""
+        if isinstance(error, StoreError):
+            return error
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         match _code(cause):
             case sqlite3.SQLITE_FULL:

@@ -15,7 +15,7 @@ KEPT_UNUSED_S = 86_400.0
 """How long a record is kept after its last use; being made is the first."""
 _IDS_A_QUERY = 1000
 _DTYPE = np.dtype("<f4")
-_NEW = insert(StabilityRow).prefix_with("OR REPLACE", dialect="sqlite")  # drawn again, a sequence is the same
+_NEW = insert(StabilityRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ def record(
         {"sequence_id": sequence_id, "logprobs": np.ascontiguousarray(drawn, _DTYPE).tobytes(), **common}
         for sequence_id, drawn in logprobs.items()
     ]
+    for some in _in_parts(logprobs):  # drawn again, a sequence is the same
+        tx.connection().execute(delete(StabilityRow).where(col(StabilityRow.sequence_id).in_(some)))
     tx.connection().execute(_NEW, rows)
 
 

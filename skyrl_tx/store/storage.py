@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store.checkpoints import lasting
+from skyrl_tx.store.checkpoints import lasting, total_bytes
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
 
@@ -19,7 +19,7 @@ class Stored:
     num_bytes: int = 0
 
 
-_COUNTED = (func.count(), func.sum(col(CheckpointRow.size_bytes)))
+_COUNTED = (func.count(), total_bytes())
 
 
 def of_sessions(tx: Session, session_ids: Collection[SessionId], now: float) -> dict[SessionId, Stored]:

@@ -32,6 +32,11 @@ _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by it
 _JSON_OR_NULL = JSON(none_as_null=True)
 
 
+def _partial(name: str, column: str, where: str) -> Index:
+    """An index of some rows only; each kind of database is told so in its own words."""
+    return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
+
+
 class SessionRow(SQLModel, table=True):
     """One client process, as it announced itself."""
 
@@ -76,10 +81,10 @@ class RequestRow(SQLModel, table=True):
 
     __tablename__ = "requests"
     __table_args__ = (
-        Index("ix_requests_open", "position", sqlite_where=text("status = 'open'")),
+        _partial("ix_requests_open", "position", "status = 'open'"),
         Index("ix_requests_model_effect", "model_id", "effect_order"),
-        Index("ix_requests_loads", "position", sqlite_where=text("kind = 'load_weights'")),
-        Index("ix_requests_prunable", "fetched_at", sqlite_where=text("result IS NOT NULL")),
+        _partial("ix_requests_loads", "position", "kind = 'load_weights'"),
+        _partial("ix_requests_prunable", "fetched_at", "result IS NOT NULL"),
         Index("ix_requests_answers", "answer_order"),
         Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
         {"sqlite_autoincrement": True},  # a position is never given twice: readers keep it as a cursor

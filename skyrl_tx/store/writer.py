@@ -119,7 +119,8 @@ class GroupWriter:
                 reach("store.commit")
         except BaseException as error:
             failure = self._explain(error.__cause__ if isinstance(error, _GroupLost) and error.__cause__ else error)
-            failure.__cause__ = error
+            if failure is not error:
+                failure.__cause__ = error
             for job in group:
                 job.future.set_exception(failure)
             return

@@ -1,4 +1,4 @@
-"""A store on a fresh directory, with one session in it."""
+"""A store on a fresh directory, with one session in it: on each kind of database in turn."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,12 +13,17 @@ from skyrl_tx.store.database import Role, Store
 OpenStore = Callable[..., Store]
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    return None if request.param == "sqlite" else request.getfixturevalue("postgresql_url")
+
+
 @pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[OpenStore]:
+def open_store(tmp_path: Path, database_url: str | None) -> Iterator[OpenStore]:
     with ExitStack() as stack:
 
         def open_one(role: Role = "api", data_dir: Path = tmp_path, **options: float) -> Store:
-            store = Store.open(data_dir, role=role, **options)
+            store = Store.open(data_dir, role=role, url=database_url, **options)
             stack.callback(store.close)
             return store
 

@@ -35,6 +35,7 @@ def test_what_was_written_is_there_after_reopening(open_store) -> None:
     assert owned(open_store(), "ann") == [session_id]
 
 
+@pytest.mark.parametrize("database_url", [None])  # of the others there is a test in test_postgresql
 def test_a_role_is_taken_once(tmp_path: Path, open_store) -> None:
     api = open_store("api")
     open_store("engine")
@@ -44,6 +45,7 @@ def test_a_role_is_taken_once(tmp_path: Path, open_store) -> None:
     open_store("api")
 
 
+@pytest.mark.parametrize("database_url", [None])
 def test_every_commit_is_durable_and_foreign_keys_hold(store: Store) -> None:
     pragmas = ("journal_mode", "synchronous", "foreign_keys")
     wanted = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
@@ -163,8 +165,11 @@ def test_closing_ends_a_wait(store: Store) -> None:
 
 
 def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="postgresql://host/db"):
-        Store.open(tmp_path, role="api", url="postgresql://host/db")
+    with pytest.raises(StoreError, match=r"mysql://ann:\*\*\*@host/db.*only sqlite:///path and postgresql:"):
+        Store.open(tmp_path, role="api", url="mysql://ann:secret@host/db?password=secret")
+    with pytest.raises(StoreError, match="not a URL") as refused:
+        Store.open(tmp_path, role="api", url="secret")
+    assert "secret" not in str(refused.value)
 
 
 def test_the_database_can_lie_elsewhere(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def say(detail):
     store.write(lambda tx: engine_state.publish(
         tx, boot_id="e", pid=1, status="ready", capabilities={}, base_models=[], detail=detail, now=1.0))
 
-store = Store.open(Path(sys.argv[1]), role="engine")
+store = Store.open(Path(sys.argv[1]), role="engine", url=sys.argv[2] or None)
 say("started")
 heard = ""
 while heard != "stop":
@@ -55,11 +55,13 @@ def await_text(store: Store, text: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 4], ids=["short path", "path beyond a socket address"])
-def test_two_processes_answer_each_other_at_once(tmp_path: Path, open_store, depth: int) -> None:
+def test_two_processes_answer_each_other_at_once(
+    tmp_path: Path, open_store, database_url: str | None, depth: int
+) -> None:
     data_dir = tmp_path.joinpath(*["long-name-" * 4] * (depth - 1), "data")
     assert (len(str(data_dir)) > 108) == (depth > 1)
     store = open_store("api", data_dir)
-    with subprocess.Popen([sys.executable, "-c", ECHO, data_dir]) as engine:
+    with subprocess.Popen([sys.executable, "-c", ECHO, data_dir, database_url or ""]) as engine:
         await_text(store, "started")
         durations: list[float] = []
         for number in range(30):
@@ -95,6 +97,7 @@ def test_a_ring_before_the_wait_is_not_lost_and_many_are_one(store: Store) -> No
     assert not store.wait(0)
 
 
+@pytest.mark.parametrize("database_url", [None])  # elsewhere the commit itself rings
 def test_a_lost_ring_costs_time_only(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
     api, engine = open_store("api"), open_store("engine")
     api.wait(0)
@@ -126,5 +129,10 @@ def test_a_living_peer_is_told_from_a_dead_or_absent_one(tmp_path: Path, open_st
     assert api.peer_lives() and engine.peer_lives()
     engine.close()
     assert not api.peer_lives()
+
+
+@pytest.mark.parametrize("database_url", [None])
+def test_a_bell_left_behind_is_no_peer(tmp_path: Path, open_store) -> None:
+    api = open_store("api")
     (tmp_path / "engine.bell").touch()
     assert not api.peer_lives()

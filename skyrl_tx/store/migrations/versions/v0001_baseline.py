@@ -9,6 +9,10 @@ branch_labels = None
 depends_on = None
 
 
+def _create_partial_index(name: str, column: str, where: str) -> None:
+    op.create_index(name, "requests", [column], sqlite_where=sa.text(where), postgresql_where=sa.text(where))
+
+
 def upgrade() -> None:
     """Make every table."""
     op.create_table(
@@ -61,10 +65,10 @@ def upgrade() -> None:
         sa.Column("fetched_at", sa.Float),
         sqlite_autoincrement=True,
     )
-    op.create_index("ix_requests_open", "requests", ["position"], sqlite_where=sa.text("status = 'open'"))
+    _create_partial_index("ix_requests_open", "position", "status = 'open'")
     op.create_index("ix_requests_model_effect", "requests", ["model_id", "effect_order"])
-    op.create_index("ix_requests_loads", "requests", ["position"], sqlite_where=sa.text("kind = 'load_weights'"))
-    op.create_index("ix_requests_prunable", "requests", ["fetched_at"], sqlite_where=sa.text("result IS NOT NULL"))
+    _create_partial_index("ix_requests_loads", "position", "kind = 'load_weights'")
+    _create_partial_index("ix_requests_prunable", "fetched_at", "result IS NOT NULL")
     op.create_table(
         "sampling_sessions",
         sa.Column("sampling_session_id", sa.String, primary_key=True),
