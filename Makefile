@@ -1,4 +1,4 @@
-.PHONY: check lint types contracts test chaos format proto
+.PHONY: check lint types contracts test chaos fuzz format proto
 
 check: lint types contracts test  ## everything CI runs, except the slow tests
 
@@ -17,6 +17,9 @@ test:
 
 chaos:  ## hundreds of kills while clients train; prints the table of docs/reliability.md
 	python -u -W ignore -m skyrl_tx.testing.chaos --kills 220 --jax-kills 24 --bf16-kills 12
+
+fuzz:  ## hundreds of thousands of inputs for routes and decoders; prints the table of docs/reliability.md
+	python -u -W ignore -m skyrl_tx.testing.fuzz
 
 format:
 	ruff format .

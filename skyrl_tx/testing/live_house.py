@@ -66,7 +66,12 @@ def small_backend(name: str, directory: Path, token_delay_s: float = 0.0) -> tup
 
 @contextmanager
 def live_house(
-    backend_name: str, directory: Path, *, large_result_bytes: int = 2**20, token_delay_s: float = 0.0
+    backend_name: str,
+    directory: Path,
+    *,
+    large_result_bytes: int = 2**20,
+    token_delay_s: float = 0.0,
+    retrieve_hold_s: float = 30.0,
 ) -> Generator[House]:
     """Serve with a small backend, until the context is left."""
     base_model, backend = small_backend(backend_name, directory, token_delay_s)
@@ -78,6 +83,7 @@ def live_house(
         base_model=base_model,
         served_model_name=PUBLIC_NAME,
         large_result_bytes=large_result_bytes,
+        retrieve_hold_s=retrieve_hold_s,
     )
     engine = EngineSettings(data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
     with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):

@@ -14,9 +14,10 @@ class WireModel(BaseModel):
 
     SDK releases add fields and send their defaults, so unknown ones are kept in `model_extra` and never an error by
     themselves. Where `changes_maths` is set, one that asks for anything is refused (see `refused_fields`).
+    Python's JSON may hold NaN and infinities: no field takes them.
     """
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), ser_json_inf_nan="constants")
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), allow_inf_nan=False)
     changes_maths: ClassVar[bool] = False
 
 
@@ -50,6 +51,8 @@ def first_error(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "missing":
         return f"{where}: missing"
+    if first["type"] == "finite_number":
+        return f"{where} {shown(first['input'])}: must be a finite number"
     return f"{where}: {first['msg']}, not {shown(first['input'])}"
 
 
