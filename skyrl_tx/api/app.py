@@ -9,8 +9,9 @@ from http import HTTPStatus
 from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from skyrl_tx import __version__
 from skyrl_tx.api.backpressure import SampleBudget
@@ -94,6 +95,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(StoreError, _answer_error)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_error)
     return app
 
@@ -101,6 +103,12 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
 async def _not_offered(path: str, request: Request, caller: Caller) -> None:
     """Refuse the rows of the protocol that are still to come, and what is none of them."""
     raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    """End a call whose client went away amid its body; what it began to say is of no effect."""
+    _log.info("%s %s: the client went away amid the body", request.method, request.url.path)
+    return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:

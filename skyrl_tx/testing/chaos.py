@@ -12,7 +12,8 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -82,14 +83,18 @@ def jax_server(directory: Path, dtype: str = "float32") -> Server:
     return Server(name=f"jax {dtype}", base_model="small", api_flags=common, engine_flags=(*common, *flags, *often))
 
 
-def run(server: Server, num_tenants: int, kills: Sequence[Kill]) -> Outcome:
-    """Let clients train while a server dies as told."""
+Line = Callable[[str], AbstractContextManager[str]]
+"""What stands between clients and a server: given its URL, it gives theirs."""
+
+
+def run(server: Server, num_tenants: int, kills: Sequence[Kill], line: Line = nullcontext) -> Outcome:
+    """Let clients train while a server dies as told, and their line to it is as it is."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         directory = Path(name)
         halves = Halves(directory, kills, server.api_flags, server.engine_flags)
         try:
-            with halves:
-                transcripts = run_tenants(halves.url, server.base_model, num_tenants)
+            with halves, line(halves.url) as url:
+                transcripts = run_tenants(url, server.base_model, num_tenants)
         except BaseException as error:
             error.add_note(f"{kills}\n{halves.log_path.read_text()[-8000:]}")
             raise

@@ -69,7 +69,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
         "an unnamed save": Kind(
             "save_weights_for_sampler",
             {**model, "seq_id": 8, "sampling_session_seq_id": 1},
-            {"sampling_session_seq_id": 9},
+            {"kind": "inflight"},
         ),
         "load_weights": Kind("load_weights", {**load, "seq_id": 9, "optimizer": False}, {"optimizer": True}),
         "load_weights with the optimizer": Kind(

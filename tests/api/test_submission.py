@@ -1,7 +1,10 @@
 """Each request once, however often it is sent; random choices settled once; ids that the SDK builds by itself."""
 
 import json
+import socket
+import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -198,3 +201,32 @@ def test_a_body_over_the_limit_is_413(server: Server) -> None:
     answer = send_pass(server, b"\0" * (server.settings.max_request_bytes + 1))
     assert answer.status_code == 413 and "at most" in answer.json()["detail"]
     assert server.client.get("/api/v1/get_server_capabilities").status_code == 200
+
+
+def test_an_unnamed_save_that_is_sent_again_has_the_session_of_the_first(server: Server) -> None:
+    """The SDK counts its sampling sessions on, each time that it sends the same save."""
+    model_id = server.model()
+    first = server.post("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)
+    again = server.post("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=1)
+    assert first.status_code == again.status_code == 200
+    assert first.json() == again.json()
+    request = server.stored(first.json()["request_id"])
+    assert isinstance(request, requests.SaveWeights) and str(request.sampling_session_id).endswith(":sample:0")
+
+
+def test_a_body_that_ends_too_early_is_of_no_effect(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    model_id = server.model()
+    address = urlsplit(server.url)
+    half = f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()
+    head = b"POST /api/v1/optim_step HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n"
+    caplog.set_level("INFO")
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(head + half)
+        time.sleep(0.1)
+    until = time.monotonic() + 5
+    while "went away amid the body" not in caplog.text:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert "ERROR" not in caplog.text
+    whole = server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 0.1})
+    assert whole.status_code == 200

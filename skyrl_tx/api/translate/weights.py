@@ -1,5 +1,7 @@
 """Keeping weights and taking them up again."""
 
+from dataclasses import replace
+
 from skyrl_tx import age
 from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.schemas.weights import (
@@ -53,18 +55,18 @@ def save_weights_for_sampler(request: SaveWeightsForSamplerRequest, session_id: 
     if request.path is None and request.sampling_session_seq_id is None:
         raise UserError("path: missing, and sampling_session_seq_id too; one of them must name what is saved")
     seq_id = request.sampling_session_seq_id
-    return Translated.exactly(
-        requests.SaveWeights(
-            kind=CheckpointKind.SAMPLER.value,
-            name=None if request.path is None else checkpoint_name(request.path),
-            sampling_session_id=(
-                sampling_session_id(session_id, seq_id) if request.path is None and seq_id is not None else None
-            ),
-            is_inflight=is_inflight,
-            ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
-            user_metadata=request.user_metadata,
-        )
+    save = requests.SaveWeights(
+        kind=CheckpointKind.SAMPLER.value,
+        name=None if request.path is None else checkpoint_name(request.path),
+        sampling_session_id=(
+            sampling_session_id(session_id, seq_id) if request.path is None and seq_id is not None else None
+        ),
+        is_inflight=is_inflight,
+        ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
+        user_metadata=request.user_metadata,
     )
+    # A client that sends it again counts on: the session is the one of the first (SDK 0.38, training_client.py).
+    return Translated(save, identity=replace(save, sampling_session_id=None))
 
 
 def save_weights_external(request: SaveWeightsExternalRequest) -> Translated:
