@@ -3,12 +3,13 @@
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import msgspec
 from sqlmodel import Session
 
 from skyrl_tx.api import lookup
-from skyrl_tx.api.errors import bad_request
+from skyrl_tx.api.errors import ApiError, bad_request
 from skyrl_tx.api.principal import Principal
 from skyrl_tx.api.schemas.training import Promise
 from skyrl_tx.api.translate.translated import Translated
@@ -17,6 +18,7 @@ from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.requests import ModelSpec, Rejected, Request
 from skyrl_tx.store import futures, models, samplers, stability
+from skyrl_tx.store.pruning import RequestForgotten
 from skyrl_tx.store.tables import SamplingSessionRow
 
 _TOUCH_MODEL_EVERY_S = 1.0
@@ -157,3 +159,5 @@ def _submit(tx: Session, new: futures.NewRequest, now: float) -> futures.Submitt
         return futures.submit(tx, new, now)
     except futures.ConflictingRequest as error:
         raise bad_request(str(error)) from error
+    except RequestForgotten as error:
+        raise ApiError(HTTPStatus.GONE, str(error)) from error

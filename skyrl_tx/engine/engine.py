@@ -32,6 +32,7 @@ _PAGE = 256
 _LONGEST_WAIT_S = 1.0
 _READING_S = 0.1
 _CLOCK_STEP_S = 0.05
+_PRUNING_PAUSE_S = 0.2
 
 
 class Engine:
@@ -108,7 +109,7 @@ class _Loop:
         self._clock = _ArrivalClock(room.store)
         self._position = 0
         self._is_busy = False
-        self._housekeeping_at = time.monotonic()
+        self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def turn(self) -> bool:
         """Do a little of everything; whether there was anything to do."""
@@ -118,7 +119,11 @@ class _Loop:
         worked |= self._is_busy
         self._room.answers.settle()
         settings = self._room.settings
-        self._room.models.keep_due(interval_s=settings.snapshot_interval_s, num_effects=settings.snapshot_effects)
+        self._room.models.keep_due(
+            interval_s=settings.snapshot_interval_s,
+            num_effects=settings.snapshot_effects,
+            max_share=settings.snapshot_max_share,
+        )
         if time.monotonic() >= self._housekeeping_at and not self._passes.is_active:
             self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
             now = time.time()
@@ -126,6 +131,14 @@ class _Loop:
             sessions.end_samples(self._room, self._sampling, now)
             sessions.forget_unneeded(self._room, self._artifacts, self._sampling.samplers_in_use(), now)
             self._room.behind.retry()
+        if time.monotonic() >= self._pruning_at:
+            has_more = sessions.prune(self._room, time.time())
+            pause_s = (
+                min(settings.housekeeping_interval_s, _PRUNING_PAUSE_S)
+                if has_more
+                else settings.housekeeping_interval_s
+            )
+            self._pruning_at = time.monotonic() + pause_s
         return worked
 
     def _share_device(self) -> bool:

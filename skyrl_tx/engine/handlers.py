@@ -10,7 +10,7 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.errors import BackendLost, ErrorCategory, UserError
+from skyrl_tx.contract.errors import BackendLost, ErrorCategory, ServerError, UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SamplerId
 from skyrl_tx.contract.requests import (
     CreateModel,
@@ -201,7 +201,7 @@ def _put(tx: Session, checkpoint: CheckpointRow, overwrite: bool) -> None:
 def _rejected(room: Room, work: Work, request: Rejected) -> None:
     if request.kind in ("create_model", "load_weights") and work.model_id is not None:
         _fail_unmade(room, work.model_id)
-    raise UserError(request.message)
+    raise (ServerError if work.is_damaged else UserError)(request.message)
 
 
 def _fail_unmade(room: Room, model_id: ModelId) -> None:

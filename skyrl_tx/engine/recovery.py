@@ -168,6 +168,8 @@ class Recovery:
                 self._backend.clear_gradient(model_id)
             case requests.OptimStep(params=params):
                 self._backend.optim_step(model_id, params)
+            case requests.Rejected(message=message):
+                raise ServerError(f"cannot repeat request {work.request_id}: {message}")
             case _:
                 raise ServerError(f"cannot repeat the {codec.kind_of(work.request)} request {work.request_id}")
 

@@ -41,6 +41,8 @@ class LiveModel:
     snapshot_order: int = 0
     """Effects contained in the newest snapshot, on disk or being written."""
     snapshot_at: float = field(default_factory=time.monotonic)
+    snapshot_took_s: float = 0.0
+    """From the beginning of the newest until it was on disk."""
     last_used: float = 0.0
 
     def next_effect(self) -> int:
@@ -143,12 +145,13 @@ class Models:
         """Models on the device."""
         return [model for model in self._models.values() if model.is_resident]
 
-    def keep_due(self, *, interval_s: float, num_effects: int) -> None:
-        """Begin snapshots of the models whose last one is old or far behind."""
+    def keep_due(self, *, interval_s: float, num_effects: int, max_share: float) -> None:
+        """Begin snapshots of the models whose last one is old, or far behind where that costs no more than a share."""
         now = time.monotonic()
         for model in self.resident():
-            behind = model.effect_order - model.snapshot_order
-            if behind >= num_effects or (behind and now - model.snapshot_at >= interval_s):
+            behind, age_s = model.effect_order - model.snapshot_order, now - model.snapshot_at
+            is_far_behind = behind >= num_effects and age_s * max_share >= model.snapshot_took_s
+            if is_far_behind or (behind and age_s >= interval_s):
                 self._keep(model)
 
     def keep_now(self, model: LiveModel) -> None:
@@ -159,13 +162,15 @@ class Models:
 
     def _keep(self, model: LiveModel) -> None:
         model_id, effect_order = model.model_id, model.effect_order
-        before, model.snapshot_order, model.snapshot_at = model.snapshot_order, effect_order, time.monotonic()
+        began = time.monotonic()
+        before, model.snapshot_order, model.snapshot_at = model.snapshot_order, effect_order, began
         snapshot = self._backend.capture(model_id, ALL_PARTS)
         reach("snapshot.capture")
 
         def record(written: Future[Artifact]) -> None:
             if model_id not in self._models:  # unloaded meanwhile
                 return
+            model.snapshot_took_s = time.monotonic() - began
             try:
                 artifact_id = written.result().artifact_id
                 reach("snapshot.written")

@@ -54,8 +54,7 @@ class Sampling:
         """Take up a request; what cannot run is answered at once."""
         try:
             if isinstance(work.request, Rejected):
-                self._room.user_failure(work, work.request.message)
-                return
+                raise (ServerError if work.is_damaged else UserError)(work.request.message)
             if not isinstance(work.request, Sample):
                 raise UserError(f"{work.kind}: model_id is missing")
             validate.check_sample(work.request, self._room.capabilities)

@@ -11,7 +11,7 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import Sampling
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import checkpoints, futures, models, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, models, pruning, samplers, sessions, stability
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def end_of(room: Room, session_id: SessionId, now: float) -> str | None:
 
 
 def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId], now: float) -> None:
-    """Drop what is past its time, models, checkpoints, samplers, records, results, and files nothing points at then."""
+    """Drop what is past its time, models, checkpoints, samplers, records, and files nothing points at then."""
 
     def drop(tx: Session) -> list[ModelId]:
         checkpoints.expire(tx, now)
@@ -53,7 +53,6 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
         samplers.release_unused(tx, now - settings.sampler_retention_s, max_bytes=settings.max_unnamed_sampler_bytes)
         stability.expire(tx, now)
         expired = models.expire(tx, now - settings.session_retention_s)
-        futures.prune(tx, now)
         return expired
 
     for model_id in room.store.write(drop):
@@ -66,3 +65,18 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
             _log.debug("removed artifact %s: nothing points at it", artifact_id)
 
     room.jobs.start(lambda: artifacts.collect(keep), collected)
+
+
+def prune(room: Room, now: float) -> bool:
+    """Drop some results and requests that nobody will ask for, and the room that they took; whether more are left."""
+    settings = room.settings
+
+    def drop(tx: Session) -> int:
+        num_results = pruning.forget_results(tx, now, retention_s=settings.result_retention_s)
+        num_requests = pruning.forget_requests(
+            tx, now, retention_s=settings.request_retention_s, session_retention_s=settings.session_retention_s
+        )
+        return max(num_results, num_requests)
+
+    is_full = room.store.write(drop) >= pruning.AT_ONCE
+    return room.store.give_back() or is_full

@@ -30,6 +30,12 @@ class EngineSettings(BaseModel):
     snapshot_effects: int = Field(
         default=100, ge=1, description="keep a model for recovery after so many steps at the latest"
     )
+    snapshot_max_share: float = Field(
+        default=0.02,
+        gt=0,
+        le=1,
+        description="the part of the time that snapshots for the number of steps may take; fast steps get fewer",
+    )
     max_backlog_bytes: int = Field(
         default=2**31, ge=1, description="requests held in memory; more wait in the database while these are worked on"
     )
@@ -56,6 +62,14 @@ class EngineSettings(BaseModel):
     )
     max_unwritten_samplers: int = Field(
         default=8, ge=1, description="unnamed samplers in memory that wait to be written; a model that makes more waits"
+    )
+    result_retention_s: float = Field(
+        default=600.0, ge=0, description="how long a result is kept after it was fetched, or its session finished"
+    )
+    request_retention_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="how long after that it is known that a request was made; later its number is refused",
     )
     housekeeping_interval_s: float = Field(
         default=60.0, gt=0, description="how often what nobody needs any more is removed"

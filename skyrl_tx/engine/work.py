@@ -24,6 +24,8 @@ class Work:
     request: requests.Request
     num_bytes: int = 0
     """What it takes in memory, about."""
+    is_damaged: bool = False
+    """Whether the disk gave back other bytes than were stored; `request` is then one that fails with that reason."""
 
     @property
     def kind(self) -> str:
@@ -55,6 +57,8 @@ def work_of(pending: PendingRequest) -> Work:
     """Decode a stored request; one that this release cannot read becomes one that fails with the reason."""
     request: requests.Request
     try:
+        if pending.is_damaged:
+            raise codec.CodecError("the stored request is damaged: its checksum is not that of what was written")
         decoded = codec.decode(pending.body)
         assert not isinstance(decoded, requests.ModelSpec)
         request = decoded  # pyright: ignore[reportAssignmentType]
@@ -70,4 +74,5 @@ def work_of(pending: PendingRequest) -> Work:
         attempts=pending.attempts,
         request=request,
         num_bytes=len(pending.body),
+        is_damaged=pending.is_damaged,
     )

@@ -102,6 +102,10 @@ class Store:
         except (DBAPIError, *self._dialect.errors) as error:
             raise self._dialect.explain(error) from error
 
+    def give_back(self) -> bool:
+        """Return some of the room that deleted rows took to the file system; whether more is left."""
+        return self.write(lambda tx: self._dialect.give_back(tx.connection()))
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until the other process committed, or `wake`; whether that was so.
 

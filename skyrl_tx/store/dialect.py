@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar, Literal
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 
 from skyrl_tx.store.errors import StoreError
 
@@ -70,6 +70,13 @@ class Dialect(ABC):
     @abstractmethod
     def bell(self, role: Role, reader: Engine) -> Bell:
         """Hang up a bell; `reader` may be used to look around."""
+
+    def give_back(self, connection: Connection) -> bool:
+        """Return some of the room that deleted rows took to the file system; whether more is left.
+
+        Not needed where the database does so by itself.
+        """
+        return False
 
     @abstractmethod
     def explain(self, error: BaseException) -> StoreError:

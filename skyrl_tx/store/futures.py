@@ -8,13 +8,15 @@ import hashlib
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+from zlib import crc32
 
-from sqlalchemy import String, bindparam, func, insert, literal_column, or_, select, update
+from sqlalchemy import RowMapping, String, bindparam, func, insert, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store.tables import AnswerCounterRow, ModelRow, RequestRow, SnapshotRow
+from skyrl_tx.store import pruning
+from skyrl_tx.store.tables import AnswerCounterRow, RequestRow
 
 _IDS_A_QUERY = 1000
 
@@ -68,13 +70,18 @@ class PendingRequest:
     created_at: float
     effect_order: int | None
     failed: bool
+    is_damaged: bool = False
+    """Whether the body is not as it was written; it is then left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FutureState:
-    """How a request fares. `result` is set when done or failed; "pruned": it was answered, and the answer is gone."""
+    """How a request fares. `result` is set when done or failed.
 
-    status: Literal["open", "done", "failed", "pruned", "unknown"]
+    "pruned": it was answered, and the answer is gone; "damaged": the answer is not as it was written.
+    """
+
+    status: Literal["open", "done", "failed", "pruned", "damaged", "unknown"]
     kind: str = ""
     result: bytes | None = None
     created_at: float = 0.0
@@ -94,13 +101,18 @@ _PENDING = (
     col(RequestRow.created_at),
     col(RequestRow.effect_order),
     (col(RequestRow.status) == "failed").label("failed"),
+    col(RequestRow.body_crc),
 )
 
 # Built once: these run for every request or turn, and building one takes longer than running it.
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
 _NEW = insert(RequestRow)
 _RESULT = select(
-    col(RequestRow.status), col(RequestRow.kind), col(RequestRow.result), col(RequestRow.created_at)
+    col(RequestRow.status),
+    col(RequestRow.kind),
+    col(RequestRow.result),
+    col(RequestRow.result_crc),
+    col(RequestRow.created_at),
 ).where(
     col(RequestRow.request_id) == bindparam("request_id"),
     or_(bindparam("owner", type_=String).is_(None), col(RequestRow.owner) == bindparam("owner", type_=String)),
@@ -118,6 +130,7 @@ _ANSWER = (
     .values(
         status=bindparam("outcome"),
         result=bindparam("data"),
+        result_crc=bindparam("crc"),
         effect_order=bindparam("effect"),
         completed_at=bindparam("now"),
         attempts=0,  # counted anew where it is repeated
@@ -135,7 +148,8 @@ def request_id(key: str) -> RequestId:
 def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
     """Put a request on disk, or recognise it as one that is there already.
 
-    Raises ConflictingRequest if its ids were used before for another body; the first stays as it is.
+    Raises ConflictingRequest if its ids were used before for another body, the first stays as it is; and
+    RequestForgotten if they were used for one that is forgotten by now.
     """
     name = request_id(new.key)
     digest = _digest(new)
@@ -146,6 +160,11 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
             if before != digest:
                 raise ConflictingRequest(f"{new.kind} request {new.key!r}: these ids were used for another request")
             return Submitted(name, is_new=False)
+        numbered_by = pruning.numbered_by(new.model_id, new.sampling_session_id, new.seq_id)
+        if numbered_by is not None and (new.seq_id or 0) <= pruning.mark(tx, numbered_by):
+            raise pruning.RequestForgotten(
+                f"{new.kind} request {new.key!r}: its number is used up: what had it was answered long ago and is gone"
+            )
     inserted = connection.execute(
         _NEW,
         {
@@ -157,6 +176,7 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
             "seq_id": new.seq_id,
             "sampling_session_id": new.sampling_session_id,
             "body": new.body,
+            "body_crc": crc32(new.body),
             "digest": digest,
             "status": "open",
             "attempts": 0,
@@ -174,14 +194,22 @@ def _digest(new: NewRequest) -> bytes:
 def pending(tx: Session, after_position: int, limit: int) -> list[PendingRequest]:
     """Open requests that arrived after a position, in order of arrival."""
     rows = tx.connection().execute(_OPEN_AFTER, {"after_position": after_position, "limit": limit})
-    return [PendingRequest(**row) for row in rows.mappings()]
+    return [_checked(row) for row in rows.mappings()]
+
+
+def _checked(row: RowMapping) -> PendingRequest:
+    columns: dict[str, Any] = dict(row)
+    crc = columns.pop("body_crc")
+    if crc is not None and crc != crc32(columns["body"]):
+        columns |= {"body": b"", "is_damaged": True}
+    return PendingRequest(**columns)
 
 
 def effects_since(tx: Session, model_id: ModelId, effect_order: int) -> list[PendingRequest]:
     """Answered requests of a model whose effect came after the given one, in the order of their effects."""
     order = col(RequestRow.effect_order)
     wanted = select(*_PENDING).where(col(RequestRow.model_id) == model_id, order > effect_order).order_by(order)
-    return [PendingRequest(**row) for row in tx.connection().execute(wanted).mappings()]
+    return [_checked(row) for row in tx.connection().execute(wanted).mappings()]
 
 
 def mark_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
@@ -209,13 +237,17 @@ def release_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
 
 
 def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
-    """The highest `seq_id` of a model's answered requests, of certain kinds or of any; 0 if there is none."""
+    """The highest `seq_id` of a model's answered requests, of certain kinds or of any; 0 if there is none.
+
+    Of those that are forgotten the kind is not known: they count as any.
+    """
     wanted = select(func.max(col(RequestRow.seq_id))).where(
         col(RequestRow.model_id) == model_id, col(RequestRow.status) != "open"
     )
     if kinds is not None:
         wanted = wanted.where(col(RequestRow.kind).in_(kinds))
-    return tx.connection().execute(wanted).scalar_one() or 0
+    forgotten = pruning.mark(tx, f"model/{model_id}")
+    return max(tx.connection().execute(wanted).scalar_one() or 0, forgotten, 0)
 
 
 def complete(
@@ -226,7 +258,7 @@ def complete(
     connection.execute(_COUNT_ANSWER)
     outcome = "failed" if failed else "done"
     values = {"name": request_id, "outcome": outcome, "data": result, "effect": effect_order, "now": now}
-    answered = connection.execute(_ANSWER, values)
+    answered = connection.execute(_ANSWER, {**values, "crc": crc32(result)})
     return answered.rowcount == 1
 
 
@@ -235,11 +267,13 @@ def result(tx: Session, request_id: RequestId, owner: str | None) -> FutureState
     row = tx.connection().execute(_RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
         return FutureState(status="unknown")
-    status, kind, data, created_at = row
+    status, kind, data, crc, created_at = row
     if status == "open":
         return FutureState(status="open", kind=kind, created_at=created_at)
     if data is None:
         return FutureState(status="pruned", kind=kind, created_at=created_at)
+    if crc is not None and crc != crc32(data):
+        return FutureState(status="damaged", kind=kind, created_at=created_at)
     outcome = "failed" if status == "failed" else "done"
     return FutureState(status=outcome, kind=kind, result=data, created_at=created_at)
 
@@ -274,25 +308,3 @@ def mark_fetched(tx: Session, request_ids: Iterable[RequestId], now: float) -> N
 def _in_parts(request_ids: Iterable[RequestId]) -> Iterable[list[RequestId]]:
     ids = list(request_ids)
     return (ids[start : start + _IDS_A_QUERY] for start in range(0, len(ids), _IDS_A_QUERY))
-
-
-def prune(tx: Session, now: float, *, fetched_for_s: float = 600.0) -> int:
-    """Forget bodies and results that nobody needs: fetched that long ago, their effect in a snapshot or without one.
-
-    Ids and digests stay, so that a late duplicate is still one. Returns how many were pruned.
-    """
-    covered = (
-        select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
-    ).scalar_subquery()
-    gone = select(col(ModelRow.model_id)).where(col(ModelRow.status).in_(("failed", "unloaded", "expired")))
-    order = col(RequestRow.effect_order)
-    pruned = tx.connection().execute(
-        update(RequestRow)
-        .where(
-            col(RequestRow.fetched_at) < now - fetched_for_s,
-            col(RequestRow.result).is_not(None),
-            or_(order.is_(None), order <= covered, col(RequestRow.model_id).in_(gone)),
-        )
-        .values(body=b"", result=None)
-    )
-    return pruned.rowcount

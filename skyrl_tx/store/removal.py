@@ -4,6 +4,7 @@ from sqlalchemy import delete
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store import pruning
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SnapshotRow
 
 
@@ -17,6 +18,7 @@ def remove_run(tx: Session, model_id: ModelId) -> None:
         raise LookupError(f"no run {model_id!r}")
     if row.status in ("creating", "ready"):
         raise ValueError(f"run {model_id} is {row.status}")
+    pruning.forget_marks(tx, [f"model/{model_id}"])
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
         tx.connection().execute(delete(table).where(col(table.model_id) == model_id))
     tx.delete(row)

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from skyrl_tx.store.errors import StoreError
 
-HEAD = "0007"
+HEAD = "0008"
 """The newest revision in `migrations`; kept here so that an up-to-date database opens without alembic's 0.3 s."""
 
 

@@ -20,6 +20,8 @@ from skyrl_tx.store.locks import file_lock, role_lock
 _FALLBACK_S = 0.1
 """How late a lost ring is noticed."""
 _WAL_KEPT_BYTES = 64 * 2**20
+_INCREMENTAL = 2
+_PAGES_AT_ONCE = 250
 
 _DAMAGED = (
     "it is damaged and is not served from; keep a copy, then bring back a backup of the data directory, or what "
@@ -67,6 +69,7 @@ class Sqlite(Dialect):
         """Hold another file lock: a new file's journal mode is not set under SQLite's own."""
         with file_lock(self._data_dir / "schema.lock"):
             yield
+            self._let_shrink()
 
     def writer(self, role: Role) -> Engine:
         """Take SQLite's own lock with each transaction."""
@@ -89,6 +92,7 @@ class Sqlite(Dialect):
 
         def connected(connection: sqlite3.Connection, _record: object) -> None:
             connection.isolation_level = None  # we say BEGIN ourselves: the driver's own comes too late for reads
+            connection.execute(f"PRAGMA auto_vacuum={_INCREMENTAL}")  # of effect on a new file alone
             (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
             if mode != "wal":
                 raise StoreError(
@@ -109,6 +113,20 @@ class Sqlite(Dialect):
         event.listen(engine, "connect", connected)
         event.listen(engine, "begin", begun)
         return engine
+
+    def _let_shrink(self) -> None:
+        """Rewrite a file of an earlier release, which could not give pages back, once; some seconds a GB."""
+        with closing(sqlite3.connect(self._path, isolation_level=None)) as connection:
+            if connection.execute("PRAGMA auto_vacuum").fetchone() != (_INCREMENTAL,):
+                connection.execute(f"PRAGMA auto_vacuum={_INCREMENTAL}")
+                connection.execute("VACUUM")
+
+    def give_back(self, connection: Connection) -> bool:
+        """Give back a few hundred free pages, one at a time: the pragma frees one for each step of its statement."""
+        (num_free,) = connection.exec_driver_sql("PRAGMA freelist_count").one()
+        for _ in range(min(num_free, _PAGES_AT_ONCE)):
+            connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
+        return num_free > _PAGES_AT_ONCE
 
     def check(self) -> None:
         """Look through every page, some milliseconds a MiB, and raise StoreError with what SQLite finds wrong."""

@@ -85,6 +85,7 @@ class RequestRow(SQLModel, table=True):
         Index("ix_requests_model_effect", "model_id", "effect_order"),
         _partial("ix_requests_loads", "position", "kind = 'load_weights'"),
         _partial("ix_requests_prunable", "fetched_at", "result IS NOT NULL"),
+        _partial("ix_requests_pruned", "fetched_at", "result IS NULL AND status <> 'open'"),
         Index("ix_requests_answers", "answer_order"),
         Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
         {"sqlite_autoincrement": True},  # a position is never given twice: readers keep it as a cursor
@@ -106,11 +107,24 @@ class RequestRow(SQLModel, table=True):
     attempts: int = 0
     result: bytes | None = None
     """None while open, and again once pruned."""
+    body_crc: int | None = Field(default=None, sa_type=BigInteger)
+    """CRC-32 of `body`; None in rows of releases that kept none."""
+    result_crc: int | None = Field(default=None, sa_type=BigInteger)
     created_at: float
     completed_at: float | None = None
     fetched_at: float | None = None
     answer_order: int | None = Field(default=None, sa_type=BigInteger)
     """Order of answers, as they were committed: what was read up to one of them is never added to."""
+
+
+class PrunedRow(SQLModel, table=True):
+    """Up to which number the requests of a model, or of one client of a sampling session, are forgotten."""
+
+    __tablename__ = "pruned"
+
+    numbered_by: str = Field(primary_key=True)
+    """See `pruning.numbered_by`."""
+    up_to: int = Field(sa_type=BigInteger)
 
 
 class AnswerCounterRow(SQLModel, table=True):

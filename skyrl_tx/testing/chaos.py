@@ -59,7 +59,16 @@ def fake_server() -> Server:
     """The fake backend, a little slowed, so that instants fall into its work."""
     common = ("--base-model", "fake", "--backend", "fake")
     slowed = ("--backend-config.step-delay-s", "0.01", "--backend-config.slice-tokens", "4")
-    often = ("--snapshot-effects", "5", "--snapshot-interval-s", "0.5", "--max-attempts", _TRIES)
+    often = (
+        "--snapshot-effects",
+        "5",
+        "--snapshot-interval-s",
+        "0.5",
+        "--snapshot-max-share",
+        "1",
+        "--max-attempts",
+        _TRIES,
+    )
     flags = (*common, *slowed, *often)
     return Server(name="fake", base_model="fake", api_flags=common, engine_flags=flags, is_blind_to_company=True)
 
@@ -79,7 +88,16 @@ def jax_server(directory: Path, dtype: str = "float32") -> Server:
         "max-sample-tokens": "256",
     }
     flags = [word for name, value in sizes.items() for word in (f"--backend-config.{name}", value)]
-    often = ("--snapshot-effects", "5", "--snapshot-interval-s", "0.5", "--max-attempts", _TRIES)
+    often = (
+        "--snapshot-effects",
+        "5",
+        "--snapshot-interval-s",
+        "0.5",
+        "--snapshot-max-share",
+        "1",
+        "--max-attempts",
+        _TRIES,
+    )
     return Server(name=f"jax {dtype}", base_model="small", api_flags=common, engine_flags=(*common, *flags, *often))
 
 

@@ -29,6 +29,8 @@ from skyrl_tx.store.futures import NewRequest
 
 SPEC = ModelSpec(lora=LoraSpec(rank=2, seed=5))
 OWNER = "local"
+_EAGER: dict[str, Any] = {"hole_wait_s": 0.3, "snapshot_max_share": 1.0}
+"""What makes tests short, and their snapshots many."""
 
 
 class Perishable(FakeBackend):
@@ -74,7 +76,7 @@ class House:
     def __init__(self, data_dir: Path, **settings: Any) -> None:
         self.data_dir = data_dir
         self.config = FakeConfig(vocab_size=128)
-        self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{"hole_wait_s": 0.3, **settings})
+        self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{**_EAGER, **settings})
         self.api = Store.open(data_dir, role="api")
         self.artifacts = ArtifactStore(data_dir / "artifacts")
         self.session_id = self.new_session()

@@ -126,9 +126,11 @@ def _finished(call: Call, request_id: RequestId, accept: str, limit: int | None)
     """
     state = call.store.read(lambda tx: futures.result(tx, request_id, call.caller.reach))
     if state.status == "unknown":
-        raise not_found(f"request_id {shown(request_id)} does not exist")
+        raise not_found(f"request_id {shown(request_id)} does not exist, or was answered and fetched long ago")
     if state.status == "pruned":
         raise ApiError(HTTPStatus.GONE, f"request_id {shown(request_id)}: its result was fetched long ago and is gone")
+    if state.status == "damaged":
+        return answer(_damaged(request_id), accept)
     if state.result is None:
         return None
     result = codec.decode(state.result)
@@ -139,6 +141,14 @@ def _finished(call: Call, request_id: RequestId, accept: str, limit: int | None)
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
     call.parts.waiters.note_fetched(request_id)
     return response
+
+
+def _damaged(request_id: RequestId) -> results.Failure:
+    """What was stored is no longer what was read back; nothing else can be said of it."""
+    message = (
+        f"request_id {shown(request_id)}: its stored result is damaged, its checksum is not that of what was written"
+    )
+    return results.Failure(message=message, category=ErrorCategory.SERVER)
 
 
 def _try_again(call: Call, request_id: RequestId) -> Response:

@@ -1,10 +1,9 @@
 from dataclasses import replace
 
 import pytest
-from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import futures, models, snapshots
+from skyrl_tx.store import futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import ConflictingRequest, FutureState, NewRequest
 
@@ -171,50 +170,3 @@ def test_effects_are_replayed_in_the_order_they_took(store: Store, new: NewReque
         (ids[1], 2, False),
         (ids[0], 3, True),
     ]
-
-
-class TestPruning:
-    """Which answers go: fetched long enough ago, and needed by no recovery."""
-
-    @pytest.fixture(autouse=True)
-    def model(self, store: Store, session_id: SessionId) -> None:
-        self.store = store
-
-        def make(tx: Session) -> None:
-            fields = {"session_id": session_id, "base_model": "b", "spec": b"", "user_metadata": None, "now": 1.0}
-            models.create(tx, model_id=MODEL, **fields)
-            snapshots.put(tx, MODEL, "art-1", 10, 1.0)
-
-        store.write(make)
-
-    def prune(self, now: float) -> int:
-        return self.store.write(lambda tx: futures.prune(tx, now, fetched_for_s=60.0))
-
-    def fetched(self, new: NewRequest, effect_order: int | None) -> RequestId:
-        request_id = submit(self.store, new).request_id
-        complete(self.store, request_id, effect_order)
-        self.store.write(lambda tx: futures.mark_fetched(tx, [request_id], 100.0))
-        return request_id
-
-    @pytest.mark.parametrize("effect_order", [None, 10])
-    def test_an_answer_that_a_snapshot_covers_goes_but_stays_known(self, new: NewRequest, effect_order) -> None:
-        request_id = self.fetched(new, effect_order)
-        self.store.write(lambda tx: futures.mark_fetched(tx, [request_id], 150.0))
-        assert self.prune(160.0) == 0
-        assert self.prune(161.0) == 1
-        assert state(self.store, request_id).status == "pruned"
-        assert submit(self.store, new) == futures.Submitted(request_id, is_new=False)
-        with pytest.raises(ConflictingRequest):
-            submit(self.store, replace(new, body=b"other"))
-        assert pending(self.store) == []
-
-    def test_an_effect_beyond_the_snapshot_stays_until_its_model_is_gone(self, new: NewRequest) -> None:
-        request_id = self.fetched(new, effect_order=11)
-        assert self.prune(1e9) == 0
-        assert state(self.store, request_id).result == b"result"
-        self.store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
-        assert self.prune(1e9) == 1
-
-    def test_what_was_not_fetched_stays(self, new: NewRequest) -> None:
-        complete(self.store, submit(self.store, new).request_id)
-        assert self.prune(1e9) == 0
