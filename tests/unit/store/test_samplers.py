@@ -74,11 +74,11 @@ def test_sessions_that_follow_a_model_share_a_sampler(store: Store, session_id: 
     store.write(lambda tx: samplers.follow(tx, model, newest))
     store.write(lambda tx: samplers.set_size(tx, model, newest, 100))
     assert [get(store, f"s-{number}").sampler_id for number in range(3)] == [newest, newest, "art-s-2"]
-    assert [(each.model_id, each.sampler_id, each.request_id) for each in store.read(samplers.unnamed)] == [
+    assert {(each.model_id, each.sampler_id, each.request_id) for each in store.read(samplers.unnamed)} == {
         (model, newest, "req-0"),
         (model, newest, "req-1"),
         (model, "art-s-2", "req-2"),
-    ]
+    }
     assert store.write(lambda tx: samplers.release_unused(tx, 9.0, keep_newest=1, max_bytes=100)) == ["art-s-2"]
     assert {each.sampler_id for each in store.read(samplers.unnamed)} == {newest}
 
