@@ -7,10 +7,13 @@ parameter and token, 6 per LoRA parameter and token, causal attention; no paddin
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,16 +27,18 @@ from meters import CompileWatch, Cost, MatmulRate, peak_memory_mb, reset_peak_me
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
+from skyrl_tx.engine.prepare import pass_batch, pass_examples, pass_output
 from skyrl_tx.huge_pages import restart_with_huge_pages
 from skyrl_tx.models.adapters import target_sizes
 from skyrl_tx.testing.client_environments import TORCH, prepare
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
 
-SCENARIOS = ("steady", "ragged", "tenants", "slots")
+SCENARIOS = ("steady", "ragged", "tenants", "slots", "host")
 RAGGED_LENGTHS = (20, 700)
 EQUAL_LENGTH = 384  # near the mean of random lengths, and free of padding
 NUM_TENANTS = 32
@@ -255,6 +260,46 @@ def slots(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[s
     return measure([setup.contestant(f"{num} slots", setup.backend(num), [tenant]) for num in (2, 64)])
 
 
+def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
+    """What Python does in a step, from a stored request to a stored result: its thread's CPU time beside the clock.
+
+    That thread does nothing else; the device's work goes on beside it, in threads of its own. `profile` names the
+    dearest functions by their own time, which the profiler makes dearer than they are.
+    """
+    num_rows, length = map(int, options.shape.split("x"))
+    backend = JaxBackend(str(setup.model), JaxConfig(compile_cache_dir=None, sample_slots=1, max_sample_tokens=8192))
+    capabilities = backend.start()
+    model = ModelId("model")
+    backend.create_model(model, ModelSpec(lora=LoraSpec(rank=setup.rank, seed=0, train_unembed=setup.train_unembed)))
+    draw, vocab_size = np.random.default_rng(0), setup.shape.vocab_size
+    drawn = [example(RequestId("drawn"), model, length, vocab_size, draw) for _ in range(num_rows)]
+    data = tuple(Datum(tokens=each.tokens, loss_inputs=each.loss_inputs) for each in drawn)
+    stored = codec.encode(ModelPass(data=data, loss="cross_entropy", loss_config={}, backward=True))
+
+    def step() -> None:
+        request = codec.decode(stored)
+        assert isinstance(request, ModelPass)
+        batch = pass_batch([tuple(pass_examples(RequestId("r"), model, request, capabilities))])
+        codec.encode(pass_output(backend.forward_backward(batch), num_rows * length))
+        backend.optim_step(model, OptimizerParams())
+
+    step()
+    steps: list[tuple[float, float]] = []
+    for _ in range(options.repeats):
+        thread, began = time.thread_time(), time.perf_counter()
+        step()
+        steps.append((time.perf_counter() - began, time.thread_time() - thread))
+    profiler = cProfile.Profile()
+    profiler.runcall(step)
+    dearest = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
+    return {
+        "step_s": quartiles([wall for wall, _ in steps]),
+        "python_s": quartiles([thread for _, thread in steps]),
+        "python_share": quartiles([thread / wall for wall, thread in steps]),
+        "profile_s": {f"{Path(file).name}:{name}": round(own, 5) for (file, _, name), (_, _, own, _, _) in dearest},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or a model's directory")
@@ -273,7 +318,9 @@ def main() -> None:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
         setup = Setup(model, options.rank, options.unembed, options.micro_batch_tokens)
         watch = CompileWatch()
-        scenario = {"steady": steady, "ragged": ragged, "tenants": tenants, "slots": slots}[options.scenario]
+        scenario = {"steady": steady, "ragged": ragged, "tenants": tenants, "slots": slots, "host": host}[
+            options.scenario
+        ]
         results = scenario(setup, lambda each: measure(each, options.repeats, watch), options)
     report("training", machine("jax", "jaxlib", "numpy"), results)
 
