@@ -103,7 +103,7 @@ def _fitted(directory: Path, base: _Base) -> tuple[ModelSpec, Mapping[str, np.nd
     from skyrl_tx import models as families  # bring JAX
     from skyrl_tx.backends.jax.checkpoint import AdapterFormat
     from skyrl_tx.weights import hf
-    from skyrl_tx.weights.adapter_files import PREFIX, AdapterError, read_adapter
+    from skyrl_tx.weights.adapter_files import PREFIX, AdapterError, place_in_stack, read_adapter
     from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, adapter_modules
 
     try:
@@ -118,7 +118,7 @@ def _fitted(directory: Path, base: _Base) -> tuple[ModelSpec, Mapping[str, np.nd
     given = dict(adapter.factors)
     if model.tied_embeddings and "lm_head" in given:
         given[TIED_UNEMBED_MODULE] = given.pop("lm_head")
-    leaves = {module.rpartition(".")[2] for module in given}
+    leaves = {place_in_stack(module)[0].rpartition(".")[2] for module in given}
     touched = {name for name, module in modules.items() if module.rpartition(".")[2] in leaves}
     groups = {
         part: families.AdapterSpec(
@@ -142,20 +142,23 @@ def _fitted(directory: Path, base: _Base) -> tuple[ModelSpec, Mapping[str, np.nd
         train_unembed=lora.train_unembed,
     )
     layout = AdapterFormat(base_model=base.source, config=model, modules=modules)
-    tensors = dict(layout.tensors(families.init_adapter(model, fresh).weights, targets, lora.rank))
+    started = layout.tensors(families.init_adapter(model, fresh).weights, targets, lora.rank)
+    tensors = {name: array.copy() for name, array in started.items()}
     factor = np.float32(adapter.scale * lora.rank / families.ALPHA)
     for module, (a, b) in given.items():
         for part, array in (("lora_A", a), ("lora_B", b * factor)):
-            name = f"{PREFIX}{module}.{part}.weight"
-            expected = tensors.get(name)
-            if expected is None:
+            holder, expert = place_in_stack(module)
+            into = tensors.get(f"{PREFIX}{holder}.{part}.weight")
+            if into is not None and expert is not None:
+                into = into[expert] if expert < len(into) else None
+            if into is None:
                 known = ", ".join(sorted(name.rpartition(".")[2] for name in modules.values()))
                 raise CommandError(f"{directory}: module {module!r} is none that this base model trains ({known})")
-            if expected.shape != array.shape:
+            if into.shape != array.shape:
                 raise CommandError(
-                    f"{directory}: tensor {name!r} is {array.shape}, {base.source} needs {expected.shape}"
+                    f"{directory}: {part} of {module!r} is {array.shape}, {base.source} needs {into.shape}"
                 )
-            tensors[name] = np.ascontiguousarray(array, np.float32)
+            into[...] = array
     return ModelSpec(lora=lora), tensors, layout.peft_config(targets, lora.rank, families.ALPHA)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE
+from skyrl_tx.weights.weight_map import STACKED_EXPERTS, TIED_UNEMBED_MODULE
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -41,7 +41,6 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 """PEFT, and whoever reads its files, find modules by their names in the Hugging Face model."""
 
-STACKED_EXPERTS: Mapping[str, str] = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _EXPERT_OF = {stacked: name for name, stacked in STACKED_EXPERTS.items()}
 _EXPERT = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(STACKED_EXPERTS)})")
 _STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_EXPERT_OF)})")
@@ -148,6 +147,15 @@ def _check(module: str, a: np.ndarray, b: np.ndarray, rank: int, path: Path) -> 
         raise AdapterError(f"{path}: module {module!r} holds numbers that are not finite")
 
 
+def place_in_stack(module: str) -> tuple[str, int | None]:
+    """Return which stack holds a module, and where; a module that is none of an expert stands by itself."""
+    match = _EXPERT.fullmatch(module)
+    if match is None:
+        return module, None
+    prefix, index, leaf = match.groups()
+    return f"{prefix}.{STACKED_EXPERTS[leaf]}", int(index)
+
+
 def _unstacked(stack: re.Match[str], a: np.ndarray, b: np.ndarray, path: Path) -> dict[str, Factors]:
     """Give each expert its own factors; one that all share has a leading 1."""
     prefix, leaf = stack.groups()
@@ -163,11 +171,11 @@ def _stacked(factors: Mapping[str, Factors]) -> dict[str, Factors]:
     found: dict[str, Factors] = {}
     experts: dict[str, dict[int, Factors]] = {}
     for module, pair in factors.items():
-        if match := _EXPERT.fullmatch(module):
-            prefix, index, leaf = match.groups()
-            experts.setdefault(f"{prefix}.{STACKED_EXPERTS[leaf]}", {})[int(index)] = pair
-        else:
+        stack, index = place_in_stack(module)
+        if index is None:
             found[module] = pair
+        else:
+            experts.setdefault(stack, {})[index] = pair
     for module, pairs in experts.items():
         a, b = next(iter(pairs.values()))
         empty = np.zeros_like(a), np.zeros_like(b)

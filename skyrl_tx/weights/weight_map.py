@@ -88,11 +88,18 @@ EXPERT_WEIGHTS: WeightMap = (
 )
 
 
-def adapter_modules(weights: WeightMap, *, tied_embeddings: bool) -> dict[str, str]:
-    """Return, for each linear map that an adapter can touch, the name of its module in checkpoints.
+STACKED_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""What adapter files call a map of all experts of a layer, in one tensor: a large mixture has thousands of maps."""
 
-    Block maps keep their `{layer}` and `{expert}`. The names are those that adapter files use, less their own prefix.
+
+def adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts: bool = True) -> dict[str, str]:
+    """Return, for each linear map that an adapter can touch, the name of its module in adapter files.
+
+    The names lack the files' own prefix. Block maps keep their `{layer}`, and `{expert}` where experts are not stacked.
     """
     modules = {rule.path.removeprefix("layers."): rule.module for rule in weights if rule.transpose}
+    if stacks_experts:
+        for leaf, stacked in STACKED_EXPERTS.items():
+            modules = {name: each.replace(f"{{expert}}.{leaf}", stacked) for name, each in modules.items()}
     unembed = next(rule.module for rule in weights if rule.path == "unembed")
     return {**modules, "unembed": TIED_UNEMBED_MODULE if tied_embeddings else unembed}

@@ -45,7 +45,9 @@ class Reference:
     def adapter(self, prefix: str) -> Adapter:
         """Return the arrays `prefix/<module>.lora_A|lora_B` as one adapter of ours; what peft left out is zero."""
         rank = next(v.shape[0] for k, v in self.arrays.items() if k.startswith(prefix) and k.endswith("lora_A"))
-        modules = adapter_modules(self.family.weights, tied_embeddings=self.config.tied_embeddings)
+        modules = adapter_modules(
+            self.family.weights, tied_embeddings=self.config.tied_embeddings, stacks_experts=False
+        )
         weights = {}
         for name, empty in models.adapter_shapes(self.config, rank).weights.items():
             layers = models.target_layers(self.config, name)

@@ -37,17 +37,26 @@ TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
 
 
 # The cookbook takes the unembedding of a tied model for its input embedding: those are merged without.
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("save", ["save_state", "save_weights_external"])
+@pytest.mark.parametrize(
+    ("architecture", "tied", "save"),
+    [
+        *(
+            ("Qwen3ForCausalLM", tied, save)
+            for tied in (False, True)
+            for save in ("save_state", "save_weights_external")
+        ),
+        ("Qwen3MoeForCausalLM", False, "save_weights_external"),
+    ],
+)
 def test_what_the_cookbook_builds_computes_what_the_server_did(
-    tmp_path: Path, client_environment, monkeypatch: pytest.MonkeyPatch, tied: bool, save: str
+    tmp_path: Path, client_environment, monkeypatch: pytest.MonkeyPatch, architecture: str, tied: bool, save: str
 ) -> None:
     """A training checkpoint travels encrypted, through a temporary export; external weights as they are."""
     environment = client_environment(COOKBOOK)
     variables = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    model = write_model(tmp_path / "model", tied_embeddings=tied)
+    model = write_model(tmp_path / "model", architecture, tied_embeddings=tied)
     folder = tmp_path / "folder"
     folder.mkdir()
     with live_model(model, NAME, tmp_path / "data") as url, tinker.ServiceClient(base_url=url) as service:

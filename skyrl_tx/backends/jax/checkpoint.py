@@ -46,13 +46,13 @@ class AdapterFormat:
     base_model: str
     config: ModelConfig
     modules: Mapping[str, str]
-    """Module in the checkpoint, with `{layer}` and `{expert}` where there are many, by our name of the linear map."""
+    """Module in adapter files, with `{layer}` where there are many, by our name of the linear map."""
 
     def tensors(self, weights: AdapterWeights, targets: tuple[str, ...], rank: int, prefix: str = "") -> Tensors:
         """Return host arrays by their names in files."""
         trained = resize_rank({name: weights[name] for name in targets}, rank)
         return {
-            f"{prefix}{name}": np.ascontiguousarray(array.T)
+            f"{prefix}{name}": np.ascontiguousarray(_transposed(array))
             for target in targets
             for name, array in self._slices(target, trained[target])
         }
@@ -67,10 +67,10 @@ class AdapterFormat:
                 found = tensors.get(prefix + name)
                 if found is None:
                     raise UserError(f"adapter: lacks tensor {prefix + name!r}")
-                if found.T.shape != into.shape:
-                    wanted = into.shape[::-1]
+                wanted = _transposed(into).shape
+                if found.shape != wanted:
                     raise UserError(f"adapter: tensor {prefix + name!r} is {found.shape}, this base needs {wanted}")
-                into[...] = found.T
+                into[...] = _transposed(found)
                 expected.add(prefix + name)
         unexpected = sorted(name for name in tensors.keys() - expected if name.startswith(prefix))
         if unexpected:
@@ -109,11 +109,15 @@ class AdapterFormat:
         }
 
     def _slices(self, target: str, pair: LoraPair) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield name and view [I, R] or [R, O] of each tensor of a linear map."""
+        """Yield name and view [I, R] or [R, O] of each tensor of a linear map; experts lie in one, [E, ...]."""
         layers = target_layers(self.config, target)
         for factor, array in (("lora_A", np.asarray(pair.a)), ("lora_B", np.asarray(pair.b))):
             for index, module in expand(self.modules[target], array.shape, layers):
                 yield f"base_model.model.{module}.{factor}.weight", array[index]
+
+
+def _transposed(array: np.ndarray) -> np.ndarray:
+    return array.swapaxes(-1, -2)
 
 
 @dataclass(frozen=True, kw_only=True)
