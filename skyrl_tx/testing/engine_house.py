@@ -164,12 +164,16 @@ class House:
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            Engine(self.settings, backend or FakeBackend("tiny", self.config), store, self.artifacts).run(stop)
+            Engine(self.settings, backend or self.backend(), store, self.artifacts).run(stop)
         finally:
             stop.set()
             self.api.wake()
             watcher.join()
             store.close()
+
+    def backend(self) -> AbstractBackend:
+        """Make a backend as `run` does by default."""
+        return FakeBackend("tiny", self.config)
 
     def result(self, request_id: RequestId) -> Any:
         """What a request was answered."""

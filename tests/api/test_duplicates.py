@@ -3,6 +3,7 @@
 All are sent to one API and engine, and once more to those that come after them on the same data directory.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,10 +140,10 @@ class Lives:
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[Server]:
+def serving(directory: Path, **of_engine: Any) -> Iterator[Server]:
     base_model, backend = small_backend("fake", directory)
     common: Any = {"data_dir": directory, "base_model": base_model, "served_model_name": PUBLIC_NAME}
-    with live_api(ApiSettings(port=0, **common)) as server, live_engine(EngineSettings(**common), backend):
+    with live_api(ApiSettings(port=0, **common)) as server, live_engine(EngineSettings(**common, **of_engine), backend):
         yield server
 
 
@@ -198,3 +199,23 @@ def test_nothing_was_stored_or_done_twice(lives: Lives) -> None:
 def test_failures_are_those_that_were_asked_for(lives: Lives) -> None:
     failed = {name for name, result in lives.before.results.items() if result is not None and "error" in result}
     assert failed == {"create_model_from_state that is not there"}
+
+
+def test_a_number_whose_request_is_forgotten_is_refused_for_good(tmp_path: Path) -> None:
+    soon = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.02}
+    with serving(tmp_path, snapshot_interval_s=0.02, **soon) as server:
+        body: dict[str, Any] = {"model_id": server.model(), "adam_params": {"learning_rate": 0.01}}
+        first = server.post("optim_step", **body, seq_id=1)
+        assert "error" not in server.result(first)
+        end = time.monotonic() + 20
+        while (again := server.post("optim_step", **body, seq_id=1)).status_code == HTTPStatus.OK:
+            assert again.json() == first.json() and time.monotonic() < end
+            time.sleep(0.02)
+        other = server.post("optim_step", **{**body, "adam_params": {}}, seq_id=1)
+        for refused in (again, other):
+            assert refused.status_code == HTTPStatus.GONE and "its number is used up" in refused.text
+        gone = server.post("retrieve_future", request_id=first.json()["request_id"])
+        assert gone.status_code == HTTPStatus.NOT_FOUND and "answered and fetched long ago" in gone.text
+        assert "error" not in server.result(server.post("optim_step", **body, seq_id=2))
+        (model,) = server.store.read(models.live)
+        assert model.effect_order == 3, "its creation and two steps"
