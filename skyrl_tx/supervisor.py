@@ -16,6 +16,7 @@ from skyrl_tx.listening import CannotServe, listen, url_of
 from skyrl_tx.settings import ServerSettings
 from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
+from skyrl_tx.store.errors import StoreUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,9 @@ STOP_S = 30.0
 _ANSWER_S = 2
 """How long open calls may take to be answered when the API stops."""
 _LONGEST_DELAY_S = 15.0
+_DATABASE_AGAIN_S = 0.5
+_OTHER_GONE_S = 3.0
+"""How long an engine that was killed a moment ago may still seem to be there."""
 
 
 class SupervisedApi(ApiServer):
@@ -86,13 +90,26 @@ class EngineKeeper:
                 return
             if failure.is_final and not self._was_ready:
                 raise CannotServe(failure.message)
-            progressed = await asyncio.to_thread(self._has_progressed, started_at)
-            delay_s = self._restarts.next_delay_s(made_progress=progressed)
+            delay_s = self._restarts.next_delay_s(made_progress=await self._progressed_since(started_at))
             if delay_s is None:
                 raise CannotServe(f"the engine keeps dying, giving up; last: {failure.message}")
             log.warning("engine gone: %s; starting it again in %.2f s", failure.message, delay_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _progressed_since(self, started_at: float) -> bool:
+        """Ask; while there is no database no engine can be started, and none is to blame for its end."""
+        is_told = False
+        while not self._stopping.is_set():
+            try:
+                return await asyncio.to_thread(self._has_progressed, started_at) or is_told
+            except StoreUnreachable as error:
+                if not is_told:
+                    log.warning("%s; the engine starts again when it is back", error)
+                is_told = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _DATABASE_AGAIN_S)
+        return True
 
     @property
     def is_ready(self) -> bool:
@@ -157,6 +174,7 @@ def serve(settings: ServerSettings) -> int:
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
     ):
+        _refuse_second_engine(store)
         if settings.fresh:
             _leave_models(store)
         log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
@@ -201,7 +219,7 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
 
 def _open_store(settings: ServerSettings) -> Store:
     try:
-        store = Store.open(settings.data_dir, role="api")
+        store = Store.open(settings.data_dir, role="api", url=settings.store_url)
     except (StoreInUse, StoreError, OSError) as error:
         raise CannotServe(str(error)) from error
     api = settings.for_api()
@@ -213,6 +231,17 @@ def _open_store(settings: ServerSettings) -> Store:
             "or add --no-auth to let everyone in, or keep to 127.0.0.1"
         )
     return store
+
+
+def _refuse_second_engine(store: Store) -> None:
+    """Before anything is changed; a second API of an engine is started as `skyrl-tx api`."""
+    end = time.monotonic() + _OTHER_GONE_S
+    while store.peer_lives():
+        if time.monotonic() > end:
+            raise CannotServe(
+                "an engine is at work on this database already; `skyrl-tx api` serves one more address for it"
+            )
+        time.sleep(0.05)
 
 
 def _leave_models(store: Store) -> None:

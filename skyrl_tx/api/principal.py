@@ -15,6 +15,7 @@ from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.signing import SigningKey
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import ApiKeyRow
 
@@ -69,11 +70,21 @@ class Gate:
 
     def admit(self, credential: str) -> Principal:
         """Find out who shows this; raises ApiError 401 if it opens nothing."""
-        principal = self.remembered(credential) or self._store.read(lambda tx: self._look(tx, credential))
+        principal = self.remembered(credential) or self._found(credential)
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
         self._remembered[credential] = principal, time.monotonic() + _REMEMBERED_S
         return principal
+
+    def _found(self, credential: str) -> Principal:
+        try:
+            return self._store.read(lambda tx: self._look(tx, credential))
+        except StoreUnreachable:
+            # Whom this process knows is told what is wrong in the way of what was called; nothing else can be had now.
+            known, _ = self._remembered.get(credential, (None, 0.0))
+            if known is None:
+                raise
+            return known
 
     def forget(self) -> None:
         """Look at the database anew for everyone who calls next."""

@@ -3,7 +3,7 @@
 import ipaddress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from skyrl_tx.contract.errors import UserError
 
@@ -21,6 +21,11 @@ class ApiSettings(BaseModel):
     no_auth: bool = Field(default=False, description="ask nobody for a key: whoever can reach --host may do everything")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     data_dir: Path = Field(description="directory of the database and all weights")
+    database_url: SecretStr | None = Field(
+        default=None,
+        description="database, if not a file in --data-dir: postgresql://user:password@host/name; a password is better "
+        "given by the environment",
+    )
     base_model: str = Field(description="hub id or local directory of the model that is served")
     served_model_name: str | None = Field(
         default=None, description="name that clients use; default: base_model as given"
@@ -50,6 +55,11 @@ class ApiSettings(BaseModel):
     request_threads: int = Field(
         default=100, ge=1, description="requests worked on at once; each may wait for a commit"
     )
+
+    @property
+    def store_url(self) -> str | None:
+        """The database's URL, with its secrets."""
+        return None if self.database_url is None else self.database_url.get_secret_value()
 
     @property
     def is_loopback(self) -> bool:

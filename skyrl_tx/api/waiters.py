@@ -90,8 +90,8 @@ class Waiters:
             try:
                 self._announce()
                 self._write_fetched()
-            except StoreError:
-                _log.exception("cannot look for answers; trying again")
+            except StoreError as error:
+                _log.error("cannot look for answers; trying again: %s", error)
                 time.sleep(_WAIT_S)
             # Commits come in bursts: after a look over thousands of calls, let some gather before the next one.
             time.sleep(min(time.monotonic() - begun_at, _LONGEST_PAUSE_S))
@@ -118,5 +118,10 @@ class Waiters:
         self._noted_at = now
         with self._lock:
             fetched, self._fetched = self._fetched, set()
-        if fetched:
-            self._store.write(lambda tx: futures.mark_fetched(tx, fetched, time.time()))
+        try:
+            if fetched:
+                self._store.write(lambda tx: futures.mark_fetched(tx, fetched, time.time()))
+        except StoreError:
+            with self._lock:
+                self._fetched |= fetched
+            raise

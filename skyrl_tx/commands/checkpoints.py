@@ -52,13 +52,13 @@ def _list(arguments: argparse.Namespace) -> int:
             for row in tx.exec(wanted)
         ]
 
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         show(store.read(work), as_json=arguments.json, nothing="no checkpoints")
     return 0
 
 
 def _delete(arguments: argparse.Namespace) -> int:
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         paths = [find_checkpoint(store, text).path for text in arguments.path]
 
         def work(tx: Session) -> None:
@@ -76,7 +76,7 @@ def _keep(arguments: argparse.Namespace) -> int:
     if arguments.seconds is not None and arguments.seconds <= 0:
         raise CommandError(f"--for {arguments.seconds}: must be above 0")
     expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         paths = [CheckpointPath.parse(str(find_checkpoint(store, text).path)) for text in arguments.path]
 
         def work(tx: Session) -> None:

@@ -47,7 +47,7 @@ def _export(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out.expanduser().absolute()
     if out.exists():
         raise CommandError(f"{out} exists already")
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         row = find_checkpoint(store, arguments.path)
         source = artifacts_of(arguments.data_dir).open(row.artifact_id)
         state = store.read(engine_state.get)

@@ -51,7 +51,7 @@ def _import(arguments: argparse.Namespace) -> int:
     directory: Path = arguments.directory.expanduser().absolute()
     if not directory.is_dir():
         raise CommandError(f"{directory}: no such directory")
-    with opened(arguments.data_dir, create=True) as store:
+    with opened(arguments, create=True) as store:
         owner = arguments.owner or _only_owner(store)
         base = _base(store, directory, arguments)
         spec, tensors, config = _fitted(directory, base)

@@ -45,7 +45,7 @@ def _create(arguments: argparse.Namespace) -> int:
         raise CommandError(f"owner {owner!r} must be 1 to 64 letters, digits or '.', '_', '@', '+', '-'")
     if owner == keys.LOCAL_OWNER:
         raise CommandError(f"owner {owner!r} stands for everyone while no keys are asked for; take another name")
-    with opened(arguments.data_dir, create=True) as store:
+    with opened(arguments, create=True) as store:
         key, row = store.write(
             lambda tx: keys.create(
                 tx,
@@ -62,7 +62,7 @@ def _create(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         records = [_record(row) for row in store.read(keys.list_all)]
     show(records, as_json=arguments.json, nothing="no keys")
     return 0
@@ -83,7 +83,7 @@ def _record(row: ApiKeyRow) -> Record:
 
 def _revoke(arguments: argparse.Namespace) -> int:
     key_ids: list[int] = arguments.key_id
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         for key_id in key_ids:
             if not store.write(lambda tx, key_id=key_id: keys.revoke(tx, key_id, time.time())):
                 raise CommandError(

@@ -14,9 +14,8 @@ from skyrl_tx.store import checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreInUse
 from skyrl_tx.store.locks import role_lock
+from skyrl_tx.store.sqlite import DATABASE_NAME
 from skyrl_tx.store.tables import CheckpointRow
-
-_DATABASE = "skyrl_tx.db"
 
 
 class CommandError(Exception):
@@ -31,15 +30,19 @@ def add_data_dir(parser: argparse.ArgumentParser) -> None:
         default=Path(os.environ.get(f"{ENVIRONMENT_PREFIX}DATA_DIR") or default_data_dir()),
         help="the server's data directory (default: as for `serve`, $SKYRL_TX_DATA_DIR first)",
     )
+    parser.add_argument(
+        "--database-url", help="the server's database, if not a file there (default: $SKYRL_TX_DATABASE_URL)"
+    )
 
 
 @contextmanager
-def opened(data_dir: Path, *, create: bool = False) -> Generator[Store]:
+def opened(arguments: argparse.Namespace, *, create: bool = False) -> Generator[Store]:
     """Open the database beside whatever server runs on it; raises CommandError where there is none."""
-    data_dir = data_dir.expanduser().absolute()
-    if not create and not (data_dir / _DATABASE).is_file():
+    data_dir: Path = arguments.data_dir.expanduser().absolute()
+    url: str | None = arguments.database_url or os.environ.get(f"{ENVIRONMENT_PREFIX}DATABASE_URL")
+    if not create and url is None and not (data_dir / DATABASE_NAME).is_file():
         raise CommandError(f"--data-dir {data_dir}: no server has ever stored anything there")
-    store = Store.open(data_dir, role="tool")
+    store = Store.open(data_dir, role="tool", url=url)
     try:
         yield store
     finally:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         records = store.read(lambda tx: _records(tx, arguments.owner))
     show(records, as_json=arguments.json, nothing="no runs")
     return 0
@@ -71,7 +71,7 @@ def _records(tx: Session, owner: str | None) -> list[Record]:
 
 
 def _delete(arguments: argparse.Namespace) -> int:
-    with opened(arguments.data_dir) as store:
+    with opened(arguments) as store:
         for run_id in arguments.run_id:
             if store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id))) is None:
                 raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows those there are")

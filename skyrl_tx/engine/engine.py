@@ -81,6 +81,7 @@ class Engine:
             state.say("ready", capabilities)
             on_ready(capabilities)
             while not stop.is_set():
+                state.check()
                 state.load = loop.sample_load()
                 if not loop.turn():
                     self._store.wait(loop.longest_wait())

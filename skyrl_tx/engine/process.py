@@ -45,7 +45,7 @@ def run_engine(
     Unless another process decides on that: then `second_signal_exits` is False, and more signals mean no more than one.
     """
     try:
-        store = Store.open(settings.data_dir, role="engine")
+        store = Store.open(settings.data_dir, role="engine", url=settings.store_url)
     except StoreInUse as error:
         _log.error("%s", error)
         return ExitCode.CANNOT_START

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 
 class EngineSettings(BaseModel):
@@ -11,6 +11,11 @@ class EngineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data_dir: Path = Field(description="directory of the database and all weights")
+    database_url: SecretStr | None = Field(
+        default=None,
+        description="database, if not a file in --data-dir: postgresql://user:password@host/name; a password is better "
+        "given by the environment",
+    )
     base_model: str = Field(description="hub id or local directory of the model that is served")
     served_model_name: str | None = Field(
         default=None, description="name that clients use; default: base_model as given"
@@ -79,3 +84,8 @@ class EngineSettings(BaseModel):
     def base_models(self) -> list[str]:
         """The names that clients may ask for, the public one first."""
         return list(dict.fromkeys(name for name in (self.served_model_name, self.base_model) if name))
+
+    @property
+    def store_url(self) -> str | None:
+        """The database's URL, with its secrets."""
+        return None if self.database_url is None else self.database_url.get_secret_value()

@@ -1,5 +1,6 @@
 """What the engine says of itself, about once a second, while its own thread is busy."""
 
+import logging
 import os
 import secrets
 import threading
@@ -9,8 +10,10 @@ from collections.abc import Mapping
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, StoreUnreachable
 from skyrl_tx.store.tables import EngineStatus
 
+_log = logging.getLogger(__name__)
 _PERIOD_S = 1.0
 
 
@@ -25,6 +28,7 @@ class StatePublisher:
         self._capabilities: Mapping[str, object] = {}
         self.load: engine_state.SampleLoad | None = None
         """To be said with the next word."""
+        self._failure: StoreUnreachable | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="engine-state", daemon=True)
 
@@ -43,9 +47,21 @@ class StatePublisher:
         self._ended.set()
         self._thread.join()
 
+    def check(self) -> None:
+        """Raise StoreUnreachable once the database was: this process cannot write any more."""
+        if self._failure is not None:
+            raise self._failure
+
     def _repeat(self) -> None:
         while not self._ended.wait(_PERIOD_S):
-            self._publish()
+            try:
+                self._publish()
+            except StoreUnreachable as error:
+                self._failure = error
+                self._store.wake()
+                return
+            except StoreError as error:
+                _log.error("the engine's state cannot be written; trying again: %s", error)
 
     def _publish(self) -> None:
         status, capabilities = self._status, self._capabilities

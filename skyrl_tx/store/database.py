@@ -11,10 +11,10 @@ from sqlalchemy import Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.store import schema
+from skyrl_tx.store import binding, schema
 from skyrl_tx.store.dialect import Bell, Dialect, Role
 from skyrl_tx.store.errors import StoreError, StoreInUse
-from skyrl_tx.store.sqlite import Sqlite
+from skyrl_tx.store.sqlite import DATABASE_NAME, Sqlite
 from skyrl_tx.store.writer import GroupWriter
 
 __all__ = ["Role", "Store", "StoreError", "StoreInUse"]
@@ -49,11 +49,13 @@ class Store:
         with ExitStack() as stack:
             try:
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                binding.check(data_dir, dialect.name)
                 stack.enter_context(dialect.role(role))
                 write_engine = dialect.writer(role)
                 stack.callback(write_engine.dispose)
                 with dialect.upgrading():
                     schema.upgrade(write_engine)
+                binding.note(data_dir, dialect.name)
                 if role != "tool":
                     dialect.check()
                 reader = dialect.reader(role)
@@ -135,7 +137,7 @@ class Store:
 
 def _dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
     if url is None:
-        return Sqlite(data_dir / "skyrl_tx.db", data_dir, busy_timeout_s)
+        return Sqlite(data_dir / DATABASE_NAME, data_dir, busy_timeout_s)
     try:
         parsed = make_url(url)
     except ArgumentError:

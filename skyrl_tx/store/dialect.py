@@ -44,6 +44,11 @@ class Dialect(ABC):
     errors: ClassVar[tuple[type[Exception], ...]]
     """What the driver itself raises."""
 
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """What the database is called, without secrets; None: it is the data directory's own."""
+
     @abstractmethod
     def role(self, role: Role) -> AbstractContextManager[None]:
         """Hold a role, as far as the data directory is concerned; raises StoreInUse naming who plays it."""

@@ -82,7 +82,13 @@ class Postgresql(Dialect):
         self._url = url.set(drivername="postgresql+psycopg").update_query_dict(defaults)
         self._data_dir = data_dir
         self._busy_timeout_s = busy_timeout_s
+        self._name = URL.create("postgresql", host=url.host, port=url.port, database=url.database)
         self._place = f"database {url.set(drivername='postgresql', query={}).render_as_string()}"
+
+    @property
+    def name(self) -> str | None:
+        """Server and database; users and passwords change."""
+        return self._name.render_as_string()
 
     @contextmanager
     def role(self, role: Role) -> Generator[None]:

@@ -17,6 +17,7 @@ from skyrl_tx.store.doorbell import Doorbell
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.locks import file_lock, role_lock
 
+DATABASE_NAME = "skyrl_tx.db"
 _FALLBACK_S = 0.1
 """How late a lost ring is noticed."""
 _WAL_KEPT_BYTES = 64 * 2**20
@@ -54,6 +55,11 @@ class Sqlite(Dialect):
         self._path = path
         self._data_dir = data_dir
         self._busy_timeout_s = busy_timeout_s
+
+    @property
+    def name(self) -> str | None:
+        """None where the file lies, under its usual name, among what belongs to it."""
+        return None if self._path == self._data_dir / DATABASE_NAME else f"sqlite:///{self._path}"
 
     @contextmanager
     def role(self, role: Role) -> Generator[None]:

@@ -67,7 +67,7 @@ class Server:
 @contextmanager
 def live_api(settings: ApiSettings, wrap: Callable[[ASGIApp], ASGIApp] | None = None) -> Generator[Server]:
     """Serve on a thread of its own, over the store in `settings.data_dir`; `wrap` may watch or disturb the calls."""
-    store = Store.open(settings.data_dir, role="api")
+    store = Store.open(settings.data_dir, role="api", url=settings.store_url)
     api = ApiServer(settings, store)
     if wrap is not None:
         api.config.app = wrap(api.app)

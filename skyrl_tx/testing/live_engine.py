@@ -14,7 +14,7 @@ from skyrl_tx.store.database import Store
 @contextmanager
 def live_engine(settings: EngineSettings, backend: AbstractBackend) -> Generator[None]:
     """Run an engine until the context is left; what it raised is raised here."""
-    store = Store.open(settings.data_dir, role="engine")
+    store = Store.open(settings.data_dir, role="engine", url=settings.store_url)
     engine = Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts"))
     stop = threading.Event()
     failures: list[BaseException] = []

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Literal, Self
 
-_READY = re.compile(r"ready at (http://\S+);")
+_READY = {"serve": re.compile(r"ready at (http://\S+);"), "api": re.compile(r"the API alone at (http://\S+),")}
 _ENGINE = re.compile(r"engine process (\d+)")
 
 
@@ -19,12 +19,13 @@ class ServerFailed(Exception):
 
 
 class LiveServer:
-    """`skyrl-tx serve`, on a free port by default; leaving the context stops it, or kills it if that fails."""
+    """`skyrl-tx serve`, or the API alone, on a free port by default; leaving the context stops it, else kills it."""
 
     def __init__(
         self,
         data_dir: Path,
         *,
+        command: Literal["serve", "api"] = "serve",
         port: int = 0,
         flags: Sequence[str] = ("--base-model", "fake", "--backend", "fake"),
         environment: Mapping[str, str] | None = None,
@@ -35,7 +36,7 @@ class LiveServer:
         self._grew = threading.Condition()
         self._ended = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_tx", "serve", "--port", str(port), "--data-dir", str(data_dir), *flags],
+            [sys.executable, "-m", "skyrl_tx", command, "--port", str(port), "--data-dir", str(data_dir), *flags],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
@@ -45,7 +46,7 @@ class LiveServer:
         self._reader = threading.Thread(target=self._read, args=(self._process.stderr,), daemon=True)
         self._reader.start()
         try:
-            self.url = self.wait_for(_READY, within_s=ready_within_s)
+            self.url = self.wait_for(_READY[command], within_s=ready_within_s)
         except BaseException:
             self.kill()
             raise

@@ -19,6 +19,8 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.testing.client_environments import UnavailableEnvironment
 
 _USER = "skyrl"
+PASSWORD = "not-to-be-told"
+"""Every URL has it, and nothing may ever show it."""
 _TEMPLATE = "template_skyrl"
 _PORT = 5432  # only part of the socket's name
 _UNTIL_INPUT_ENDS = 'exec 3<&0; "$@" <&- & read _ <&3; kill -QUIT $!; wait $!'
@@ -129,7 +131,7 @@ class PostgresqlServer:
     def _make(self, name: str, template: str) -> str:
         with self.administrator() as connection:
             connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"'.encode())
-        return f"postgresql://{_USER}@/{name}?host={self._home}&port={_PORT}"
+        return f"postgresql://{_USER}:{PASSWORD}@/{name}?host={self._home}&port={_PORT}"
 
     def _call(self, program: str, *arguments: str) -> None:
         command = [self._binaries / program, "-D", self._data, *arguments]

@@ -1,0 +1,154 @@
+"""`skyrl-tx serve` on PostgreSQL: several APIs, one engine, kills, and a database that goes away and comes back."""
+
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.testing.live_server import LiveServer, ServerFailed
+from skyrl_tx.testing.postgresql_server import PASSWORD, PostgresqlServer
+
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+FAKE = ("--base-model", "fake", "--backend", "fake")
+ENGINE_STARTED = re.compile(r"engine process (\d+)")
+STARTS_AGAIN = re.compile(r"the engine starts again when it is back")
+NUM_STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    yield
+    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
+
+
+def datum(seed: int) -> types.Datum:
+    tokens = np.random.default_rng(seed).integers(1, 200, size=12)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(11, dtype=np.float32)},
+    )
+
+
+def train(url: str, seed: int, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
+    """A run: its losses, and the log-probabilities of a sample from what was learned."""
+    training = tinker.ServiceClient(base_url=url).create_lora_training_client("fake", rank=8, seed=seed).result()
+    seen: list[float] = []
+    for step in range(NUM_STEPS):
+        passed = training.forward_backward([datum(seed), datum(seed + step)], "cross_entropy")
+        stepped = training.optim_step(types.AdamParams(learning_rate=0.05))
+        after_step(step)
+        stepped.result()
+        seen.append(passed.result().metrics["loss:sum"])
+    sampler = training.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
+    (sequence,) = sampler.sample(types.ModelInput.from_ints([7, 8]), 1, params).result().sequences
+    return [*seen, *(sequence.logprobs or [])]
+
+
+def beside(work: Callable[[], list[float]]) -> Future[list[float]]:
+    """Run a client on a thread that no failing test waits for."""
+    outcome: Future[list[float]] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """What two runs give on SQLite where nothing happens."""
+    with pytest.MonkeyPatch.context() as patch, LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
+        patch.setenv("TINKER_API_KEY", "tml-local")
+        return [train(server.url, seed) for seed in (1, 2)]
+
+
+def check_they_are_one(first: LiveServer, second: LiveServer) -> None:
+    """What one API was told the other knows, and what was sent to both is one request."""
+
+    def call(url: str, endpoint: str, **body: object) -> dict[str, str]:
+        return httpx.post(f"{url}/api/v1/{endpoint}", json=body, timeout=40).json()
+
+    new = {"session_id": call(first.url, "create_session", tags=[], sdk_version="0.38.0")["session_id"]}
+    new |= {"model_seq_id": 1, "base_model": "fake", "lora_config": {"rank": 4, "seed": 1}}
+    sent = [call(url, "create_model", **new) for url in (first.url, second.url)]
+    assert sent[0] == sent[1]
+    answers = [call(url, "retrieve_future", request_id=sent[0]["request_id"]) for url in (second.url, first.url)]
+    assert answers[0] == answers[1] and answers[0]["model_id"] == sent[0]["model_id"]
+    listed = [httpx.get(f"{url}/api/v1/training_runs").json() for url in (first.url, second.url)]
+    assert listed[0] == listed[1] and len(listed[0]["training_runs"]) == 3
+
+
+def test_two_apis_serve_one_engine_that_is_killed(
+    tmp_path: Path, postgresql_url: str, undisturbed: list[list[float]]
+) -> None:
+    flags = (*FAKE, "--database-url", postgresql_url)
+    with (
+        LiveServer(tmp_path, flags=flags) as server,
+        LiveServer(tmp_path, command="api", flags=flags) as second,
+    ):
+
+        def kill_once(step: int) -> None:
+            if step == 3:
+                os.kill(server.engine_pid, signal.SIGKILL)
+
+        runs = [beside(lambda: train(server.url, 1, kill_once)), beside(lambda: train(second.url, 2))]
+        assert [run.result(60) for run in runs] == undisturbed
+        server.wait_for(ENGINE_STARTED, times=2)
+        check_they_are_one(server, second)
+        with pytest.raises(ServerFailed, match="an engine is at work on this database"):
+            LiveServer(tmp_path, flags=(*flags, "--fresh"))
+        assert second.stop() == server.stop() == 0
+        for log in (server.log, second.log):
+            assert PASSWORD not in log
+            assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_a_database_that_goes_away_and_comes_back_is_a_pause(tmp_path: Path, undisturbed: list[list[float]]) -> None:
+    with PostgresqlServer() as database:
+        flags = (*FAKE, "--database-url", database.new_database())
+        with LiveServer(tmp_path, flags=flags) as server:
+            api = httpx.Client(base_url=f"{server.url}/api/v1", timeout=40, headers={"X-API-Key": "tml-local"})
+            reached: list[int] = []
+            run = beside(lambda: train(server.url, 1, reached.append))
+            while len(reached) < 3:
+                time.sleep(0.01)
+            database.stop()
+            unwell = api.get("healthz")
+            assert unwell.status_code == 503, server.log
+            assert "it cannot be reached now" in unwell.json()["detail"]
+            waiting = api.post("retrieve_future", json={"request_id": "any"})
+            assert waiting.status_code == 408
+            assert "it cannot be reached now" in waiting.json()["queue_state_reason"]
+            assert api.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}).status_code == 503
+            server.wait_for(STARTS_AGAIN)
+            assert not run.done()
+            database.start()
+            assert run.result(60) == undisturbed[0]
+            server.wait_for(ENGINE_STARTED, times=2)
+            assert api.get("healthz").json() == {"status": "ok"}
+            api.close()
+            assert server.stop() == 0
+        assert PASSWORD not in server.log
