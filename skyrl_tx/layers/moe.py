@@ -13,11 +13,20 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from skyrl_tx.layers.lora import AdaptedMap, Adapter, LoraPair, RowAdapter, multiply
+from skyrl_tx.layers.parameter import Axis
+from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.layers.tiles import Tiling, arrange, each_tile, sum_by_index
 
 MAPS = ("gate_proj", "up_proj", "down_proj")
+ENDS: Mapping[str, tuple[Axis | None, Axis | None]] = {
+    "gate_proj": (None, "mlp"),
+    "up_proj": (None, "mlp"),
+    "down_proj": ("mlp", None),
+}
+"""How a device holds an expert's maps while it computes: of its own part of F, all of D."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +49,15 @@ class ExpertWeights:
 
 @struct.dataclass
 class ExpertAdapters:
-    """The adapters of one layer's experts.
+    """The adapters of one layer's experts, of one adapter for all rows; or, with `place_G`, a pool of them.
 
-    Of one adapter for all rows, `place_G` is None and X is E. Of a pool, a row of group g finds that of expert e at
-    `(place_G[g] * L + layer) * E + e`.
+    Of a pool, a row of group g finds that of expert e at `[place_G[g], layer, e]`.
     """
 
-    pairs: Mapping[str, LoraPair]  # of MAPS: [X, I, R] and [X, R, O]
+    pairs: Mapping[str, LoraPair]  # of MAPS: [E, I, R] and [E, R, O], or [A, L, E, ...]
     scale: jax.Array  # scalar, or [A]
     place_G: jax.Array | None = None
     layer: jax.Array | int = 0
-    num_layers: int = struct.field(pytree_node=False, default=1)
 
 
 def share_experts(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters | None:
@@ -64,27 +71,93 @@ def share_experts(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters
 def pool_experts(adapter: Adapter, prefix: str, place_G: jax.Array, layer: jax.Array) -> ExpertAdapters:
     """Return the adapters of one layer's experts in a pool, of which nothing is copied."""
     pairs = {name: adapter.weights[prefix + name] for name in MAPS}
-    num_layers = pairs[MAPS[0]].a.shape[1]
-    flat = {name: jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]), pair) for name, pair in pairs.items()}
-    return ExpertAdapters(pairs=flat, scale=adapter.scale, place_G=place_G, layer=layer, num_layers=num_layers)
+    return ExpertAdapters(pairs=pairs, scale=adapter.scale, place_G=place_G, layer=layer)
+
+
+@struct.dataclass
+class _Visits:
+    """Tokens, and where they go: share and number of each chosen expert; of a pool, the place of each token's own."""
+
+    x_MD: jax.Array
+    share_MK: jax.Array
+    expert_MK: jax.Array
+    place_M: jax.Array | None
 
 
 def mixture(
-    x: jax.Array, router_ED: jax.Array, weights: ExpertWeights, adapters: ExpertAdapters | None, routing: Routing
+    x: jax.Array,
+    router_ED: jax.Array,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters | None,
+    routing: Routing,
+    layout: Layout = WHOLE,
 ) -> jax.Array:
     """Return the weighted sum of what each token's experts make of it: float32, in the shape of `x` [..., D]."""
     x_MD = x.reshape(-1, x.shape[-1])
-    share_MK, expert_MK = route(x_MD, router_ED, routing)
-    num_groups = routing.num_experts
-    group_MK = expert_MK
+    place_M = None
     if adapters is not None and adapters.place_G is not None:
         place_M = jnp.repeat(adapters.place_G, x_MD.shape[0] // adapters.place_G.shape[0])
-        group_MK = place_M[:, None] * num_groups + expert_MK
+        adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
+    visits = _Visits(x_MD, *route(x_MD, router_ED, routing), place_M)
+    y_MD = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
+    return y_MD.reshape(x.shape)
+
+
+def _on_each_device(
+    visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None, layout: Layout
+) -> jax.Array:
+    """Return `_sum` where each device computes what its own experts make of its tokens, and their sums are added.
+
+    A device has all tokens that meet its experts, and leaves out those that go to others: no token is ever dropped.
+    """
+    assert layout.mesh is not None
+    num_shards, num_experts = layout.num_shards("expert"), weights.gate_proj.shape[0]
+    summed_over = layout.mesh_axes("expert") + layout.mesh_axes("mlp")
+
+    def local(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None) -> jax.Array:
+        first = jax.lax.axis_index(layout.mesh_axes("expert")) * (num_experts // num_shards)
+        here = visits.replace(expert_MK=visits.expert_MK - first)  # type: ignore[attr-defined]
+        return jax.lax.psum(_sum(here, weights, adapters), summed_over)
+
+    def tokens(leaf: jax.Array) -> PartitionSpec:
+        return layout.spec(("expert_batch", *[None] * (leaf.ndim - 1)), leaf.shape)
+
+    def cut(leaf: jax.Array, *axes: Axis | None) -> PartitionSpec:
+        return layout.spec((*[None] * (leaf.ndim - 3), "expert", *axes), leaf.shape)
+
+    weight_specs = ExpertWeights(*(cut(getattr(weights, name), *ENDS[name]) for name in MAPS))  # type: ignore[arg-type]
+    adapter_specs = None
+    if adapters is not None:
+        pairs = {
+            name: LoraPair(a=cut(pair.a, ENDS[name][0], None), b=cut(pair.b, None, ENDS[name][1]))  # type: ignore[arg-type]
+            for name, pair in adapters.pairs.items()
+        }
+        adapter_specs = ExpertAdapters(pairs=pairs, scale=PartitionSpec(), layer=PartitionSpec())  # type: ignore[arg-type]
+        adapters = adapters.replace(layer=jnp.asarray(adapters.layer))  # type: ignore[attr-defined]
+    # What a spec leaves whole is equal on all devices, which only the sum over them makes so: that is not checked.
+    run = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(jax.tree.map(tokens, visits), weight_specs, adapter_specs),
+        out_specs=tokens(visits.x_MD),
+        check_vma=False,
+    )
+    return run(visits, weights, adapters)
+
+
+def _sum(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None) -> jax.Array:
+    """Return the weighted sum of what these experts make of each token; those with other numbers count as zero."""
+    num_experts = weights.gate_proj.shape[0]
+    num_groups, group_MK = num_experts, visits.expert_MK
+    if visits.place_M is not None:
+        assert adapters is not None
+        group_MK = visits.place_M[:, None] * num_experts + group_MK
         num_groups *= adapters.scale.shape[0]
-    tiling = arrange(group_MK, num_groups)
-    tiles = _adapters_of_tiles(weights, adapters, tiling, routing.num_experts)
-    y_MKD = _experts(x_MD, weights, tiles.pairs, tiles.indices, tiling)
-    return (share_MK[..., None] * y_MKD).sum(axis=1).reshape(x.shape)
+    is_here_MK = (visits.expert_MK >= 0) & (visits.expert_MK < num_experts)
+    tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups)
+    tiles = _adapters_of_tiles(weights, adapters, tiling, num_experts)
+    y_MKD = _experts(visits.x_MD, weights, tiles.pairs, tiles.indices, tiling)
+    return (visits.share_MK[..., None] * y_MKD).sum(axis=1)
 
 
 def route(x_MD: jax.Array, router_ED: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
@@ -101,7 +174,7 @@ class _TileIndices:
     """What each tile reads."""
 
     expert_W: jax.Array
-    adapter_W: jax.Array  # among X
+    adapter_W: jax.Array  # among X: E of one adapter, or A * L * E of a pool
     scale_W: jax.Array
 
 
@@ -119,12 +192,14 @@ def _adapters_of_tiles(
         pairs = {name: _nothing(getattr(weights, name)) for name in MAPS}
         zeros_W = jnp.zeros_like(expert_W)
         return _TileAdapters(pairs, _TileIndices(expert_W, zeros_W, zeros_W.astype(jnp.float32)))
-    if adapters.place_G is None:
+    if adapters.scale.ndim == 0:
         scale_W = jnp.broadcast_to(adapters.scale, expert_W.shape)
         return _TileAdapters(dict(adapters.pairs), _TileIndices(expert_W, expert_W, scale_W))
+    num_layers = adapters.pairs[MAPS[0]].a.shape[1]
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]), dict(adapters.pairs))  # nothing is copied
     place_W = tiling.group_W // num_experts
-    adapter_W = (place_W * adapters.num_layers + adapters.layer) * num_experts + expert_W
-    return _TileAdapters(dict(adapters.pairs), _TileIndices(expert_W, adapter_W, adapters.scale[place_W]))
+    adapter_W = (place_W * num_layers + adapters.layer) * num_experts + expert_W
+    return _TileAdapters(flat, _TileIndices(expert_W, adapter_W, adapters.scale[place_W]))
 
 
 def _nothing(weight_EIO: jax.Array) -> LoraPair:

@@ -7,8 +7,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-Axis = Literal["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expert"]
-"""Logical axis names. Layers know only these; a backend's mesh maps them to the axes of its devices."""
+Axis = Literal["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expert", "batch", "expert_batch"]
+"""Logical axis names. Layers know only these; a backend's mesh maps them to the axes of its devices.
+
+The last two are of activations: rows, and tokens on their way through experts.
+"""
 
 Init = Literal["normal", "ones", "zeros"]
 

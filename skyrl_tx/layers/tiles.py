@@ -35,12 +35,12 @@ class Tiling:
         return jnp.take(x_MKD.reshape(-1, x_MKD.shape[-1]), self.visit_WP, axis=0, mode="fill", fill_value=0)
 
     def take_back(self, x_WPD: jax.Array) -> jax.Array:
-        """Return what lies in the place of each visit [M, K, D]."""
-        return x_WPD.reshape(-1, x_WPD.shape[-1])[self.place_MK]
+        """Return what lies in the place of each visit [M, K, D]; zero for one that was left out."""
+        return jnp.take(x_WPD.reshape(-1, x_WPD.shape[-1]), self.place_MK, axis=0, mode="fill", fill_value=0)
 
 
 def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
-    """Sort visits by group, in order of rows within one."""
+    """Sort visits by group, in order of rows within one. A visit to group `num_groups` is left out."""
     num_visits = group_MK.size
     places = tile_size(num_visits, num_groups)
     num_tiles = (num_visits + min(num_groups, num_visits) * (places - 1)) // places
@@ -52,6 +52,7 @@ def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
     until_G = jnp.cumsum(tiles_G)
     first_tile_G, first_visit_G = until_G - tiles_G, jnp.cumsum(count_G) - count_G
     place_J = first_tile_G[sorted_J] * places + jnp.arange(num_visits) - first_visit_G[sorted_J]
+    place_J = jnp.where(sorted_J < num_groups, place_J, num_tiles * places)
     group_W = jnp.searchsorted(until_G, jnp.arange(num_tiles), side="right")
     return Tiling(
         place_MK=jnp.zeros(num_visits, place_J.dtype).at[order_J].set(place_J).reshape(group_MK.shape),

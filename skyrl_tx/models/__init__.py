@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from skyrl_tx.models.adapters import ALPHA, AdapterSpec, adapter_shapes, init_adapter, target_layers
+from skyrl_tx.models.adapters import ALPHA, AdapterSpec, adapter_axes, adapter_shapes, init_adapter, target_layers
 from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import HfConfig, ModelConfig, UnsupportedModel
 from skyrl_tx.models.decoder import (
@@ -40,6 +40,7 @@ __all__ = [
     "ModelConfig",
     "ModelFamily",
     "UnsupportedModel",
+    "adapter_axes",
     "adapter_shapes",
     "decode_step",
     "describe_params",

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from skyrl_tx.layers.lora import Adapter, LoraPair
+from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.models.config import ModelConfig
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -54,6 +55,28 @@ def target_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         F = config.experts.mlp_size
         sizes |= {"expert_gate_proj": (D, F), "expert_up_proj": (D, F), "expert_down_proj": (F, D)}
     return sizes | {"unembed": (D, config.vocab_size)}
+
+
+def adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, ...], tuple[Axis | None, ...]]]:
+    """Return the logical axes of each pair's A and B: those of the map that it adapts, the rank whole."""
+    ends: dict[str, tuple[Axis, Axis]] = {
+        "q_proj": ("embed", "heads"),
+        "k_proj": ("embed", "kv_heads"),
+        "v_proj": ("embed", "kv_heads"),
+        "o_proj": ("heads", "embed"),
+        "unembed": ("embed", "vocab"),
+    }
+    for prefix in ("", EXPERT_PREFIX):
+        ends |= {f"{prefix}gate_proj": ("embed", "mlp"), f"{prefix}up_proj": ("embed", "mlp")}
+        ends |= {f"{prefix}down_proj": ("mlp", "embed")}
+    found: dict[str, tuple[tuple[Axis | None, ...], tuple[Axis | None, ...]]] = {}
+    for name in target_sizes(config):
+        stack: tuple[Axis, ...] = () if name in UNEMBED_TARGETS else ("layers",)
+        if name in EXPERT_TARGETS:
+            stack = (*stack, "expert")
+        inputs, outputs = ends[name]
+        found[name] = ((*stack, inputs, None), (*stack, None, outputs))
+    return found
 
 
 def target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:

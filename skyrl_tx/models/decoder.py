@@ -22,6 +22,7 @@ from skyrl_tx.layers.moe import ExpertAdapters, ExpertWeights, mixture, pool_exp
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.rope import rotate
+from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.layers.stack import apply_stack, cut
 from skyrl_tx.models.adapters import ATTENTION_TARGETS, EXPERT_PREFIX, EXPERT_TARGETS, MLP_TARGETS
 from skyrl_tx.models.config import LayerRun, ModelConfig
@@ -66,6 +67,7 @@ class DecoderParams:
     layers: LayerParams
     final_norm: Any  # [D]
     unembed: Any = None  # [V, D]; None when tied to `embed`
+    layout: Layout = struct.field(pytree_node=False, default=WHOLE)  # of these arrays and all that is computed of them
 
     @property
     def unembed_VD(self) -> Any:
@@ -165,20 +167,48 @@ def _run(
     remat: bool,
     keep_keys: bool,
 ) -> tuple[jax.Array, KeyValues | None]:
-    dtype = params.embed.dtype
+    dtype, layout = params.embed.dtype, params.layout
     position = jnp.arange(tokens_BT.shape[1])  # [T], or [B, T] where sequences begin within rows
     angles = config.rope.angles(position if start_BT is None else position - start_BT, config.head_dim)
 
     def block(x_BTD: jax.Array, layer: LayerParams, rows: LayerAdapters, _: jax.Array):
+        x_BTD = layout.constrain(x_BTD, "batch", None, None)
         q_BTNH, k_BTKH, v_BTKH = _project_heads(x_BTD, layer, rows, config, angles)
-        mixed_BTNH = causal_attention(q_BTNH, k_BTKH, v_BTKH, start_BT)
+        mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, start_BT, layout)
         kept = KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2)) if keep_keys else None
-        return _finish_block(x_BTD, mixed_BTNH, layer, rows, config), kept
+        return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), kept
 
-    x_BTD = params.embed[tokens_BT].astype(jnp.float32)
+    x_BTD = _embed(params, tokens_BT)
     x_BTD, keys = _apply_layers(block, x_BTD, params.layers, config, adapter, adapter_B, remat=remat)
     assert keys is None or keys.k.dtype == dtype
-    return rms_norm(x_BTD, params.final_norm, config.norm_epsilon), keys
+    return layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None), keys
+
+
+def _attend(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, start_BT: jax.Array | None, layout: Layout
+) -> jax.Array:
+    """Return `causal_attention`, in which no device needs anything of another's rows or heads."""
+    if not layout.is_split:
+        return causal_attention(q_BTNH, k_BTKH, v_BTKH, start_BT)
+    assert layout.mesh is not None
+    start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
+    heads = layout.spec(("batch", None, "heads", None), q_BTNH.shape)
+    kv_heads = layout.spec(("batch", None, "kv_heads", None), k_BTKH.shape)
+    specs = (heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape))
+    alone = jax.shard_map(causal_attention, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    return alone(q_BTNH, k_BTKH, v_BTKH, start_BT)
+
+
+def _embed(params: DecoderParams, tokens: jax.Array) -> jax.Array:
+    """Return the tokens' embeddings, float32 [B, ..., D].
+
+    Each device looks its part of D up for all rows, and they exchange: the table stays where it is.
+    """
+    x = params.embed[tokens].astype(jnp.float32)
+    others = [None] * (x.ndim - 2)
+    x = params.layout.constrain(x, None, *others, "embed")
+    x = params.layout.constrain(x, "expert_batch", *others, None)
+    return params.layout.constrain(x, "batch", *others, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,26 +295,29 @@ def decode_step(
     Slot s sees what the cache holds before `position_S[s]`, and its token. `bucket` (static) bounds how much of the
     cache is read; it must be at least the largest position in use.
     """
-    length = cache.k.shape[3] if bucket is None else bucket
+    length, layout = cache.k.shape[3] if bucket is None else bucket, params.layout
     angles = config.rope.angles(position_S, config.head_dim)
 
     def block(x_SD: jax.Array, layer: LayerParams, rows: LayerAdapters, index: jax.Array):
+        x_SD = layout.constrain(x_SD, "batch", None)
         q_SNH, k_SKH, v_SKH = _project_heads(x_SD, layer, rows, config, angles)
         past = kv_cache.read_layer(cache, index, length)
-        mixed_SNH = cached_attention(q_SNH, k_SKH, v_SKH, past, position_S)
-        return _finish_block(x_SD, mixed_SNH, layer, rows, config), (k_SKH, v_SKH)
+        mixed_SNH = layout.constrain(cached_attention(q_SNH, k_SKH, v_SKH, past, position_S), "batch", "heads", None)
+        return _finish_block(x_SD, mixed_SNH, layer, rows, config, layout), (k_SKH, v_SKH)
 
-    x_SD = params.embed[token_S].astype(jnp.float32)
+    x_SD = _embed(params, token_S)
     x_SD, (k_LSKH, v_LSKH) = _apply_layers(block, x_SD, params.layers, config, adapter, adapter_S)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
-    return hidden_SD, kv_cache.append(cache, k_LSKH, v_LSKH, position_S)
+    cache = kv_cache.append(cache, k_LSKH, v_LSKH, position_S)
+    return hidden_SD, jax.tree.map(lambda leaf: layout.constrain(leaf, *kv_cache.AXES), cache)
 
 
 def logits(
     params: DecoderParams, hidden: jax.Array, adapter: Adapter | None = None, adapter_B: jax.Array | None = None
 ) -> jax.Array:
     """Return float32 logits [B, ..., V] of hidden states [B, ..., D]; `adapter_B` has a slot for each index of B."""
-    return logprobs.logits(hidden, params.unembed_VD, unembed_rows(adapter, adapter_B))
+    y = logprobs.logits(hidden, params.unembed_VD, unembed_rows(adapter, adapter_B))
+    return params.layout.constrain(y, "batch", *[None] * (y.ndim - 1))  # whole rows: they are sorted and summed up
 
 
 def target_logprobs(
@@ -345,7 +378,7 @@ def _project_heads(
 
 
 def _finish_block(
-    x: jax.Array, mixed: jax.Array, layer: LayerParams, rows: LayerAdapters, config: ModelConfig
+    x: jax.Array, mixed: jax.Array, layer: LayerParams, rows: LayerAdapters, config: ModelConfig, layout: Layout
 ) -> jax.Array:
     """Add to `x` the attention's output projection, then the feed-forward of the sum."""
     x = x + linear(mixed.reshape(*mixed.shape[:-2], -1), layer.o_proj, rows.maps.get("o_proj"))
@@ -354,4 +387,4 @@ def _finish_block(
         return x + gated_mlp(y, layer.gate_proj, layer.up_proj, layer.down_proj, rows.maps)
     assert config.experts is not None
     weights = ExpertWeights(layer.expert_gate_proj, layer.expert_up_proj, layer.expert_down_proj)
-    return x + mixture(y, layer.router, weights, rows.experts, config.experts.routing)
+    return x + mixture(y, layer.router, weights, rows.experts, config.experts.routing, layout)

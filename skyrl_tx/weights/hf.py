@@ -19,6 +19,8 @@ from skyrl_tx.weights.weight_map import WeightMap, WeightRule
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
 """Where a parameter shall live; None leaves it to JAX."""
+Part = tuple[tuple[int, int], ...]
+"""Of each dim of an array, from where to where."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -96,8 +98,8 @@ def load(
 ) -> Tree:
     """Return the tree of `Parameter`s filled with the checkpoint's tensors.
 
-    The host holds one stacked array at a time, besides the mapped files. Raises CheckpointError for a tensor that is
-    missing, unexpected or of another shape.
+    The host holds one device's part of one stacked array at a time, besides the mapped files, and reads no other part
+    of them. Raises CheckpointError for a tensor that is missing, unexpected or of another shape.
     """
     rules = {rule.path: rule for rule in weights}
     files = locate_tensors(directory)
@@ -118,12 +120,39 @@ def load(
 
         def fill(path: str, parameter: Parameter) -> jax.Array:
             rule = rules[path]
-            host = np.empty(parameter.shape, dtype)
-            for index, name in rule.tensors(parameter):
-                _read_tensor(opened[files[name]], files[name], name, rule, host[index])
-            return jax.device_put(host, placement(parameter))
+
+            def read(part: Part) -> np.ndarray:
+                host = np.empty([stop - start for start, stop in part], dtype)
+                for index, name in rule.tensors(parameter):
+                    stacked, rest = part[: len(index)], part[len(index) :]
+                    if all(start <= i < stop for i, (start, stop) in zip(index, stacked, strict=True)):
+                        into = host[tuple(i - start for i, (start, _) in zip(index, stacked, strict=True))]
+                        shape = parameter.shape[len(index) :]
+                        _read_tensor(opened[files[name]], files[name], name, rule, shape, rest, into)
+                return host
+
+            return _assemble(parameter.shape, placement(parameter), read)
 
         return map_named(fill, parameters)
+
+
+def _assemble(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, read: Callable[[Part], np.ndarray]
+) -> jax.Array:
+    """Return the array whose parts are read and sent to their devices one after another; equal parts are read once."""
+    if sharding is None:
+        return jax.device_put(read(tuple((0, size) for size in shape)))
+    devices_of: dict[Part, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        part = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+        devices_of.setdefault(part, []).append(device)
+    shards: list[jax.Array] = []
+    for part, devices in devices_of.items():
+        host = read(part)
+        shards += [jax.device_put(host, device) for device in devices]
+        jax.block_until_ready(shards)  # or all parts would wait on the host
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def dummy(parameters: Tree, *, seed: int = 0, dtype: Any = jnp.float32, placement: Placement = lambda _: None) -> Tree:
@@ -168,16 +197,21 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _read_tensor(file: Any, path: Path, name: str, rule: WeightRule, into: np.ndarray) -> None:
-    wanted = into.shape[::-1] if rule.transpose else into.shape
+def _read_tensor(
+    file: Any, path: Path, name: str, rule: WeightRule, shape: tuple[int, ...], part: Part, into: np.ndarray
+) -> None:
+    """Read a part of our array of that shape."""
+    wanted, ranges = (shape[::-1], part[::-1]) if rule.transpose else (shape, part)
     try:
-        shape = tuple(file.get_slice(name).get_shape())
+        tensor = file.get_slice(name)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {name}: {error}") from error
-    if shape != wanted:
-        raise CheckpointError(f"{path}: {name} has shape {shape}, the config says {wanted}")
-    tensor = file.get_tensor(name)
-    into[...] = tensor.T if rule.transpose else tensor
+    found = tuple(tensor.get_shape())
+    if found != wanted:
+        raise CheckpointError(f"{path}: {name} has shape {found}, the config says {wanted}")
+    is_whole = into.shape == shape
+    read = file.get_tensor(name) if is_whole else tensor[tuple(slice(start, stop) for start, stop in ranges)]
+    into[...] = read.T if rule.transpose else read
 
 
 def _listed(names: list[str]) -> str:

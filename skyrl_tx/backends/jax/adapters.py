@@ -5,15 +5,14 @@ of its own per model makes work and memory follow the models in use and their ra
 every other's arrays, and makes a snapshot as cheap as keeping a reference, since arrays are immutable.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.buckets import bucket
+from skyrl_tx.backends.jax.mesh import Place
 from skyrl_tx.backends.jax.optimizer import OptimizerState, adamw, coefficients, fresh_state
 from skyrl_tx.backends.jax.training import zeros_like
 from skyrl_tx.contract.errors import CapacityError, UserError
@@ -22,9 +21,6 @@ from skyrl_tx.contract.requests import LoraSpec, OptimizerParams
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 
 SMALLEST_RANK = 8
-
-Place = Callable[[Any], Any]
-"""Put a tree of host arrays on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

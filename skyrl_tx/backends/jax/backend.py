@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -47,20 +48,24 @@ class JaxBackend(AbstractBackend):
         config = self._config
         configure_jax(config)
         try:
-            self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
-            content = hf.read_json(self._directory, "config.json")
+            layout = mesh.make_layout(config.mesh)
+            content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)
             self._model = family.config_from_hf(content)
-            self._mesh = mesh.make_mesh()
-            self._dtype = mesh.choose_dtype(config, self._mesh)
+            mesh.check_divides(layout, self._model)
+            self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
+            self._dtype = mesh.choose_dtype(config, layout)
             load = (
                 hf.dummy if config.load_format == "dummy" else partial(hf.load, self._directory, weights=family.weights)
             )
             described = models.describe_params(self._model)
-            placement = partial(mesh.place, self._mesh)
-            self._params = load(parameters=described, dtype=self._dtype, placement=placement)
+            params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.place, layout))
+            self._params = replace(params, layout=layout)
         except (models.UnsupportedModel, hf.CheckpointError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
+        except mesh.MeshError as error:
+            raise UserError(f"--backend-config.mesh: {error}") from error
+        self._place = mesh.adapter_place(layout, self._model)
         modules = adapter_modules(family.weights, tied_embeddings=self._model.tied_embeddings)
         self._format = checkpoint.AdapterFormat(base_model=self._base_model, config=self._model, modules=modules)
         self._pool = AdapterPool(config.max_lora_adapters)
@@ -68,7 +73,7 @@ class JaxBackend(AbstractBackend):
         self._is_started = True
         capabilities = self._capabilities()
         if config.warmup:
-            warm_up(self, config, capabilities.max_context_length)
+            warm_up(self, config, capabilities.max_context_length, layout.num_shards("batch"))
         return capabilities
 
     def close(self) -> None:
@@ -186,9 +191,6 @@ class JaxBackend(AbstractBackend):
 
         return AutoTokenizer.from_pretrained(self._directory)
 
-    def _place(self, tree: Any) -> Any:
-        return jax.device_put(tree, mesh.replicated(self._mesh))
-
     def _check(self, spec: ModelSpec) -> None:
         if not 0 < spec.lora.rank <= self._config.max_lora_rank:
             raise UserError(f"lora_config.rank must be 1 to {self._config.max_lora_rank}, not {spec.lora.rank}")
@@ -196,13 +198,14 @@ class JaxBackend(AbstractBackend):
             raise UserError(f"optimizer {spec.optimizer!r}: this backend has adamw")
 
     def _capabilities(self) -> Capabilities:
-        config, device = self._config, self._mesh.devices.flat[0]
+        config, devices = self._config, jax.tree.leaves(self._params)[0].devices()
+        device = min(devices, key=lambda device: device.id)
         return Capabilities(
             max_context_length=self._sampler.max_length,
             vocab_size=self._model.vocab_size,
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),
-            devices=(f"{device.device_kind} ({device.platform})",),
+            devices=(f"{device.device_kind} ({device.platform})",) * len(devices),
             max_models=config.max_lora_adapters,
             max_samplers=config.max_sampler_adapters,
             max_sample_tokens=config.max_sample_tokens,
@@ -217,7 +220,7 @@ class JaxBackend(AbstractBackend):
                 "jax": jax.__version__,
                 "device": device.device_kind,
                 "dtype": self._dtype.name,
-                "mesh": "x".join(map(str, self._mesh.devices.shape)),
+                "mesh": str(config.mesh),
                 "micro_batch_tokens": str(config.micro_batch_tokens),
                 "sample_slots": f"{config.sample_slots} of {config.max_sample_tokens} tokens",
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),

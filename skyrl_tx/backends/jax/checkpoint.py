@@ -19,7 +19,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx.backends.jax.adapters import Place, TrainingState, adapter_spec, padded_rank, resize_rank
+from skyrl_tx.backends.jax.adapters import TrainingState, adapter_spec, padded_rank, resize_rank
+from skyrl_tx.backends.jax.mesh import Place
 from skyrl_tx.backends.jax.optimizer import OptimizerState
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError

@@ -11,6 +11,24 @@ def _default_compile_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_tx" / "xla"
 
 
+class MeshConfig(BaseModel):
+    """How many ways the model is cut; the product is the number of devices, all of which are used."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fsdp: int = Field(default=1, gt=0, description="Ways that rows are cut, and all weights for storage.")
+    tp: int = Field(default=1, gt=0, description="Ways that heads, feed-forwards and the vocabulary are cut.")
+    ep: int = Field(default=1, gt=0, description="Ways that experts are spread, and rows cut further.")
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices that takes."""
+        return self.fsdp * self.tp * self.ep
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.model_dump().items())
+
+
 class JaxConfig(BaseModel):
     """What the operator may choose; lengths and budgets count tokens."""
 
@@ -38,6 +56,8 @@ class JaxConfig(BaseModel):
         default=False,
         description="Compile every common shape before the server is ready, not on first use: minutes, once per cache.",
     )
+
+    mesh: MeshConfig = Field(default_factory=MeshConfig, description="Devices: unset, the first that JAX sees.")
 
     # Training
     max_lora_adapters: int = Field(default=16, gt=0, description="Models resident for training at once.")

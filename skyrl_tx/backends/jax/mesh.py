@@ -1,47 +1,114 @@
-"""Devices, and where arrays live on them: the one table from logical axes to mesh axes.
+"""Devices, and where arrays live on them: the one table from logical axes to the axes of the mesh.
 
-One device for now. To shard a logical axis, give the mesh another axis and name it in `RULES`; no layer changes.
+Rows are cut over `fsdp` and `ep`; so are the weights that all of them need, which each layer gathers before it uses
+them. Heads, feed-forwards and vocabulary are cut over `tp`, experts over `ep`. Adapters, gradients and moments lie
+as the maps that they adapt, ranks whole; the key/value cache as heads and rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.layers.lora import AdapterWeights, LoraPair
+from skyrl_tx.layers.parameter import Axis, Parameter, map_named
+from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.models import ModelConfig, adapter_axes
 
-RULES: Mapping[Axis, str | None] = {
-    "layers": None,
-    "embed": None,
-    "heads": None,
-    "kv_heads": None,
-    "head_dim": None,
-    "mlp": None,
-    "vocab": None,
-    "expert": None,
+RULES: Mapping[Axis, tuple[str, ...]] = {
+    "layers": (),
+    "embed": ("fsdp",),
+    "heads": ("tp",),
+    "kv_heads": ("tp",),
+    "head_dim": (),
+    "mlp": ("tp",),
+    "vocab": ("tp",),
+    "expert": ("ep",),
+    "batch": ("fsdp", "ep"),
+    "expert_batch": ("fsdp",),
 }
 
-
-def make_mesh() -> Mesh:
-    """Return the mesh over the first device that JAX sees."""
-    return Mesh(np.array(jax.devices()[:1]), ("device",))
+Place = Callable[[Any], Any]
+"""Put a tree of host arrays on the devices."""
 
 
-def place(mesh: Mesh, parameter: Parameter) -> NamedSharding:
+class MeshError(ValueError):
+    """A mesh that these devices, or this model, cannot have; the message names the axis and the sizes."""
+
+
+def make_layout(config: MeshConfig) -> Layout:
+    """Return the mesh over the devices that JAX sees, or over the first when none is asked for; with the table."""
+    devices, wanted = jax.devices(), config.num_devices
+    if wanted not in (1, len(devices)):
+        raise MeshError(f"{config} takes {wanted} devices, and there are {len(devices)}")
+    axes = config.model_dump()
+    mesh = Mesh(np.array(devices[:wanted]).reshape(tuple(axes.values())), tuple(axes))
+    return Layout(mesh, tuple(RULES.items()))
+
+
+def check_divides(layout: Layout, config: ModelConfig) -> None:
+    """Raise MeshError unless the mesh cuts every part of the model evenly."""
+    if config.experts is None and layout.num_shards("expert") > 1:
+        raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; cut it over fsdp and tp")
+    for axis, name, size in _sizes(config):
+        if size % layout.num_shards(axis):
+            cut = ", ".join(f"{each}={layout.mesh.shape[each]}" for each in RULES[axis] if layout.mesh)
+            raise MeshError(f"{cut} does not divide {name} = {size} of the model")
+
+
+def _sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
+    """Yield the logical axes that a mesh may cut, with what config.json calls them. Heads are never cut in two."""
+    yield "embed", "hidden_size", config.hidden_size
+    yield "heads", "num_attention_heads", config.num_heads
+    yield "kv_heads", "num_key_value_heads", config.num_kv_heads
+    yield "vocab", "vocab_size", config.vocab_size
+    if config.dense_layers:
+        yield "mlp", "intermediate_size", config.mlp_size
+    if config.experts is not None:
+        yield "mlp", "moe_intermediate_size", config.experts.mlp_size
+        yield "expert", "num_experts", config.experts.routing.num_experts
+
+
+def place(layout: Layout, parameter: Parameter) -> NamedSharding:
     """Return where a base parameter lives."""
-    return NamedSharding(mesh, PartitionSpec(*(RULES[axis] for axis in parameter.axes)))
+    return layout.sharding(parameter.axes, parameter.shape)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Return where adapters, gradients and moments live: whole, on every device."""
-    return NamedSharding(mesh, PartitionSpec())
+def adapter_place(layout: Layout, config: ModelConfig, *, is_pool: bool = False) -> Place:
+    """Return how trees of adapters are put on the devices: pairs like their maps, all else whole.
+
+    Pairs are found by their names, so a tree may hold moments or a gradient. In a pool a leading dim counts adapters.
+    """
+    axes = adapter_axes(config)
+    assert layout.mesh is not None
+    whole = NamedSharding(layout.mesh, PartitionSpec())
+
+    def put(path: str, leaf: Any) -> jax.Array:
+        name, factor = path.split(".")[-2:] if "." in path else ("", path)
+        if name not in axes:
+            return jax.device_put(leaf, whole)
+        own = axes[name][0 if factor == "a" else 1]
+        return jax.device_put(leaf, layout.sharding((None, *own) if is_pool else own, leaf.shape))
+
+    return lambda tree: map_named(put, tree)
 
 
-def choose_dtype(config: JaxConfig, mesh: Mesh) -> jnp.dtype:
+def constrain_adapter(layout: Layout, config: ModelConfig, weights: AdapterWeights) -> AdapterWeights:
+    """Return what is computed for an adapter, in the places of the adapter."""
+    axes = adapter_axes(config)
+    return {
+        name: LoraPair(a=layout.constrain(pair.a, *axes[name][0]), b=layout.constrain(pair.b, *axes[name][1]))
+        for name, pair in weights.items()
+    }
+
+
+def choose_dtype(config: JaxConfig, layout: Layout) -> jnp.dtype:
     """Return the type of the base weights."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
-    return jnp.dtype("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    assert layout.mesh is not None
+    return jnp.dtype("float32" if layout.mesh.devices.flat[0].platform == "cpu" else "bfloat16")

@@ -3,7 +3,8 @@
 Legend: B rows, T positions, K targets per position, C config columns.
 
 A micro-batch is one row in which examples lie one behind the other, so that lengths cost next to nothing: they are
-data, and only the last row of a request is padded by more than a few positions. It never holds two requests, and its
+data, and only the last row of a request is padded by more than a few positions. On a mesh it is a row for each group of
+devices that rows are cut over. It never holds two requests, and its
 shape follows from the request's own lengths: so whatever else is on the device, the same request is computed by the
 same programs on the same shapes, and gives the same bits.
 """
@@ -30,7 +31,7 @@ request, so that an eighth lost there is an eighth lost."""
 
 @struct.dataclass
 class MicroBatch:
-    """What one call computes, as host arrays with B = 1. Padding is zero everywhere: weightless."""
+    """What one call computes, as host arrays; B is 1 on one device. Padding is zero everywhere: weightless."""
 
     loss: Any  # int32 scalar: its number, see any_loss
     tokens_BT: Any  # int32
@@ -42,15 +43,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One micro-batch of a plan: which examples, where each begins, in which shape."""
+    """One micro-batch of a plan: which examples, in which row and where in it each begins, in which shape."""
 
     members: tuple[int, ...]
+    rows: tuple[int, ...]
     starts: tuple[int, ...]
+    num_rows: int
     length: int
     num_targets: int
 
     def __post_init__(self) -> None:
-        assert 0 < len(self.members) == len(self.starts)
+        assert 0 < len(self.members) == len(self.starts) == len(self.rows)
 
 
 def row_length(size: int) -> int:
@@ -68,69 +71,99 @@ def micro_batch_length(size: int, budget: int) -> int:
     return min(row_length(size), budget) if size <= budget else row_length(size)
 
 
-def plan(examples: Sequence[PassExample], budget: int) -> list[Slab]:
-    """Return the micro-batches of one request, `budget` tokens each, or one example where that is longer.
+def plan(examples: Sequence[PassExample], budget: int, num_rows: int = 1) -> list[Slab]:
+    """Return the micro-batches of one request, of `num_rows` rows and `budget` tokens, or more for a long example.
 
-    Every example, the longest first, goes where it is the first to fit (Johnson 1974, "first fit decreasing": within
-    11/9 of the fewest micro-batches). Those in one micro-batch share their config and their number of targets, or
-    nearly.
+    Those in one micro-batch share their config and their number of targets, or nearly.
     """
     sizes = [example.tokens.size for example in examples]
-    open_rows: dict[tuple[Any, ...], list[_Row]] = {}
+    row_budget = max(1, budget // num_rows)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
     for index in sorted(range(len(examples)), key=lambda i: (-sizes[i], i)):
         example = examples[index]
-        num_targets = next_power(_num_targets(example))
-        rows = open_rows.setdefault((num_targets, *sorted(example.loss_config.items())), [])
-        row = next((row for row in rows if row.size + sizes[index] <= budget), None)
-        if row is None:
-            row = _Row([], [], 0, num_targets)
-            rows.append(row)
-        row.members.append(index)
-        row.starts.append(row.size)
-        row.size += sizes[index]
+        kind = (next_power(_num_targets(example)), *sorted(example.loss_config.items()))
+        kinds.setdefault(kind, []).append(index)
     return [
-        Slab(tuple(row.members), tuple(row.starts), micro_batch_length(row.size, budget), row.num_targets)
-        for rows in open_rows.values()
-        for row in rows
+        _slab(rows[first : first + num_rows], sizes, row_budget, num_rows, kind[0])
+        for kind, order in kinds.items()
+        for rows in [_even(_first_fit(order, sizes, row_budget), order, sizes, row_budget, num_rows)]
+        for first in range(0, len(rows), num_rows)
     ]
 
 
-@dataclass(slots=True)
-class _Row:
-    """A micro-batch that is being filled."""
+def _first_fit(order: list[int], sizes: list[int], budget: int) -> list[list[int]]:
+    """Return rows: every example, the longest first, goes where it is the first to fit.
 
-    members: list[int]
-    starts: list[int]
-    size: int
-    num_targets: int
+    Johnson 1974, "first fit decreasing": within 11/9 of the fewest rows.
+    """
+    rows: list[list[int]] = []
+    totals: list[int] = []
+    for index in order:
+        row = next((row for row, total in enumerate(totals) if total + sizes[index] <= budget), len(rows))
+        if row == len(rows):
+            rows.append([])
+            totals.append(0)
+        rows[row].append(index)
+        totals[row] += sizes[index]
+    return rows
+
+
+def _even(rows: list[list[int]], order: list[int], sizes: list[int], budget: int, num_rows: int) -> list[list[int]]:
+    """Return the rows, or as evenly filled ones as fill whole micro-batches where there are several in each.
+
+    The rows of a micro-batch are computed side by side, so that the fullest decides. Every example, the longest first,
+    goes to the emptiest row (Graham 1969, "longest processing time"), unless that overfills one.
+    """
+    if num_rows == 1:
+        return rows
+    totals = [0] * (-(-len(rows) // num_rows) * num_rows)
+    evened: list[list[int]] = [[] for _ in totals]
+    for index in order:
+        row = totals.index(min(totals))
+        evened[row].append(index)
+        totals[row] += sizes[index]
+    return evened if max(totals) <= max(budget, sizes[order[0]]) else rows
+
+
+def _slab(rows: list[list[int]], sizes: list[int], budget: int, num_rows: int, num_targets: int) -> Slab:
+    members = [(index, row) for row, own in enumerate(rows) for index in own]
+    starts = [sum(sizes[each] for each in own[:place]) for own in rows for place in range(len(own))]
+    fullest = max(sum(sizes[index] for index in own) for own in rows)
+    return Slab(
+        members=tuple(index for index, _ in members),
+        rows=tuple(row for _, row in members),
+        starts=tuple(starts),
+        num_rows=num_rows,
+        length=micro_batch_length(fullest, budget),
+        num_targets=num_targets,
+    )
 
 
 def fill(slab: Slab, examples: Sequence[PassExample]) -> MicroBatch:
     """Copy a slab's examples into arrays of its shape."""
-    T, K = slab.length, slab.num_targets
-    shape = (1, T) if K == 1 else (1, T, K)
+    B, T, K = slab.num_rows, slab.length, slab.num_targets
+    shape = (B, T) if K == 1 else (B, T, K)
     first = examples[slab.members[0]]
     loss = LOSSES[first.loss]
     batch = MicroBatch(
         loss=number_of(loss.spec.name, len(shape)),
-        tokens_BT=np.zeros((1, T), np.int32),
-        start_BT=np.zeros((1, T), np.int32),
+        tokens_BT=np.zeros((B, T), np.int32),
+        start_BT=np.zeros((B, T), np.int32),
         targets=np.zeros(shape, np.int32),
         inputs={name: np.zeros(shape, np.float32) for name in INPUTS},
-        config_BC=np.zeros((1, NUM_COLUMNS), np.float32),
+        config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
     )
-    end = 0
-    for index, start in zip(slab.members, slab.starts, strict=True):
+    for index, row, start in zip(slab.members, slab.rows, slab.starts, strict=True):
         example = examples[index]
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
         end = start + example.tokens.size
-        batch.tokens_BT[0, start:end] = example.tokens
-        batch.start_BT[0, start:end] = start
-        _put(batch.targets[0, start:end], example.loss_inputs[TARGETS])
+        batch.tokens_BT[row, start:end] = example.tokens
+        batch.start_BT[row, start:end] = start
+        batch.start_BT[row, end:] = end  # until the next one says otherwise
+        _put(batch.targets[row, start:end], example.loss_inputs[TARGETS])
         for name in loss.spec.inputs.keys() - {TARGETS}:
-            _put(batch.inputs[name][0, start:end], example.loss_inputs[name])
-    batch.start_BT[0, end:] = end
-    batch.config_BC[0, : len(loss.columns)] = [first.loss_config[column] for column in loss.columns]
+            _put(batch.inputs[name][row, start:end], example.loss_inputs[name])
+    batch.config_BC[:, : len(loss.columns)] = [first.loss_config[column] for column in loss.columns]
     return batch
 
 
@@ -139,18 +172,18 @@ def read_results(
 ) -> Iterator[tuple[int, PassResult]]:
     """Yield (index of the example, its result) from what the slab's micro-batch gave, on the host."""
     names = mean_names(examples[slab.members[0]].loss)
-    for index, start in zip(slab.members, slab.starts, strict=True):
+    for index, row, start in zip(slab.members, slab.rows, slab.starts, strict=True):
         shape = examples[index].loss_inputs[TARGETS].shape
         here = slice(start, start + shape[0])
-        own = logprobs[0, here] if logprobs.ndim == 2 else logprobs[0, here, : 1 if len(shape) == 1 else shape[1]]
+        own = logprobs[row, here] if logprobs.ndim == 2 else logprobs[row, here, : 1 if len(shape) == 1 else shape[1]]
         means = {
-            name: MeanTerm(_total(loss.means[name].total_BT[0, here]), _total(loss.means[name].count_BT[0, here]))
+            name: MeanTerm(_total(loss.means[name].total_BT[row, here]), _total(loss.means[name].count_BT[row, here]))
             for name in names
         }
         # A copy: a view would keep the whole micro-batch alive, padding and all.
         yield (
             index,
-            PassResult(logprobs=own.reshape(shape).copy(), sums={"loss": _total(loss.loss_BT[0, here])}, means=means),
+            PassResult(logprobs=own.reshape(shape).copy(), sums={"loss": _total(loss.loss_BT[row, here])}, means=means),
         )
 
 

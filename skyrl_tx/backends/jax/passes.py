@@ -67,7 +67,7 @@ class JaxPass(Pass):
         self._before: dict[ModelId, TrainingState] = {r.model_id: pool.take(r.model_id) for r in requests}
         self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
         self._of_request: AdapterWeights | None = None
-        self._waiting = deque(_cut(requests, micro_batch_tokens))
+        self._waiting = deque(_cut(requests, micro_batch_tokens, params.layout.num_shards("batch")))
         self._dispatched: list[_Dispatched] = []
         self._is_over = False
 
@@ -138,8 +138,8 @@ def _group(examples: tuple[PassExample, ...]) -> list[_Request]:
     return requests
 
 
-def _cut(requests: list[_Request], micro_batch_tokens: int) -> Iterator[_Unit]:
+def _cut(requests: list[_Request], micro_batch_tokens: int, shards: int) -> Iterator[_Unit]:
     for request in requests:
-        slabs = packing.plan(request.examples, micro_batch_tokens)
+        slabs = packing.plan(request.examples, micro_batch_tokens, shards)
         for position, slab in enumerate(slabs):
             yield _Unit(request, slab, is_first=position == 0, is_last=position == len(slabs) - 1)

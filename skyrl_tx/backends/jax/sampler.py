@@ -55,7 +55,7 @@ class Sampler:
         self._model = model_config
         self._config = config
         self._eos = frozenset(eos_token_ids)
-        self._pool = SamplerPool(model_config, config.max_sampler_adapters)
+        self._pool = SamplerPool(model_config, config.max_sampler_adapters, params.layout)
         self.max_length = longest_sample(model_config, config)
         """Prompt and new tokens that one sample may have."""
         self._shape = self._shape_for(1)
@@ -149,8 +149,10 @@ class Sampler:
 
     def _empty_cache(self) -> KeyValues:
         model, shape = self._model, self._shape
-        heads = (model.num_kv_heads, shape.length, model.head_dim)
-        return kv_cache.allocate(model.num_layers, shape.num_slots, *heads, self._params.embed.dtype)
+        dims = (model.num_layers, shape.num_slots, model.num_kv_heads, shape.length, model.head_dim)
+        layout = self._params.layout
+        sharding = layout.sharding(kv_cache.AXES, dims) if layout.is_split else None
+        return kv_cache.allocate(*dims, self._params.embed.dtype, sharding)
 
     def _prompt_bucket(self, request: SampleRequest) -> int:
         return min(bucket(request.prompt.size, PROMPT_BUCKET), self.max_length)

@@ -11,10 +11,12 @@ import numpy as np
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.buckets import next_power
+from skyrl_tx.backends.jax.mesh import adapter_place
 from skyrl_tx.backends.jax.slots import BASE
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models import ModelConfig
 
 FEWEST = 4  # places to begin with, the base model's included
@@ -28,10 +30,12 @@ class SamplerPool:
     the price of other shapes, so of compiling again, when more is asked for than ever before.
     """
 
-    def __init__(self, model_config: ModelConfig, max_samplers: int) -> None:
+    def __init__(self, model_config: ModelConfig, max_samplers: int, layout: Layout = WHOLE) -> None:
         self._model = model_config
         self._max_samplers = max_samplers
-        self._places = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(FEWEST, LOWEST_RANK))
+        self._place = adapter_place(layout, model_config, is_pool=True) if layout.is_split else lambda tree: tree
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(FEWEST, LOWEST_RANK))
+        self._places: Adapter = self._place(empty)
         self._place_of: dict[SamplerId, int] = {}
 
     def load(self, sampler: SamplerId, adapter: Adapter) -> None:
@@ -45,7 +49,8 @@ class SamplerPool:
         fitting = self._shapes(
             max(num_places, next_power(place + 1)), max(rank, adapter.weights["unembed"].a.shape[-1])
         )
-        self._places = _put(jax.tree.map(_pad, self._places, fitting), np.int32(place), adapter)
+        larger = self._place(jax.tree.map(_pad, self._places, fitting))
+        self._places = self._place(_put(larger, np.int32(place), adapter))
         self._place_of[sampler] = place
 
     def drop(self, sampler: SamplerId) -> None:

@@ -11,6 +11,7 @@ from flax import struct
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import any_loss
+from skyrl_tx.backends.jax.mesh import constrain_adapter
 from skyrl_tx.backends.jax.packing import MicroBatch
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.losses import LossOutput
@@ -55,7 +56,7 @@ def accumulate(
     (d_blocks,) = backward(d_hidden_BTD)
     loss = any_loss.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
     outputs = Outputs(logprobs, loss)
-    return add(total, d_blocks | d_unembed), outputs
+    return constrain_adapter(params.layout, config, add(total, d_blocks | d_unembed)), outputs
 
 
 def _head(

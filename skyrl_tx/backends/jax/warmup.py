@@ -24,15 +24,15 @@ NAME = "warm-up"
 log = logging.getLogger(__name__)
 
 
-def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int) -> None:
-    """Train and sample once in every shape, with a model that is gone afterwards."""
+def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int, num_rows: int = 1) -> None:
+    """Train and sample once in every shape, in rows side by side, with a model that is gone afterwards."""
     began = time.monotonic()
     model, sampler = ModelId(NAME), SamplerId(NAME)
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(DEFAULT_RANK, config.max_lora_rank), seed=0)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
     num_shapes = 0
-    for length in training_lengths(config, max_length):
-        batch = _training_batch(model, length, max_length)
+    for length in training_lengths(config.micro_batch_tokens // num_rows, max_length):
+        batch = _training_batch(model, length, max_length, num_rows)
         backend.forward(batch)
         backend.forward_backward(batch)
         num_shapes += 1
@@ -45,9 +45,8 @@ def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int) -> Non
     log.info("warm-up: %d training shapes in %.1f s", num_shapes, time.monotonic() - began)
 
 
-def training_lengths(config: JaxConfig, max_length: int) -> Iterator[int]:
-    """Yield the most tokens that a micro-batch of each length holds."""
-    budget = config.micro_batch_tokens
+def training_lengths(budget: int, max_length: int) -> Iterator[int]:
+    """Yield the most tokens that a row of each length holds."""
     return _ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
 
 
@@ -64,10 +63,10 @@ def _ascending(rounded_up: Callable[[int], int], last: int) -> Iterator[int]:
     yield last
 
 
-def _training_batch(model: ModelId, num_tokens: int, max_length: int) -> PreparedModelPassBatch:
-    """Return as many examples as it takes for one micro-batch of so many tokens."""
+def _training_batch(model: ModelId, num_tokens: int, max_length: int, num_rows: int = 1) -> PreparedModelPassBatch:
+    """Return as many examples as it takes for one micro-batch, each row of so many tokens."""
     lengths = [min(max_length, num_tokens - start) for start in range(0, num_tokens, max_length)]
-    return PreparedModelPassBatch(examples=tuple(_training_example(model, length) for length in lengths))
+    return PreparedModelPassBatch(examples=tuple(_training_example(model, length) for length in lengths * num_rows))
 
 
 def _training_example(model: ModelId, length: int) -> PassExample:

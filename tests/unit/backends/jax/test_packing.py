@@ -128,3 +128,23 @@ def test_results_come_back_in_the_shape_of_the_targets(num_targets):
     for index, one in enumerate(examples):
         np.testing.assert_array_equal(results[index].logprobs, one.loss_inputs["target_tokens"])
     assert (results[1].sums, results[0].sums) == ({"loss": 7.0}, {"loss": 8.0}) and results[1].means == {}
+
+
+@given(SIZES, st.sampled_from([2, 3, 8]))
+def test_on_a_mesh_a_micro_batch_has_a_row_for_each_part(sizes, num_rows):
+    examples = [example(length, num_targets) for length, num_targets in sizes]
+    slabs = packing.plan(examples, BUDGET * num_rows, num_rows)
+    assert sorted(index for slab in slabs for index in slab.members) == list(range(len(examples)))
+    for slab in slabs:
+        batch = packing.fill(slab, examples)
+        assert batch.tokens_BT.shape == (num_rows, slab.length)
+        for index, row, start in zip(slab.members, slab.rows, slab.starts, strict=True):
+            tokens = examples[index].tokens
+            np.testing.assert_array_equal(batch.tokens_BT[row, start : start + tokens.size], tokens)
+            assert (batch.start_BT[row, start : start + tokens.size] == start).all()
+        assert slab.length <= BUDGET or slab.length < 2 * max(length for length, _ in sizes)
+
+
+def test_rows_of_a_mesh_are_filled_evenly():
+    [slab] = packing.plan([example(100) for _ in range(8)], 4096, 4)
+    assert slab.length == 224 and sorted(slab.rows) == [0, 0, 1, 1, 2, 2, 3, 3]

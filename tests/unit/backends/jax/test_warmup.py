@@ -22,8 +22,8 @@ CONFIG = JaxConfig(
 
 
 def test_lengths_are_those_of_the_plan():
-    assert list(warmup.training_lengths(CONFIG, 32)) == [32, 48, 64]
-    assert list(warmup.training_lengths(CONFIG, 128)) == [32, 48, 64, 96, 128]
+    assert list(warmup.training_lengths(CONFIG.micro_batch_tokens, 32)) == [32, 48, 64]
+    assert list(warmup.training_lengths(CONFIG.micro_batch_tokens, 128)) == [32, 48, 64, 96, 128]
 
 
 def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):

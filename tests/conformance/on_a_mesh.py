@@ -1,0 +1,139 @@
+"""Train and sample a tiny model on meshes, and write every number down: run by `test_mesh.py` on virtual devices.
+
+    python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample} fsdp=1 fsdp=4,tp=2
+
+`sample` is after training. Beside the numbers: `bytes`, of the base weights on each device.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.losses import LOSSES
+
+MODEL, SAMPLER = ModelId("m"), SamplerId("s")
+LENGTHS = (70, 49, 64, 50, 66, 96)  # of one micro-batch, long enough for attention in blocks
+LOSS_OF_STEP = ("cross_entropy", "ppo")
+PARTS = {StatePart.WEIGHTS, StatePart.OPTIMIZER, StatePart.GRADIENT}
+
+
+def batch(step: int, loss: str) -> PreparedModelPassBatch:
+    draw = np.random.default_rng(step)
+    inputs, config = LOSSES[loss].spec.inputs, dict(LOSSES[loss].spec.config)
+    examples: list[PassExample] = []
+    for length in LENGTHS:
+        filled = {name: draw.normal(-0.1, 0.3, length).astype(np.float32) for name in inputs}
+        filled["target_tokens"] = draw.integers(0, 256, length, dtype=np.int32)
+        if "logprobs" in filled:
+            filled["logprobs"] -= np.log(256).astype(np.float32)  # near the model's own
+        tokens = draw.integers(0, 256, length, dtype=np.int32)
+        examples.append(
+            PassExample(
+                request_id=RequestId(f"r{step}"),
+                model_id=MODEL,
+                tokens=tokens,
+                loss=loss,
+                loss_inputs=filled,
+                loss_config=config,
+            )
+        )
+    return PreparedModelPassBatch(examples=tuple(examples))
+
+
+def state(backend: JaxBackend, name: str) -> dict[str, np.ndarray]:
+    """Return gradient, weights and moments."""
+    held = backend.capture(MODEL, PARTS)
+    trees = {"weights": held.weights, "optimizer": held.optimizer, "gradient": held.gradient}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(trees)
+    return {f"{name}{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in leaves}
+
+
+def leaves(backend: JaxBackend) -> list[jax.Array]:
+    held = backend.capture(MODEL, PARTS)
+    return jax.tree.leaves((held.weights, held.optimizer))
+
+
+def lie_alike(x: jax.Array, y: jax.Array) -> bool:
+    return x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def train(backend: JaxBackend) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=3)))
+    found |= state(backend, "new")
+    before = leaves(backend)
+    for step, loss in enumerate(LOSS_OF_STEP):
+        results = backend.forward_backward(batch(step, loss))
+        found[f"{step}.logprobs"] = np.concatenate([result.logprobs for result in results])
+        found[f"{step}.loss"] = np.array([result.sums["loss"] for result in results])
+        found |= state(backend, f"{step}.before")
+        # With a small eps AdamW would divide the rounding of gradients near zero by itself.
+        metrics = backend.optim_step(MODEL, OptimizerParams(learning_rate=0.5, eps=1.0, grad_clip_norm=5.0))
+        found[f"{step}.norm"] = np.array(metrics["unclipped_grad_l2:mean"])
+        found |= state(backend, f"{step}.after")
+    assert all(map(lie_alike, before, leaves(backend))), "a step moved the arrays of an adapter"
+    return found
+
+
+def sample(backend: JaxBackend) -> dict[str, np.ndarray]:
+    backend.load_sampler(SAMPLER, backend.capture(MODEL, {StatePart.WEIGHTS}))
+    deltas = backend.sample(PreparedSampleBatch(requests=(request(SAMPLER),)))
+    found: dict[str, np.ndarray] = {}
+    for index in range(3):
+        own = [delta for delta in deltas if delta.index == index]
+        found[f"sample.{index}.tokens"] = np.concatenate([delta.tokens for delta in own])
+        found[f"sample.{index}.logprobs"] = np.concatenate([delta.logprobs for delta in own])
+    prompt = next(delta.prompt for delta in deltas if delta.prompt is not None)
+    return found | {"sample.prompt": prompt.logprobs[1:]}
+
+
+def request(sampler: SamplerId) -> SampleRequest:
+    return SampleRequest(
+        request_id=RequestId("s"),
+        sampler=sampler,
+        prompt=np.arange(7, 27, dtype=np.int32),
+        num_samples=3,
+        params=SamplingParams(seed=5, max_tokens=12, temperature=0.7, eos_stops=False),
+        options=PromptOptions(logprobs=True),
+    )
+
+
+def bytes_by_device(params: object) -> Counter[int]:
+    counted: Counter[int] = Counter()
+    for leaf in jax.tree.leaves(params):
+        for shard in leaf.addressable_shards:
+            counted[shard.device.id] += shard.data.nbytes
+    return counted
+
+
+def main() -> None:
+    directory, output, last = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    for mesh in sys.argv[4:]:
+        config = JaxConfig(
+            compile_cache_dir=None,
+            mesh=MeshConfig(**dict(pair.split("=") for pair in mesh.split(","))),  # type: ignore[arg-type]
+            micro_batch_tokens=768,
+            sample_slots=4,
+            max_sample_tokens=256,
+            decode_slice_tokens=4,
+        )
+        backend = JaxBackend(directory, config)
+        backend.start()
+        found = train(backend)
+        if last == "sample":
+            found |= sample(backend)
+        found["bytes"] = np.array(list(bytes_by_device(backend._params).values()))
+        np.savez(output / f"{mesh}.npz", **found)
+
+
+if __name__ == "__main__":
+    main()

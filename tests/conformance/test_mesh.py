@@ -1,0 +1,79 @@
+"""A mesh changes where arrays lie and nothing else: every number of training and sampling is that of one device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx.testing.tiny_models import write_model
+
+PROGRAM = Path(__file__).with_name("on_a_mesh.py")
+ONE = "fsdp=1"
+TOLERANCE = 1e-5  # of the largest number of an array
+SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "std": 0.2, "max_context_length": 128}
+# Eight devices, and programs that are compiled fast rather than run fast.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
+
+Numbers = dict[str, np.ndarray]
+
+
+def on_meshes(directory: Path, last: str, *meshes: str) -> list[Numbers]:
+    """Run the program in a process that sees eight devices; return what it wrote down for each mesh."""
+    environment = os.environ | {
+        "XLA_FLAGS": f"{FLAGS} --xla_llvm_disable_expensive_passes=true",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, str(PROGRAM), str(directory), str(directory), last, *meshes]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[Numbers] = []
+    for mesh in meshes:
+        with np.load(directory / f"{mesh}.npz") as file:
+            found.append(dict(file))
+    return found
+
+
+def assert_equal(found: Numbers, wanted: Numbers) -> None:
+    """Compare all arrays but `bytes`; tokens and new adapters exactly."""
+    assert found.keys() == wanted.keys()
+    for name in wanted.keys() - {"bytes"}:
+        if name.startswith("new") or name.endswith(".tokens"):
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+        else:
+            scale = np.abs(wanted[name]).max(initial=1e-30) * (2 if ".second" in name else 1)  # squares of gradients
+            np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
+
+
+def test_training_a_mixture_on_eight_devices(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "Qwen3MoeForCausalLM", tied_embeddings=False, **SIZES)
+    one, many = on_meshes(directory, "train", ONE, "fsdp=2,tp=2,ep=2")
+    assert_equal(many, one)
+    (whole,) = one["bytes"]
+    # Experts are cut eight ways; norms, attention and embeddings four: ep holds copies of those.
+    assert len(many["bytes"]) == 8 and many["bytes"].max() < whole / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "meshes"),
+    [
+        ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}),
+        ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
+    ],
+)
+def test_training_and_sampling_on_any_mesh(tmp_path: Path, architecture: str, meshes: dict[str, int]) -> None:
+    """`meshes` says into how many parts each mesh cuts what is no expert's."""
+    mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}}
+    directory = write_model(tmp_path, architecture, **SIZES, **(mixed if "Moe" in architecture else {}))
+    one, *many = on_meshes(directory, "sample", ONE, *meshes)
+    (whole,) = one["bytes"]
+    for found, parts in zip(many, meshes.values(), strict=True):
+        assert_equal(found, one)
+        small = 0.03 * whole  # what no axis cuts, such as norms of heads
+        assert found["bytes"].max() <= whole / parts + small

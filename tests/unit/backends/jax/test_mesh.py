@@ -1,0 +1,68 @@
+"""The mesh: what it refuses, in words that name the flag and the size, and how the table cuts arrays."""
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.mesh import RULES, MeshError, check_divides, make_layout
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights import hf
+
+
+def layout_of(**sizes: int) -> Layout:
+    """Return a layout of as many devices as that takes, none of them real."""
+    axes = MeshConfig(**sizes).model_dump()
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    return Layout(mesh, tuple(RULES.items()))  # type: ignore[arg-type]
+
+
+def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -> models.ModelConfig:
+    content = hf.read_json(write_model(directory, architecture, **sizes), "config.json")
+    return models.find_family(content).config_from_hf(content)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "message"),
+    [
+        ({"fsdp": 3}, {}, "fsdp=3 does not divide hidden_size = 32"),
+        ({"tp": 4}, {"num_kv_heads": 2}, "tp=4 does not divide num_key_value_heads = 2"),
+        ({"tp": 4}, {"num_heads": 6, "num_kv_heads": 2}, "tp=4 does not divide num_attention_heads = 6"),
+        ({"tp": 2}, {"vocab_size": 101}, "tp=2 does not divide vocab_size = 101"),
+        ({"tp": 2}, {"mlp_size": 63}, "tp=2 does not divide intermediate_size = 63"),
+        ({"ep": 2}, {}, "ep=2: the model has no experts"),
+    ],
+)
+def test_a_mesh_that_cannot_divide_the_model(tmp_path, mesh, sizes, message):
+    with pytest.raises(MeshError, match=message):
+        check_divides(layout_of(**mesh), config_of(tmp_path, **sizes))
+
+
+def test_a_mesh_that_cannot_divide_the_experts(tmp_path):
+    config = config_of(tmp_path, "Qwen3MoeForCausalLM")
+    check_divides(layout_of(ep=4, tp=2), config)
+    with pytest.raises(MeshError, match="ep=3 does not divide num_experts = 8"):
+        check_divides(layout_of(ep=3), config)
+
+
+def test_more_devices_than_there_are_is_refused_before_anything_is_read():
+    wanted = len(jax.devices()) + 1
+    backend = JaxBackend("no-such-directory/either", JaxConfig(compile_cache_dir=None, mesh=MeshConfig(tp=wanted)))
+    with pytest.raises(UserError, match=rf"mesh: fsdp=1,tp={wanted},ep=1 takes {wanted} devices"):
+        backend.start()
+
+
+def test_without_a_mesh_one_device_is_used():
+    layout = make_layout(MeshConfig())
+    assert layout.mesh is not None and layout.mesh.size == 1 and not layout.is_split
+
+
+def test_a_dim_that_cannot_be_cut_stays_whole():
+    layout = layout_of(fsdp=2, ep=3)
+    assert layout.spec(("batch", "mlp"), (12, 5)) == PartitionSpec(("fsdp", "ep"), ("tp",))
+    assert layout.spec(("batch", None), (4, 5)) == PartitionSpec(("fsdp",), None)
+    assert layout.spec(("batch", None), (3, 5)) == PartitionSpec(None, None)
