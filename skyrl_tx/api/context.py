@@ -7,6 +7,7 @@ from typing import Annotated, Literal, cast
 from fastapi import Depends, Query, Request
 
 from skyrl_tx.api.backpressure import SampleBudget
+from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.principal import Caller, Gate, Principal
 from skyrl_tx.api.recall import Recall
 from skyrl_tx.api.schemas.base import WireModel
@@ -16,6 +17,7 @@ from skyrl_tx.api.translate.translated import UnknownFields
 from skyrl_tx.api.waiters import Waiters
 from skyrl_tx.api.wire import Body, read_body
 from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 
@@ -57,6 +59,8 @@ class Call:
     sdk_version: str
     idempotency_key: str | None
     """What the client's retries of one call have in common; it counts where a request has no number of its own."""
+    weights_access_token: str | None = None
+    """What a client sends in a header to copy another's checkpoint (tinker/lib/public_interfaces/rest_client.py)."""
 
     @property
     def settings(self) -> ApiSettings:
@@ -67,6 +71,18 @@ class Call:
     def store(self) -> Store:
         """Where all truth is."""
         return self.parts.store
+
+    def lender(self, token: str | None) -> Principal | None:
+        """Whoever gave the caller this `weights_access_token`: a key of theirs, or a token that was made for one.
+
+        Raises UserError for one that opens nothing.
+        """
+        if token is None:
+            return None
+        try:
+            return self.parts.gate.admit(token)
+        except ApiError as error:
+            raise UserError("weights_access_token: is no key, and no token for a key, of this server") from error
 
     def check_unknown(self, model: WireModel) -> None:
         """Raise UserError for an unknown field that may change the maths; log the others."""
@@ -87,6 +103,7 @@ async def incoming(request: Request, caller: Caller) -> Call:
         body=await read_body(request, parts.settings.max_request_bytes),
         sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
         idempotency_key=request.headers.get("x-idempotency-key"),
+        weights_access_token=request.headers.get("x-tinker-weights-access-token"),
     )
 
 

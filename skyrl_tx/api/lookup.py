@@ -96,11 +96,18 @@ def owned_sampling_session(
     return row, owning.owner
 
 
-def saved_weights(tx: Session, caller: Principal, path: CheckpointPath, now: float) -> SavedWeights:
-    """Find a checkpoint; raises UserError, because it is named in requests whose mistakes the future tells."""
+def saved_weights(
+    tx: Session, caller: Principal, path: CheckpointPath, now: float, lender: Principal | None = None
+) -> SavedWeights:
+    """Find a checkpoint; raises UserError, because it is named in requests whose mistakes the future tells.
+
+    `lender` is somebody else who lets the caller read what is theirs, see `Call.lender`.
+    """
     row = checkpoints.get(tx, path, now)
     maker = models.get(tx, path.model_id)
-    may_read = row is not None and (row.public or caller.may_see(models.owner(tx, path.model_id)))
+    owner = models.owner(tx, path.model_id)
+    lends = lender is not None and lender.may_see(owner)
+    may_read = row is not None and (row.public or caller.may_see(owner) or lends)
     if row is None or maker is None or not may_read:
         raise UserError(f"path {shown(str(path))}: there is no such checkpoint")
     return SavedWeights(row, maker.base_model, spec_of(maker))

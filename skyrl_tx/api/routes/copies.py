@@ -8,6 +8,7 @@ from sqlmodel import Session
 from skyrl_tx.api import lookup
 from skyrl_tx.api.context import Call, Incoming
 from skyrl_tx.api.errors import bad_request, not_found
+from skyrl_tx.api.principal import Principal
 from skyrl_tx.api.schemas.weights import CopyWeightsAnswer, CopyWeightsRequest
 from skyrl_tx.api.translate.checks import ttl
 from skyrl_tx.contract.errors import UserError
@@ -30,6 +31,7 @@ def copy_weights(call: Incoming) -> CopyWeightsAnswer:
     try:
         source = CheckpointPath.parse(asked.source_path)
         ttl(asked.ttl_seconds, "ttl_seconds")
+        lender = call.lender(asked.weights_access_token or call.weights_access_token)
     except UserError as error:
         raise bad_request(error.message) from error
     session_id, model_seq_id = _destination(call, asked)
@@ -39,7 +41,7 @@ def copy_weights(call: Incoming) -> CopyWeightsAnswer:
             lookup.open_session(tx, call.caller, session_id)
         elif sessions.get(tx, session_id) is None:
             _begin(tx, call, session_id, asked.destination_project_id)
-        return _copy(tx, call, source, model_id(session_id, model_seq_id), session_id, asked.ttl_seconds)
+        return _copy(tx, call, source, lender, model_id(session_id, model_seq_id), session_id, asked.ttl_seconds)
 
     return CopyWeightsAnswer(tinker_path=str(call.store.write(work)))
 
@@ -75,13 +77,19 @@ def _begin(tx: Session, call: Call, session_id: SessionId, project_id: str) -> N
 
 
 def _copy(
-    tx: Session, call: Call, source: CheckpointPath, run_id: ModelId, session_id: SessionId, ttl_s: int | None
+    tx: Session,
+    call: Call,
+    source: CheckpointPath,
+    lender: Principal | None,
+    run_id: ModelId,
+    session_id: SessionId,
+    ttl_s: int | None,
 ) -> CheckpointPath:
     now = time.time()
     path = CheckpointPath(run_id, source.kind, source.name)
     copied = checkpoints.get(tx, path, now)
     try:
-        saved = lookup.saved_weights(tx, call.caller, source, now)
+        saved = lookup.saved_weights(tx, call.caller, source, now, lender)
     except UserError as error:
         if copied is not None:  # the source went after it was copied, and the answer did not arrive
             return path

@@ -80,14 +80,17 @@ def load_weights(call: Incoming) -> Promise:
         "load_weights",
         LoadWeightsRequest,
         value,
-        lambda schema: Translated.exactly(weights.load_weights(schema, call.settings)),
+        lambda schema: _load(schema, call),
         call.check_unknown,
     )
+    lender = None
+    if isinstance(request.request, requests.LoadWeights):
+        lender = call.lender(LoadWeightsRequest.model_validate(value).weights_access_token)
     if value.get("session_id") is None:
         into = parse(ModelAddress, value)
 
         def load(tx: Session) -> Promise:
-            found, _ = _looked_up(tx, call.caller, request)
+            found, _ = _looked_up(tx, call.caller, request, lender)
             model_id, encoded = ModelId(into.model_id), Encoded.of(found)
             return submission.to_model(tx, call.caller, model_id, into.seq_id, encoded, call.idempotency_key)
 
@@ -95,7 +98,7 @@ def load_weights(call: Incoming) -> Promise:
     made = parse(CreationAddress, value)
 
     def create(tx: Session) -> Promise:
-        found, saved = _looked_up(tx, call.caller, request)
+        found, saved = _looked_up(tx, call.caller, request, lender)
         model = None if saved is None else NewModel(saved.base_model, saved.spec, made.user_metadata)
         session_id = SessionId(made.session_id)
         return submission.creation(tx, call.caller, session_id, made.model_seq_id, Encoded.of(found), model)
@@ -129,13 +132,20 @@ def _path(text: str) -> CheckpointPath:
         raise bad_request(error.message) from error
 
 
-def _looked_up(tx: Session, caller: Principal, request: Translated) -> tuple[Translated, lookup.SavedWeights | None]:
+def _load(schema: LoadWeightsRequest, call: Call) -> Translated:
+    call.lender(schema.weights_access_token)  # a wrong one is told like any other mistake in the request
+    return Translated.exactly(weights.load_weights(schema, call.settings))
+
+
+def _looked_up(
+    tx: Session, caller: Principal, request: Translated, lender: Principal | None
+) -> tuple[Translated, lookup.SavedWeights | None]:
     """Complete a load with what its path points at now; a repetition is recognised by the path alone."""
     load = request.request
     if not isinstance(load, requests.LoadWeights):
         return request, None
     try:
-        saved = lookup.saved_weights(tx, caller, CheckpointPath.parse(load.path), time.time())
+        saved = lookup.saved_weights(tx, caller, CheckpointPath.parse(load.path), time.time(), lender)
     except UserError as error:
         return Translated(rejected("load_weights", error.message).request, load), None
     return Translated(replace(load, artifact_id=saved.artifact_id, spec=saved.spec), load), saved
