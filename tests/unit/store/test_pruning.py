@@ -188,6 +188,7 @@ class TestRequests:
         assert forget(store, 1e9) == 0
 
 
+@pytest.mark.parametrize("database_url", [None])
 def test_room_is_given_back(tmp_path: Path) -> None:
     store = Store.open(tmp_path, role="engine")
     new = {"owner": "o", "tags": [], "user_metadata": None, "sdk_version": None, "project_id": None}
