@@ -10,8 +10,6 @@ from tinker import types
 NUM_SUPERVISED = 8
 NUM_REINFORCED = 5
 VOCAB_SIZE = 250
-SAMPLED_LOGPROBS = "sampled logprobs"
-"""In a transcript: what depends, in its last bits, on how many were sampled for at once."""
 Transcript = list[tuple[str, Any]]
 """What a client saw, in order: a name, and numbers to compare bit by bit."""
 
@@ -87,7 +85,7 @@ def _rollouts(
     for prompt, future in zip(prompts, futures, strict=True):
         for number, sequence in enumerate(future.result().sequences):
             drawn, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
-            seen += [("sample", drawn), (SAMPLED_LOGPROBS, logprobs)]
+            seen += [("sample", drawn), ("sampled logprobs", logprobs)]
             before = [0.0] * (len(prompt) - 1)
             advantages = before + [1.0 - 2.0 * number + 0.01 * sum(drawn) % 1] * len(drawn)
             targets = np.array([*prompt[1:], *drawn], np.int64)
