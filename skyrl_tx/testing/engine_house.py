@@ -77,7 +77,7 @@ class House:
         self.data_dir = data_dir
         self.config = FakeConfig(vocab_size=128)
         self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{**_EAGER, **settings})
-        self.api = Store.open(data_dir, role="api")
+        self.api = Store.open(data_dir, role="api", url=self.settings.store_url)
         self.artifacts = ArtifactStore(data_dir / "artifacts")
         self.session_id = self.new_session()
 
@@ -151,7 +151,7 @@ class House:
     def run(self, *until: RequestId, backend: AbstractBackend | None = None) -> None:
         """Run an engine until these requests are answered."""
         stop = threading.Event()
-        store = Store.open(self.data_dir, role="engine")
+        store = Store.open(self.data_dir, role="engine", url=self.settings.store_url)
 
         def watch() -> None:
             while not stop.is_set():

@@ -102,7 +102,7 @@ def test_a_backend_that_does_not_start(house, error, caplog):
 
 def test_a_second_engine_is_refused(house, caplog):
     spec = find_backend("fake")
-    store = Store.open(house.data_dir, role="engine")
+    store = Store.open(house.data_dir, role="engine", url=house.settings.store_url)
     assert run_engine(house.settings, spec, house.config) == ExitCode.CANNOT_START
     assert f"process {os.getpid()}" in caplog.text
     store.close()

@@ -267,7 +267,7 @@ def test_a_stop_in_the_middle_of_a_long_pass_finishes_it_and_the_next_start_repe
     running = house.submit(forward_backward(), model_id=model_id, seq_id=1)
     waiting = house.submit(optim_step(), model_id=model_id, seq_id=2)
     backend = Slow("tiny", house.config)
-    store = Store.open(house.data_dir, role="engine")
+    store = Store.open(house.data_dir, role="engine", url=house.settings.store_url)
     Engine(house.settings, backend, store, house.artifacts).run(backend.stop)
     store.close()
     assert house.result(running).metrics
