@@ -39,7 +39,7 @@ from skyrl_tx.api.signing import SigningKey
 from skyrl_tx.api.waiters import Waiters
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _PREFIX = "/api/v1"
@@ -95,6 +95,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(StoreError, _answer_error)
+    app.add_exception_handler(ValueRefused, _answer_error)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_error)
     return app
@@ -122,6 +123,8 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             return _detail(HTTPStatus.BAD_REQUEST, f"{where}: {first['msg']}, not {shown(first.get('input'))}")
+        case ValueRefused():
+            return _detail(HTTPStatus.BAD_REQUEST, str(error))
         case StoreError():
             _log.error("%s %s: %s", request.method, request.url.path, error)
             return _detail(HTTPStatus.SERVICE_UNAVAILABLE, f"the database cannot serve now: {error}")

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from sqlalchemy import Engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
 from sqlmodel import Session
 
 from skyrl_tx.store import binding, schema
 from skyrl_tx.store.dialect import Bell, Dialect, Role
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.sqlite import DATABASE_NAME, Sqlite
-from skyrl_tx.store.writer import GroupWriter
+from skyrl_tx.store.writer import GroupWriter, refused
 
 __all__ = ["Role", "Store", "StoreError", "StoreInUse"]
 
@@ -101,6 +101,8 @@ class Store:
     def _explained(self) -> Generator[None]:
         try:
             yield
+        except DataError as error:
+            raise refused(error) from error
         except (DBAPIError, *self._dialect.errors) as error:
             raise self._dialect.explain(error) from error
 

@@ -11,3 +11,7 @@ class StoreInUse(StoreError):
 
 class StoreUnreachable(StoreError):
     """There is no connection to the database now; it may come back."""
+
+
+class ValueRefused(Exception):
+    """A text or number that this database cannot hold, such as a zero character in PostgreSQL; the caller's mistake."""

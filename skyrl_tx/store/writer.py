@@ -8,13 +8,21 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DataError
 from sqlmodel import Session
 
 from skyrl_tx.failpoints import reach
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.errors import StoreError, ValueRefused
 
 T = TypeVar("T")
 _MAX_GROUP = 256
+
+
+def refused(error: DataError) -> ValueRefused:
+    """Say what the database has against a value, without the statement and all its values."""
+    refusal = ValueRefused(f"a value cannot be stored: {' '.join(str(error.orig).split())}")
+    refusal.__cause__ = error
+    return refusal
 
 
 class _Job(Generic[T]):
@@ -33,6 +41,8 @@ class _Job(Generic[T]):
                 result = self._work(tx)
                 tx.commit()
             self._tell = partial(self.future.set_result, result)
+        except DataError as error:
+            self.error = refused(error)
         except BaseException as error:  # whatever it is belongs to the caller, and must not end this thread
             self.error = error
 

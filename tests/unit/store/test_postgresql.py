@@ -18,7 +18,7 @@ from sqlmodel import Session, SQLModel
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import futures, schema, sessions
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
-from skyrl_tx.store.errors import StoreUnreachable
+from skyrl_tx.store.errors import StoreUnreachable, ValueRefused
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.testing.postgresql_server import PostgresqlServer
 
@@ -225,6 +225,15 @@ def test_work_under_way_when_the_connection_breaks_is_not_kept(
         half_done.result(10)
     assert also.exception(10) is None, "it came in a group of its own"
     assert store.read(lambda tx: futures.pending(tx, 0, 10)) == []
+
+
+def test_a_value_that_postgresql_cannot_hold_is_the_callers_mistake(store: Store, session_id: SessionId) -> None:
+    after = store.write_soon(lambda tx: submit(tx, session_id))
+    with pytest.raises(ValueRefused, match=r"cannot contain NUL \(0x00\) bytes$"):
+        store.write(lambda tx: sessions.unfinished(tx, "ann", "zero \0"))
+    with pytest.raises(ValueRefused, match="NUL"):
+        store.read(lambda tx: sessions.unfinished(tx, "ann", "zero \0"))
+    assert after.result(5).is_new
 
 
 def test_a_server_that_is_away_is_told_from_one_that_refuses_and_passwords_are_not_told(tmp_path: Path) -> None:
