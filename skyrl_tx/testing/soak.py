@@ -1,0 +1,169 @@
+"""`make soak`: thousands of futures wait while hundreds of sessions train and sample; what grows, what is slow.
+
+Prints a row a minute: memory of API and engine, failures, and how long after its completion (as the database has it) a
+result was in the hands of a client that waited for it. Clients share the machine with the server.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sqlite3
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from skyrl_tx.listening import raise_file_limit
+from skyrl_tx.testing.live_server import LiveServer
+from skyrl_tx.testing.soak_clients import Arrival, Crowd
+
+HEADER = (
+    "| minute | API MiB | engine MiB | database MiB | futures done | waiting | 5xx | failed "
+    "| wake-up p50 ms | p95 ms | load |\n|---|---|---|---|---|---|---|---|---|---|---|"
+)
+_LOOK_EVERY_S = 5.0
+_ARRIVALS_A_LOOK = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minute:
+    """What was seen in a minute, and at its end."""
+
+    number: float
+    api_bytes: int
+    engine_bytes: int
+    database_bytes: int
+    num_done: int
+    num_waiting: int
+    num_5xx: int
+    """Lost connections included."""
+    failures: Sequence[str]
+    wakes_ms: Sequence[float]
+    load: float
+
+    def __str__(self) -> str:
+        median, p95 = np.percentile(self.wakes_ms, [50, 95]) if self.wakes_ms else (np.nan, np.nan)
+        sizes = " | ".join(str(size >> 20) for size in (self.api_bytes, self.engine_bytes, self.database_bytes))
+        counts = f"{self.num_done:,} | {self.num_waiting:,} | {self.num_5xx} | {len(self.failures)}"
+        return f"| {self.number:g} | {sizes} | {counts} | {median:.0f} | {p95:.0f} | {self.load:.1f} |"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much, and for how long."""
+
+    minutes: float = 15.0
+    num_sessions: int = 200
+    num_futures: int = 10_000
+    step_delay_s: float = 0.02
+    row_s: float = 60.0
+    """Time that a row tells of."""
+
+    def flags(self) -> list[str]:
+        """The server's; so slow a backend leaves time for futures to wait."""
+        flags = ["--base-model", "fake", "--backend", "fake"]
+        flags += ["--backend-config.step-delay-s", str(self.step_delay_s)]
+        return [*flags, "--backend-config.max-models", str(self.num_sessions)]
+
+
+def soak(plan: Plan) -> list[Minute]:
+    """Serve, and let clients wait; print each row once it is over."""
+    raise_file_limit()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        data_dir = Path(name, "data")
+        with LiveServer(data_dir, flags=plan.flags()) as server:
+            try:
+                return asyncio.run(_watch(plan, server, data_dir))
+            except BaseException as error:
+                error.add_note(server.log[-4000:])
+                raise
+
+
+async def _watch(plan: Plan, server: LiveServer, data_dir: Path) -> list[Minute]:
+    crowd = Crowd(server.url, "fake", plan.num_sessions, plan.num_futures)
+    work = asyncio.create_task(crowd.run())
+    minutes: list[Minute] = []
+    try:
+        while len(minutes) * plan.row_s < plan.minutes * 60:
+            minutes.append(await _minute(plan, server, data_dir, crowd, work, len(minutes)))
+            print(minutes[-1], flush=True)
+    finally:
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+    return minutes
+
+
+async def _minute(
+    plan: Plan, server: LiveServer, data_dir: Path, crowd: Crowd, work: asyncio.Task[None], index: int
+) -> Minute:
+    seen, end = crowd.seen, time.monotonic() + plan.row_s
+    before, done, first_failure = seen.statuses.copy(), seen.num_done, len(seen.failures)
+    wakes: list[float] = []
+    while time.monotonic() < end:
+        await asyncio.sleep(min(_LOOK_EVERY_S, max(end - time.monotonic(), 0)))
+        if work.done():
+            work.result()
+        wakes += await asyncio.to_thread(_wakes_ms, data_dir, seen.take_arrivals()[-_ARRIVALS_A_LOOK:])
+    statuses = seen.statuses - before
+    return Minute(
+        number=(index + 1) * plan.row_s / 60,
+        api_bytes=_resident(server.pid),
+        engine_bytes=_resident(server.engine_pid),
+        database_bytes=sum(path.stat().st_size for path in data_dir.glob("skyrl_tx.db*")),
+        num_done=seen.num_done - done,
+        num_waiting=seen.num_waiting,
+        num_5xx=sum(number for status, number in statuses.items() if status == 0 or status >= 500),
+        failures=seen.failures[first_failure:],
+        wakes_ms=wakes,
+        load=os.getloadavg()[0],
+    )
+
+
+def _wakes_ms(data_dir: Path, arrivals: Sequence[Arrival]) -> list[float]:
+    """How long results were on their way to polls that were there before them."""
+    with sqlite3.connect(f"file:{data_dir / 'skyrl_tx.db'}?mode=ro", uri=True) as connection:
+        wanted = f"SELECT request_id, completed_at FROM requests WHERE request_id IN ({','.join('?' * len(arrivals))})"
+        completed_at = dict(connection.execute(wanted, [arrival.request_id for arrival in arrivals]).fetchall())
+    connection.close()
+    return [
+        (arrival.arrived_at - completed_at[arrival.request_id]) * 1e3
+        for arrival in arrivals
+        if completed_at.get(arrival.request_id, 0.0) > arrival.asked_at
+    ]
+
+
+def _resident(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(pid)
+
+
+def main() -> None:
+    """Soak as told; the exit status says whether any call was answered with a 5xx."""
+    plan = Plan()
+    parser = argparse.ArgumentParser(description="Let thousands of futures wait while sessions train and sample.")
+    parser.add_argument("--minutes", type=float, default=plan.minutes)
+    parser.add_argument("--sessions", type=int, default=plan.num_sessions)
+    parser.add_argument("--futures", type=int, default=plan.num_futures, help="that wait at once")
+    parser.add_argument("--step-delay-s", type=float, default=plan.step_delay_s, help="of the fake backend")
+    told = parser.parse_args()
+    print(HEADER, flush=True)
+    minutes = soak(
+        Plan(
+            minutes=told.minutes,
+            num_sessions=told.sessions,
+            num_futures=told.futures,
+            step_delay_s=told.step_delay_s,
+        )
+    )
+    raise SystemExit(1 if any(minute.num_5xx or minute.failures for minute in minutes) else 0)
+
+
+if __name__ == "__main__":
+    main()

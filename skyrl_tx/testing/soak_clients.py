@@ -1,0 +1,174 @@
+"""Thousands of clients of one event loop, on bare sockets: each waits for one future after the other."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from urllib.parse import urlsplit
+
+_PAUSE_S = 1.0
+_HEARTBEAT_S = 10.0
+_CONNECTING = 50
+"""So many connect at once."""
+_PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+_DATUM = {
+    "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}]},
+    "loss_fn_inputs": {
+        "target_tokens": {"data": [2, 3, 4, 5], "dtype": "int64"},
+        "weights": {"data": [1.0, 1.0, 1.0, 1.0], "dtype": "float32"},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A result that a poll was waiting for."""
+
+    request_id: str
+    asked_at: float
+    arrived_at: float
+
+
+@dataclass(slots=True)
+class Seen:
+    """What clients saw since it was last taken; all of one loop."""
+
+    statuses: Counter[int] = field(default_factory=Counter[int])
+    num_done: int = 0
+    failures: list[str] = field(default_factory=list[str])
+    arrivals: list[Arrival] = field(default_factory=list[Arrival])
+    num_waiting: int = 0
+    """Futures that are polled for now."""
+
+    def take_arrivals(self) -> list[Arrival]:
+        """The arrivals since the last call."""
+        taken, self.arrivals = self.arrivals, []
+        return taken
+
+
+class Connection:
+    """One HTTP/1.1 connection, kept open; opened anew when the server ended it."""
+
+    def __init__(self, url: str, seen: Seen, opening: asyncio.Semaphore) -> None:
+        address = urlsplit(url)
+        self._host, self._port = str(address.hostname), address.port or 80
+        self._seen = seen
+        self._opening = opening
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        """Send JSON, and give status and JSON of the answer; sent again while the server is busy or in trouble."""
+        data = json.dumps(body).encode()
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\ncontent-length: "
+        while True:
+            try:
+                status, answer = await self._call(f"{head}{len(data)}\r\n\r\n".encode() + data)
+            except (OSError, asyncio.IncompleteReadError):
+                self._streams, status, answer = None, 0, b""
+            self._seen.statuses[status] += 1
+            if status in (200, 408):
+                return status, json.loads(answer)
+            if 400 <= status < 500 and status != 429:
+                raise AssertionError(f"{path}: {status} {answer!r}")
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _call(self, request: bytes) -> tuple[int, bytes]:
+        if self._streams is None:
+            async with self._opening:
+                self._streams = await asyncio.open_connection(self._host, self._port, limit=2**18)
+        reader, writer = self._streams
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+        return int(head[9:12]), await reader.readexactly(int(length or 0))
+
+    async def result(self, request_id: str) -> dict[str, Any]:
+        """Wait for a result."""
+        self._seen.num_waiting += 1
+        try:
+            while True:
+                asked_at = time.time()
+                status, answer = await self.post("retrieve_future", request_id=request_id, allow_metadata_only=True)
+                if status != 200:
+                    continue
+                if "error" in answer:
+                    self._seen.failures.append(str(answer["error"]))
+                self._seen.num_done += 1
+                self._seen.arrivals.append(Arrival(request_id, asked_at, time.time()))
+                return answer
+        finally:
+            self._seen.num_waiting -= 1
+
+
+@dataclass(slots=True)
+class Crowd:
+    """Sessions with a model and a sampler each; most of what each of them asks for waits."""
+
+    url: str
+    base_model: str
+    num_sessions: int
+    num_futures: int
+    seen: Seen = field(default_factory=Seen)
+    _opening: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONNECTING))
+
+    async def run(self) -> None:
+        """Train and sample until cancelled, half of the futures each."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(self.num_sessions):
+                share = (number + 1) * self.num_futures // self.num_sessions
+                group.create_task(self._session(share - number * self.num_futures // self.num_sessions))
+
+    def _connection(self) -> Connection:
+        return Connection(self.url, self.seen, self._opening)
+
+    async def _session(self, num_futures: int) -> None:
+        line = self._connection()
+        _, made = await line.post("create_session", tags=[], sdk_version="0.38.0")
+        session_id = made["session_id"]
+        about = {"session_id": session_id, "base_model": self.base_model}
+        _, made = await line.post("create_model", model_seq_id=0, lora_config={"rank": 4}, **about)
+        model_id = made["model_id"]
+        await line.result(made["request_id"])
+        _, made = await line.post("create_sampling_session", sampling_session_seq_id=0, **about)
+        turn, seq_ids, prompts = asyncio.Lock(), count(1), count()
+        async with asyncio.TaskGroup() as group:
+            for number in range(num_futures):
+                if number % 2:
+                    group.create_task(self._sample(made["sampling_session_id"], prompts))
+                else:
+                    group.create_task(self._train(model_id, turn, seq_ids))
+            while True:
+                await asyncio.sleep(_HEARTBEAT_S)
+                await line.post("session_heartbeat", session_id=session_id)
+
+    async def _train(self, model_id: str, turn: asyncio.Lock, seq_ids: Iterator[int]) -> None:
+        """Passes and steps in turn, each waited for by whoever sent it."""
+        line = self._connection()
+        while True:
+            async with turn:  # requests of a model are sent in their order
+                seq_id = next(seq_ids)
+                about = {"model_id": model_id, "seq_id": seq_id}
+                if seq_id % 2:
+                    asked = {"data": [_DATUM], "loss_fn": "cross_entropy"}
+                    _, made = await line.post("forward_backward", **about, forward_backward_input=asked)
+                else:
+                    _, made = await line.post("optim_step", **about, adam_params={"learning_rate": 1e-3})
+            await line.result(made["request_id"])
+
+    async def _sample(self, sampling_session_id: str, seq_ids: Iterator[int]) -> None:
+        line = self._connection()
+        params = {"max_tokens": 16, "temperature": 1.0}
+        while True:
+            _, made = await line.post(
+                "asample",
+                sampling_session_id=sampling_session_id,
+                seq_id=next(seq_ids),
+                prompt=_PROMPT,
+                num_samples=1,
+                sampling_params=params,
+            )
+            await line.result(made["request_id"])
