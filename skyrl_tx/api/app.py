@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from skyrl_tx import __version__
 from skyrl_tx.api.backpressure import SampleBudget
 from skyrl_tx.api.context import ApiContext
+from skyrl_tx.api.engine_watch import EngineWatch
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.principal import Caller, Gate
 from skyrl_tx.api.routes import (
@@ -43,14 +44,14 @@ from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _PREFIX = "/api/v1"
-_ROUTERS = (
+_ROUTERS = (  # looked through in this order: first what is called most
+    futures,
+    sampling,
+    training,
     service,
     auth,
     sessions,
-    training,
     weights,
-    sampling,
-    futures,
     runs,
     downloads,
     copies,
@@ -69,6 +70,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         artifacts=ArtifactStore(settings.data_dir / "artifacts"),
         signing_key=signing_key,
         gate=Gate(settings, store, signing_key),
+        engine=EngineWatch(store, settings.engine_silence_s),
         sample_budget=SampleBudget(store),
         waiters=Waiters(store),
     )

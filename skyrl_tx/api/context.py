@@ -1,12 +1,12 @@
 """What every route has at hand."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Query, Request
 
 from skyrl_tx.api.backpressure import SampleBudget
+from skyrl_tx.api.engine_watch import EngineWatch
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.principal import Caller, Gate, Principal
 from skyrl_tx.api.recall import Recall
@@ -18,7 +18,6 @@ from skyrl_tx.api.waiters import Waiters
 from skyrl_tx.api.wire import Body, read_body
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 
 
@@ -31,22 +30,11 @@ class ApiContext:
     artifacts: ArtifactStore
     signing_key: SigningKey
     gate: Gate
+    engine: EngineWatch
     waiters: Waiters
     sample_budget: SampleBudget
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     recall: Recall = field(default_factory=Recall)
-
-    def engine_trouble(self) -> str | None:
-        """Why no work is being done at the moment; None while the engine is up."""
-        state = self.store.read(engine_state.get)
-        if state is None:
-            return "the engine has not started yet"
-        silence_s = time.time() - state.updated_at
-        if silence_s > self.settings.engine_silence_s:
-            return f"the engine has been silent for {silence_s:.0f} s"
-        if state.status != "ready":
-            return f"the engine is {state.status}" + (f": {state.detail}" if state.detail else "")
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class ApiServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 backlog=_BACKLOG,
+                http="httptools",
                 timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )

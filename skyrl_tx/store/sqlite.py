@@ -23,6 +23,8 @@ _FALLBACK_S = 0.1
 _WAL_KEPT_BYTES = 64 * 2**20
 _INCREMENTAL = 2
 _PAGES_AT_ONCE = 250
+_KEPT_READERS = 32
+"""Connections that stay open; to open one more takes longer than to read."""
 
 _DAMAGED = (
     "it is damaged and is not served from; keep a copy, then bring back a backup of the data directory, or what "
@@ -91,7 +93,7 @@ class Sqlite(Dialect):
         engine = create_engine(
             URL.create("sqlite", database=str(self._path)),
             connect_args={"timeout": self._busy_timeout_s, "check_same_thread": False},
-            pool_size=1 if writes else 8,
+            pool_size=1 if writes else _KEPT_READERS,
             max_overflow=0 if writes else -1,
             pool_use_lifo=True,
         )

@@ -72,6 +72,8 @@ class FaultyLine:
 
     target: str
     schedule: Schedule
+    late_s: float = _LATE_S
+    """How late is what is late."""
     url: str = ""
     done: Counter[tuple[Fault, str]] = field(default_factory=Counter[tuple[Fault, str]])
     """Faults that happened, by kind and path."""
@@ -115,7 +117,7 @@ class FaultyLine:
             await self._send_half(request)
             return False
         if fault == "delay":
-            await asyncio.sleep(_LATE_S)
+            await asyncio.sleep(self.late_s)
         if fault == "repeat":
             self._start(self._ask_late(request))
             answer, _ = await asyncio.gather(self._ask(request), self._ask(request))
@@ -150,7 +152,7 @@ class FaultyLine:
             writer.close()
 
     async def _ask_late(self, request: _Message) -> None:
-        await asyncio.sleep(_LATE_S)
+        await asyncio.sleep(self.late_s)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             await self._ask(request)
 
@@ -163,9 +165,9 @@ class FaultyLine:
 
 
 @contextmanager
-def faulty_line(target: str, schedule: Schedule) -> Generator[FaultyLine]:
+def faulty_line(target: str, schedule: Schedule, late_s: float = _LATE_S) -> Generator[FaultyLine]:
     """Stand between clients and the server at `target`, on a thread, until the context is left."""
-    line = FaultyLine(target, schedule)
+    line = FaultyLine(target, schedule, late_s)
     loop, stop, started = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(line.serve(started, stop)))
     thread.start()

@@ -19,7 +19,7 @@ import numpy as np
 
 from skyrl_tx.listening import raise_file_limit
 from skyrl_tx.testing.live_server import LiveServer
-from skyrl_tx.testing.soak_clients import Arrival, Crowd
+from skyrl_tx.testing.soak_clients import TOKENS_A_SAMPLE, Arrival, Crowd
 
 HEADER = (
     "| minute | API MiB | engine MiB | database MiB | futures done | waiting | 5xx | failed "
@@ -59,7 +59,9 @@ class Plan:
     minutes: float = 15.0
     num_sessions: int = 200
     num_futures: int = 10_000
-    step_delay_s: float = 0.02
+    step_delay_s: float = 0.03
+    slots: int = 2
+    """Samples that are drawn at once."""
     row_s: float = 60.0
     """Time that a row tells of."""
 
@@ -67,6 +69,7 @@ class Plan:
         """The server's; so slow a backend leaves time for futures to wait."""
         flags = ["--base-model", "fake", "--backend", "fake"]
         flags += ["--backend-config.step-delay-s", str(self.step_delay_s)]
+        flags += ["--backend-config.max-sample-tokens", str(self.slots * TOKENS_A_SAMPLE)]
         return [*flags, "--backend-config.max-models", str(self.num_sessions)]
 
 
@@ -77,7 +80,9 @@ def soak(plan: Plan) -> list[Minute]:
         data_dir = Path(name, "data")
         with LiveServer(data_dir, flags=plan.flags()) as server:
             try:
-                return asyncio.run(_watch(plan, server, data_dir))
+                minutes = asyncio.run(_watch(plan, server, data_dir))
+                print(*[line for line in server.log.splitlines() if " ERROR " in line][:10], sep="\n")
+                return minutes
             except BaseException as error:
                 error.add_note(server.log[-4000:])
                 raise

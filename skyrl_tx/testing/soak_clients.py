@@ -14,7 +14,10 @@ _PAUSE_S = 1.0
 _HEARTBEAT_S = 10.0
 _CONNECTING = 50
 """So many connect at once."""
-_PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+_TOKENS = [5, 6, 7]
+_NEW_TOKENS = 16
+TOKENS_A_SAMPLE = len(_TOKENS) + _NEW_TOKENS
+_PROMPT = {"chunks": [{"type": "encoded_text", "tokens": _TOKENS}]}
 _DATUM = {
     "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}]},
     "loss_fn_inputs": {
@@ -161,7 +164,7 @@ class Crowd:
 
     async def _sample(self, sampling_session_id: str, seq_ids: Iterator[int]) -> None:
         line = self._connection()
-        params = {"max_tokens": 16, "temperature": 1.0}
+        params = {"max_tokens": _NEW_TOKENS, "temperature": 1.0}
         while True:
             _, made = await line.post(
                 "asample",

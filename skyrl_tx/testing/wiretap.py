@@ -1,5 +1,6 @@
 """What a client really sent, and answers that get lost on their way back to it."""
 
+import json
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Wiretap:
 
     _heard: list[Call] | None = None
     _losses: dict[tuple[str, str | None], list[HTTPStatus]] = field(default_factory=dict)
+    _canned: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return an application that is watched."""
@@ -59,6 +61,10 @@ class Wiretap:
         """
         self._losses[path, kind] = list(statuses)
 
+    def answer(self, path: str, body: object) -> None:
+        """Answer the calls of a path with this JSON from now on, in place of the application."""
+        self._canned[path] = json.dumps(body).encode()
+
     async def _watch(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         path, kind = scope["path"].removeprefix(_PREFIX), _text(scope["headers"]).get("x-tinker-request-type")
         losses = self._losses.get((path, kind)) or self._losses.get((path, None))
@@ -77,6 +83,11 @@ class Wiretap:
             if lost_as is None:
                 await send(message)
 
+        if path in self._canned:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": int(HTTPStatus.OK), "headers": headers})
+            await send({"type": "http.response.body", "body": self._canned[path]})
+            return
         await app(scope, hear, say)
         if lost_as is not None:
             await send({"type": "http.response.start", "status": int(lost_as), "headers": []})

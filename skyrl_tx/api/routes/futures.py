@@ -113,9 +113,9 @@ async def _held(call: Call, request_id: RequestId, accept: str, limit: int | Non
         try:
             await asyncio.wait_for(answered.wait(), call.settings.retrieve_hold_s)
         except TimeoutError:
-            return await run_in_threadpool(_try_again, call, request_id)
+            return await _try_again(call, request_id)
         response = await run_in_threadpool(_finished, call, request_id, accept, limit)
-        return response or await run_in_threadpool(_try_again, call, request_id)
+        return response or await _try_again(call, request_id)
 
 
 def _finished(call: Call, request_id: RequestId, accept: str, limit: int | None) -> Response | None:
@@ -151,9 +151,9 @@ def _damaged(request_id: RequestId) -> results.Failure:
     return results.Failure(message=message, category=ErrorCategory.SERVER)
 
 
-def _try_again(call: Call, request_id: RequestId) -> Response:
+async def _try_again(call: Call, request_id: RequestId) -> Response:
     """Ask for patience, and say why when the engine is not at work."""
-    return _patience(request_id, call.parts.engine_trouble())
+    return _patience(request_id, await call.parts.engine.recent_trouble())
 
 
 def _patience(request_id: RequestId, trouble: str | None) -> Response:

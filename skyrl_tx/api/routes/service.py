@@ -45,7 +45,7 @@ def capabilities(call: Incoming) -> CapabilitiesAnswer:
 @router.get("/healthz", response_model_exclude_none=True)
 def health(parts: Annotated[ApiContext, Depends(parts_of)], response: Response) -> HealthAnswer:
     """Whether work is being done, for whoever asks; the API half is up when this answers at all."""
-    trouble = parts.engine_trouble()
+    trouble = parts.engine.trouble()
     if trouble is None:
         return HealthAnswer(status="ok")
     response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
