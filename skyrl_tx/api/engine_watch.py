@@ -1,5 +1,6 @@
 """Whether the engine is at work, for those who wait for it."""
 
+import asyncio
 import time
 
 from fastapi.concurrency import run_in_threadpool
@@ -18,6 +19,7 @@ class EngineWatch:
         self._silence_s = silence_s
         self._looked_at = float("-inf")
         self._seen: str | None = None
+        self._looking = asyncio.Lock()
 
     def trouble(self) -> str | None:
         """Why no work is being done at the moment; None while the engine is up."""
@@ -33,8 +35,8 @@ class EngineWatch:
 
     async def recent_trouble(self) -> str | None:
         """The same as it was half a second ago, at most. Called on one event loop."""
-        now = time.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY_S:
-            self._seen = await run_in_threadpool(self.trouble)
-            self._looked_at = now
-        return self._seen
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+                self._seen = await run_in_threadpool(self.trouble)
+                self._looked_at = time.monotonic()
+            return self._seen
