@@ -1,4 +1,4 @@
-.PHONY: check lint types contracts test chaos fuzz format proto
+.PHONY: check lint types contracts test chaos fuzz soak format proto
 
 check: lint types contracts test  ## everything CI runs, except the slow tests
 
@@ -20,6 +20,9 @@ chaos:  ## hundreds of kills while clients train; prints the table of docs/relia
 
 fuzz:  ## hundreds of thousands of inputs for routes and decoders; prints the table of docs/reliability.md
 	python -u -W ignore -m skyrl_tx.testing.fuzz
+
+soak:  ## ten thousand futures wait for fifteen minutes; prints the table of docs/reliability.md
+	python -u -W ignore -m skyrl_tx.testing.soak --minutes 15
 
 format:
 	ruff format .

@@ -241,5 +241,5 @@ def large_pass(model_id: str) -> dict[str, Any]:
     tokens = [1] * 120
     inputs = {"target_tokens": {"data": tokens, "dtype": "int64"}, "weights": {"data": [1.0] * 120, "dtype": "float32"}}
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "loss_fn_inputs": inputs}
-    asked = {"data": [datum] * 1000, "loss_fn": "cross_entropy"}
+    asked = {"data": [datum] * 300, "loss_fn": "cross_entropy"}
     return {"model_id": model_id, "seq_id": 1000, "forward_backward_input": asked}
