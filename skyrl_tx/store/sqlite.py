@@ -77,7 +77,6 @@ class Sqlite(Dialect):
         """Hold another file lock: a new file's journal mode is not set under SQLite's own."""
         with file_lock(self._data_dir / "schema.lock"):
             yield
-            self._let_shrink()
 
     def writer(self, role: Role) -> Engine:
         """Take SQLite's own lock with each transaction."""
@@ -100,7 +99,8 @@ class Sqlite(Dialect):
 
         def connected(connection: sqlite3.Connection, _record: object) -> None:
             connection.isolation_level = None  # we say BEGIN ourselves: the driver's own comes too late for reads
-            connection.execute(f"PRAGMA auto_vacuum={_INCREMENTAL}")  # of effect on a new file alone
+            if connection.execute("PRAGMA page_count").fetchone() == (0,):  # else it would be written to
+                connection.execute(f"PRAGMA auto_vacuum={_INCREMENTAL}")
             (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
             if mode != "wal":
                 raise StoreError(
@@ -137,11 +137,15 @@ class Sqlite(Dialect):
         return num_free > _PAGES_AT_ONCE
 
     def check(self) -> None:
-        """Look through every page, some milliseconds a MiB, and raise StoreError with what SQLite finds wrong."""
+        """Look through every page, some milliseconds a MiB, and raise StoreError with what SQLite finds wrong.
+
+        A sound file of an earlier release is then made one that can give pages back.
+        """
         with closing(sqlite3.connect(self._path)) as connection:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise StoreError(f"database {self._path}: {_DAMAGED} ({found})")
+        self._let_shrink()
 
     def bell(self, role: Role, reader: Engine) -> Bell:
         """Hang up a socket in the data directory."""

@@ -1,5 +1,7 @@
 """What is forgotten, when, and what is then said of it."""
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,3 +211,15 @@ def test_room_is_given_back(tmp_path: Path) -> None:
     assert steps > 1 and pages() < full / 10
     assert store.read(lambda tx: tx.exec(select(func.count()).select_from(RequestRow)).one()) == 0
     store.close()
+
+
+def test_a_file_that_could_not_shrink_is_made_one_that_can(tmp_path: Path) -> None:
+    Store.open(tmp_path, role="engine").close()
+    with closing(sqlite3.connect(tmp_path / "skyrl_tx.db", isolation_level=None)) as earlier:
+        earlier.execute("PRAGMA auto_vacuum=NONE")
+        earlier.execute("VACUUM")
+        assert earlier.execute("PRAGMA auto_vacuum").fetchone() == (0,)
+    for _ in range(2):
+        store = Store.open(tmp_path, role="engine")
+        assert store.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA auto_vacuum").scalar_one()) == 2
+        store.close()
