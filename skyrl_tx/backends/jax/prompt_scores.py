@@ -58,7 +58,7 @@ def score_window(
     hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
     logits_PV = models.logits(params, hidden_PD, take_adapter(pool, slot))
     log_total_P = jax.nn.logsumexp(logits_PV, axis=-1)
-    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, log_total_P, max_topk, jnp.bool_(True))
+    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, jnp.ones(P), log_total_P, max_topk, jnp.bool_(True))
     scaled_PV = sampling.scale(logits_PV, jnp.broadcast_to(temperature, P))
     weight_PV, scaled_total_P = sampling.weights(scaled_PV)
     greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
