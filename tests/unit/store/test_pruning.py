@@ -1,19 +1,15 @@
 """What is forgotten, when, and what is then said of it."""
 
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from sqlmodel import Session, col, func, select
+from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store import futures, models, pruning, sessions, snapshots
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import ConflictingRequest, FutureState, NewRequest
 from skyrl_tx.store.pruning import RequestForgotten
-from skyrl_tx.store.tables import RequestRow
 
 MODEL = ModelId("run")
 SAMPLER = SamplingSessionId("sampling")
@@ -188,38 +184,3 @@ class TestRequests:
     def test_an_effect_beyond_the_snapshot_stays(self, store, new: NewRequest) -> None:
         fetched(store, new, effect_order=11)
         assert forget(store, 1e9) == 0
-
-
-@pytest.mark.parametrize("database_url", [None])
-def test_room_is_given_back(tmp_path: Path) -> None:
-    store = Store.open(tmp_path, role="engine")
-    new = {"owner": "o", "tags": [], "user_metadata": None, "sdk_version": None, "project_id": None}
-    session_id = store.write(lambda tx: sessions.create(tx, display_name=None, now=1.0, **new))
-    big = replace(to_model(session_id, 0), key="", body=bytes(20_000))
-    for _ in range(200):
-        store.write_soon(lambda tx: futures.submit(tx, big, 1.0))
-    store.write(lambda tx: tx.exec(select(RequestRow).where(col(RequestRow.position) < 0)).all())
-
-    def pages() -> int:
-        return store.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA page_count").scalar_one())
-
-    full = pages()
-    store.write(lambda tx: [tx.delete(row) for row in tx.exec(select(RequestRow))])
-    steps = 0
-    while store.give_back():
-        steps += 1
-    assert steps > 1 and pages() < full / 10
-    assert store.read(lambda tx: tx.exec(select(func.count()).select_from(RequestRow)).one()) == 0
-    store.close()
-
-
-def test_a_file_that_could_not_shrink_is_made_one_that_can(tmp_path: Path) -> None:
-    Store.open(tmp_path, role="engine").close()
-    with closing(sqlite3.connect(tmp_path / "skyrl_tx.db", isolation_level=None)) as earlier:
-        earlier.execute("PRAGMA auto_vacuum=NONE")
-        earlier.execute("VACUUM")
-        assert earlier.execute("PRAGMA auto_vacuum").fetchone() == (0,)
-    for _ in range(2):
-        store = Store.open(tmp_path, role="engine")
-        assert store.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA auto_vacuum").scalar_one()) == 2
-        store.close()
