@@ -1,6 +1,7 @@
 """Thousands of clients of one event loop, on bare sockets: each waits for one future after the other."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import Counter
@@ -71,6 +72,7 @@ class Connection:
             try:
                 status, answer = await self._call(f"{head}{len(data)}\r\n\r\n".encode() + data)
             except (OSError, asyncio.IncompleteReadError):
+                await self.close()
                 self._streams, status, answer = None, 0, b""
             self._seen.statuses[status] += 1
             if status in (200, 408):
@@ -78,6 +80,13 @@ class Connection:
             if 400 <= status < 500 and status != 429:
                 raise AssertionError(f"{path}: {status} {answer!r}")
             await asyncio.sleep(_PAUSE_S)
+
+    async def close(self) -> None:
+        """Hang up."""
+        if self._streams is not None:
+            self._streams[1].close()
+            with contextlib.suppress(OSError):
+                await self._streams[1].wait_closed()
 
     async def _call(self, request: bytes) -> tuple[int, bytes]:
         if self._streams is None:
@@ -116,17 +125,22 @@ class Crowd:
     num_sessions: int
     num_futures: int
     seen: Seen = field(default_factory=Seen)
+    _connections: list[Connection] = field(default_factory=list[Connection])
     _opening: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONNECTING))
 
     async def run(self) -> None:
         """Train and sample until cancelled, half of the futures each."""
-        async with asyncio.TaskGroup() as group:
-            for number in range(self.num_sessions):
-                share = (number + 1) * self.num_futures // self.num_sessions
-                group.create_task(self._session(share - number * self.num_futures // self.num_sessions))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(self.num_sessions):
+                    share = (number + 1) * self.num_futures // self.num_sessions
+                    group.create_task(self._session(share - number * self.num_futures // self.num_sessions))
+        finally:
+            await asyncio.gather(*(connection.close() for connection in self._connections))
 
     def _connection(self) -> Connection:
-        return Connection(self.url, self.seen, self._opening)
+        self._connections.append(Connection(self.url, self.seen, self._opening))
+        return self._connections[-1]
 
     async def _session(self, num_futures: int) -> None:
         line = self._connection()
