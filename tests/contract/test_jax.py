@@ -1,6 +1,8 @@
-"""The JAX backend keeps every promise of the contract, with a tiny Qwen3 on CPU."""
+"""The JAX backend keeps every promise of the contract, with a tiny Qwen3 on CPU, dense and with experts."""
 
 from pathlib import Path
+
+import pytest
 
 from skyrl_tx.backends.jax import BACKEND
 from skyrl_tx.backends.jax.config import JaxConfig
@@ -10,9 +12,11 @@ from skyrl_tx.testing.tiny_models import write_model
 
 
 class TestJax(BackendSuite):
+    architecture = "Qwen3ForCausalLM"
+
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
-        model = write_model(directory / "model", vocab_size=64, num_layers=2, max_context_length=128)
+        model = write_model(directory / "model", cls.architecture, vocab_size=64, max_context_length=128)
         config = JaxConfig(
             compile_cache_dir=None,
             max_lora_adapters=3,
@@ -23,3 +27,8 @@ class TestJax(BackendSuite):
             max_sample_tokens=512,
         )
         return BACKEND.load()(str(model), config)
+
+
+@pytest.mark.slow
+class TestJaxWithExperts(TestJax):
+    architecture = "Qwen3MoeForCausalLM"

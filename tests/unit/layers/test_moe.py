@@ -28,9 +28,11 @@ def router() -> jax.Array:
     return jnp.asarray(normal(9, E, D))
 
 
-def one_adapter(seed: int) -> ExpertAdapters:
+def one_adapter(seed: int, num_experts: int = E, rank: int = RANK) -> ExpertAdapters:
     pairs = {
-        name: LoraPair(a=jnp.asarray(normal(seed + i, E, n, RANK)), b=jnp.asarray(normal(seed - i, E, RANK, m)))
+        name: LoraPair(
+            a=jnp.asarray(normal(seed + i, num_experts, n, rank)), b=jnp.asarray(normal(seed - i, num_experts, rank, m))
+        )
         for i, (name, (n, m)) in enumerate(SIZES.items())
     }
     return ExpertAdapters(pairs=pairs, scale=jnp.float32(0.5))
@@ -47,9 +49,9 @@ def pool_of(adapters: list[ExpertAdapters], layer: int) -> Adapter:
     return Adapter(weights=stacked, scale=jnp.stack([a.scale for a in adapters]))
 
 
-def by_loop(x_MD, router_ED, weights, adapters: ExpertAdapters | None) -> np.ndarray:
+def by_loop(x_MD, router_ED, weights, adapters: ExpertAdapters | None, routing: Routing = ROUTING) -> np.ndarray:
     """Return what `mixture` shall return, token by token in float64."""
-    share_MK, expert_MK = map(np.asarray, route(jnp.asarray(x_MD), router_ED, ROUTING))
+    share_MK, expert_MK = map(np.asarray, route(jnp.asarray(x_MD), router_ED, routing))
     out = np.zeros(x_MD.shape)
     for m, x in enumerate(x_MD.astype(np.float64)):
         for share, e in zip(share_MK[m], expert_MK[m], strict=True):
@@ -72,6 +74,70 @@ def test_each_token_goes_to_its_own_experts(weights, router, num_tokens, adapted
     x, adapters = normal(3, num_tokens, D), one_adapter(20) if adapted else None
     y = jax.jit(mixture, static_argnames="routing")(jnp.asarray(x), router, weights, adapters, routing=ROUTING)
     np.testing.assert_allclose(y, by_loop(x, router, weights, adapters), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(1, 1), (E, E), (E, 1)])
+@pytest.mark.parametrize("rank", [1, 2 * D])
+def test_mixtures_that_are_none(weights, router, num_experts, num_chosen, rank):
+    """One expert, all experts, one of them; the least rank, and one that is larger than the maps."""
+    routing = Routing(num_experts=num_experts, num_chosen=num_chosen, renormalizes=True)
+    weights, router = jax.tree.map(lambda leaf: leaf[:num_experts], (weights, router))
+    x, adapters = normal(3, 33, D), one_adapter(20, num_experts, rank)
+    y = mixture(jnp.asarray(x), router, weights, adapters, routing)
+    np.testing.assert_allclose(y, by_loop(x, router, weights, adapters, routing), rtol=1e-4, atol=1e-3)
+
+
+def test_a_router_that_cannot_decide_takes_the_first_and_no_expert_twice(weights, router):
+    share, expert = route(jnp.asarray(normal(3, 9, D)), jnp.zeros_like(router), ROUTING)
+    np.testing.assert_array_equal(expert, [[0, 1]] * 9)
+    np.testing.assert_array_equal(share, np.full((9, 2), 0.5))
+
+
+def test_one_expert_for_all_leaves_nothing_out_and_the_others_without_a_gradient(weights):
+    """There is no capacity: hundreds of tokens in one place lose none, and unvisited adapters stay at exact zeros."""
+    x = jnp.abs(jnp.asarray(normal(3, 300, D)))
+    router = jnp.zeros((E, D)).at[4].set(9.0).at[1].set(8.0)
+    adapters = one_adapter(20)
+    y, pull = jax.vjp(lambda pairs: mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING), adapters.pairs)
+    np.testing.assert_allclose(y, by_loop(np.asarray(x), router, weights, adapters), rtol=1e-4, atol=1e-3)
+    for leaf in jax.tree.leaves(pull(jnp.ones_like(y))[0]):
+        is_visited = [bool(np.any(leaf[e])) for e in range(E)]
+        assert is_visited == [e in (1, 4) for e in range(E)]
+
+
+def test_a_token_without_a_slope_adds_nothing_to_a_gradient(weights, router):
+    """Padding and tokens of weight zero go through experts too: bit by bit, they might be any token."""
+    adapters, x, other = one_adapter(20), normal(5, 40, D), normal(7, 40, D)
+    counts = np.arange(40)[:, None] % 3 != 0
+
+    @jax.jit
+    def gradient(x):
+        def loss(pairs):
+            return (mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING) * counts).sum()
+
+        return jax.grad(loss)(dict(adapters.pairs))
+
+    mine, theirs = gradient(x), gradient(np.where(counts, x, other))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), mine, theirs)
+
+
+def test_half_precision_weights_leave_results_and_gradients_in_float32(weights, router):
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    x, adapters = jnp.asarray(normal(5, 40, D)), one_adapter(20)
+
+    def run(weights, pairs):
+        return mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING)
+
+    y, pull = jax.vjp(lambda pairs: run(rounded, pairs), dict(adapters.pairs))
+    exact, exact_pull = jax.vjp(lambda pairs: run(weights, pairs), dict(adapters.pairs))
+    assert y.dtype == jnp.float32
+    for found, expected in zip(
+        jax.tree.leaves((y, pull(jnp.ones_like(y))[0])),
+        jax.tree.leaves((exact, exact_pull(jnp.ones_like(y))[0])),
+        strict=True,
+    ):
+        assert found.dtype == jnp.float32
+        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
 
 
 def test_the_shares_are_renormalized_where_the_model_says_so(router):
