@@ -3,7 +3,8 @@
 Every contestant of a scenario takes a step in turn, with the rate of a plain matrix product measured in between, so
 that all meet the same disturbances. A step is forward_backward and optim_step, waited for. Ratios are of CPU seconds,
 step by step. The share of the peak compares a step with the arithmetic it cannot do without: 4 FLOPs per frozen
-parameter and token, 6 per LoRA parameter and token, causal attention; no padding, no recomputation.
+parameter and token, 6 per LoRA parameter and token, causal attention; of experts, those chosen for a token; no
+padding, no recomputation.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
 from skyrl_tx.engine.prepare import pass_batch, pass_examples, pass_output
 from skyrl_tx.huge_pages import restart_with_huge_pages
-from skyrl_tx.models.adapters import target_sizes
+from skyrl_tx.models.adapters import EXPERT_TARGETS, target_layers, target_sizes
 from skyrl_tx.testing.client_environments import TORCH, prepare
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
@@ -133,10 +134,17 @@ def example(request: RequestId, model: ModelId, length: int, vocab_size: int, dr
 
 
 def floor_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
-    """Return the arithmetic that forward and backward of these sequences cannot do without."""
+    """Return the arithmetic that forward and backward of these sequences cannot do without.
+
+    Of the experts of a layer, a token meets those that are chosen for it, and the router that chooses.
+    """
     frozen, lora = 0, 0
+    if shape.experts is not None:
+        frozen += len(shape.experts.layers) * shape.hidden_size * shape.experts.routing.num_experts
     for name, (inputs, outputs) in target_sizes(shape).items():
-        repeats = 1 if name == "unembed" else shape.num_layers
+        repeats = 1 if name == "unembed" else len(target_layers(shape, name))
+        if shape.experts is not None and name in EXPERT_TARGETS:
+            repeats *= shape.experts.routing.num_chosen
         frozen += repeats * inputs * outputs
         lora += repeats * rank * (inputs + outputs) if train_unembed or name != "unembed" else 0
     per_pair = 12 * shape.num_layers * shape.num_heads * shape.head_dim  # two products forwards, four backwards

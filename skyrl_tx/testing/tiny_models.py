@@ -31,6 +31,8 @@ class _Sizes(TypedDict):
     num_kv_heads: NotRequired[int]
     head_dim: NotRequired[int]
     mlp_size: int
+    architecture: NotRequired[str]
+    experts: NotRequired[dict[str, Any]]
 
 
 PRESETS: dict[str, _Sizes] = {
@@ -53,12 +55,26 @@ PRESETS: dict[str, _Sizes] = {
         "head_dim": 64,
         "mlp_size": 3072,
     },
+    "80M-A30M": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "num_layers": 6,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "mlp_size": 1536,
+        "experts": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
+    },
 }
-"""Sizes for benchmarks, by their number of parameters with an unembedding of its own."""
+"""Sizes for benchmarks, by their number of parameters with an unembedding of its own; A: those that a token meets.
+
+A token of 80M-A30M meets as many as one of 30M, in four experts of sixteen.
+"""
 
 
 def write_preset(name: str, directory: Path) -> Path:
-    """Write a random Qwen3 of one of the sizes in PRESETS, embeddings untied; return the directory."""
+    """Write a random model of one of the sizes in PRESETS, embeddings untied; return the directory."""
     return write_model(directory, tied_embeddings=False, max_context_length=8192, std=0.02, **PRESETS[name])
 
 
