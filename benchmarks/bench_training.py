@@ -28,6 +28,7 @@ from meters import CompileWatch, Cost, MatmulRate, peak_memory_mb, reset_peak_me
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import UNKNOWN_MEMORY_TOKENS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
@@ -315,7 +316,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="steps of each contestant, after two to warm up")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--unembed", action=argparse.BooleanOptionalAction, default=True, help="train the unembedding")
-    parser.add_argument("--micro-batch-tokens", type=int, default=JaxConfig().micro_batch_tokens)
+    parser.add_argument("--micro-batch-tokens", type=int, default=UNKNOWN_MEMORY_TOKENS)
     parser.add_argument("--shape", default="8x256", help="steady, slots: rows x tokens")
     parser.add_argument("--against-peft", action="store_true", help="steady: transformers and peft take turns with us")
     parser.add_argument("--datums", type=int, default=64, help="ragged: how many sequences")

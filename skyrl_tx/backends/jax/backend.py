@@ -18,6 +18,7 @@ from skyrl_tx.backends.jax.adapters import (
     padded_rank,
 )
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import Memory, choose
 from skyrl_tx.backends.jax.passes import JaxPass
 from skyrl_tx.backends.jax.sampler import Sampler
 from skyrl_tx.backends.jax.warmup import warm_up
@@ -70,10 +71,12 @@ class JaxBackend(AbstractBackend):
         self._format = checkpoint.AdapterFormat(base_model=self._base_model, config=self._model, modules=modules)
         self._pool = AdapterPool(config.max_lora_adapters)
         self._sampler = Sampler(self._params, self._model, config, hf.read_eos_token_ids(self._directory))
+        self._memory = Memory(choose(config, self._params, self._model))
         self._is_started = True
         capabilities = self._capabilities()
         if config.warmup:
-            warm_up(self, config, capabilities.max_context_length, layout.num_shards("batch"))
+            tokens, num_rows = self._memory.plan.micro_batch_tokens, layout.num_shards("batch")
+            warm_up(self, config, capabilities.max_context_length, tokens, num_rows)
         return capabilities
 
     def close(self) -> None:
@@ -110,8 +113,7 @@ class JaxBackend(AbstractBackend):
             params=self._params,
             config=self._model,
             pool=self._pool,
-            micro_batch_tokens=self._config.micro_batch_tokens,
-            remat=self._config.remat,
+            memory=self._memory,
         )
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
@@ -221,7 +223,8 @@ class JaxBackend(AbstractBackend):
                 "device": device.device_kind,
                 "dtype": self._dtype.name,
                 "mesh": str(config.mesh),
-                "micro_batch_tokens": str(config.micro_batch_tokens),
+                "micro_batch_tokens": str(self._memory.plan.micro_batch_tokens),
+                "remat": str(self._memory.plan.remat),
                 "sample_slots": f"{config.sample_slots} of {config.max_sample_tokens} tokens",
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },

@@ -62,16 +62,19 @@ class JaxConfig(BaseModel):
     # Training
     max_lora_adapters: int = Field(default=16, gt=0, description="Models resident for training at once.")
     max_lora_rank: int = Field(default=64, gt=0, description="Largest LoRA rank a client may ask for.")
-    micro_batch_tokens: int = Field(
-        default=2048,
+    micro_batch_tokens: int | None = Field(
+        default=None,
         gt=0,
-        description="Tokens computed at once in training, padding included; bounds memory. Another value, other bits.",
+        description="Tokens computed at once in training, padding included, on all devices; bounds memory. Unset: what "
+        "the device's memory allows, 2048 on CPU. Another value, other bits.",
     )
     max_pass_tokens: int = Field(
         default=65536, gt=0, description="Tokens of all requests that one training pass should take together."
     )
-    remat: bool = Field(
-        default=False, description="Compute each layer twice in training rather than keep its activations: less memory."
+    remat: bool | None = Field(
+        default=None,
+        description="Compute each layer twice in training rather than keep its activations: less memory. Unset: where "
+        "few tokens would fit otherwise, and never on CPU.",
     )
 
     # Sampling

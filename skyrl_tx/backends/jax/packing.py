@@ -55,6 +55,11 @@ class Slab:
     def __post_init__(self) -> None:
         assert 0 < len(self.members) == len(self.starts) == len(self.rows)
 
+    @property
+    def num_tokens(self) -> int:
+        """Positions in all rows, padding included."""
+        return self.num_rows * self.length
+
 
 def row_length(size: int) -> int:
     """Return how long a row is made that holds `size` tokens."""

@@ -1,20 +1,29 @@
-"""A pass over whole requests: micro-batches are dispatched one by one, and nothing is kept until all have succeeded."""
+"""A pass over whole requests: micro-batches are dispatched one by one, and nothing is kept until all have succeeded.
 
+So a pass that meets the end of the device's memory can begin anew, in smaller micro-batches, and nobody notices.
+"""
+
+import logging
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import packing, training
 from skyrl_tx.backends.jax.adapters import AdapterPool, TrainingState
+from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.layers.lora import AdapterWeights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,36 +64,47 @@ class JaxPass(Pass):
         params: models.DecoderParams,
         config: models.ModelConfig,
         pool: AdapterPool,
-        micro_batch_tokens: int,
-        remat: bool,
+        memory: Memory,
     ) -> None:
         self._params = params
         self._config = config
         self._pool = pool
         self._backward = backward
-        self._remat = remat
-        requests = _group(batch.examples)
-        self._before: dict[ModelId, TrainingState] = {r.model_id: pool.take(r.model_id) for r in requests}
+        self._memory = memory
+        self._requests = _group(batch.examples)
+        self._before: dict[ModelId, TrainingState] = {r.model_id: pool.take(r.model_id) for r in self._requests}
+        self._is_over = False
+        self._begin(self._cut(memory.plan))
+
+    def _begin(self, units: list[_Unit]) -> None:
+        """Start, or start anew, with nothing but what was there before."""
         self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
         self._of_request: AdapterWeights | None = None
-        self._waiting = deque(_cut(requests, micro_batch_tokens, params.layout.num_shards("batch")))
         self._dispatched: list[_Dispatched] = []
-        self._is_over = False
+        self._waiting = deque(units)
+
+    def _cut(self, plan: MemoryPlan) -> list[_Unit]:
+        return list(_cut(self._requests, plan.micro_batch_tokens, self._params.layout.num_shards("batch")))
 
     def step(self) -> bool:
         """See Pass."""
         assert not self._is_over, "this pass has ended"
         if self._waiting:
             unit = self._waiting.popleft()
-            self._dispatched.append(_Dispatched(unit, self._dispatch(unit)))
+            with self._smaller_if_exhausted():
+                self._dispatched.append(_Dispatched(unit, self._dispatch(unit)))
         return not self._waiting
 
     def results(self) -> list[PassResult]:
         """See Pass."""
-        while not self.step():
-            pass
+        outputs: list[Any] | None = None  # on the host
+        while outputs is None:
+            while not self.step():
+                pass
+            with self._smaller_if_exhausted():  # a device may say so only when what it computed is read
+                jax.block_until_ready(self._gradients)
+                outputs = jax.device_get([dispatched.outputs for dispatched in self._dispatched])
         results: dict[int, PassResult] = {}
-        outputs = jax.device_get([dispatched.outputs for dispatched in self._dispatched])
         for dispatched, output in zip(self._dispatched, outputs, strict=True):
             request, slab = dispatched.unit.request, dispatched.unit.slab
             for index, result in packing.read_results(slab, request.examples, output.logprobs, output.loss):
@@ -101,11 +121,30 @@ class JaxPass(Pass):
         self._dispatched, self._gradients, self._of_request = [], {}, None
 
     def _commit(self) -> None:
-        jax.block_until_ready(self._gradients)
         for model_id, before in self._before.items():
             assert self._pool.take(model_id) is before, "a model must not change while a pass over it runs"
         for model_id, before in self._before.items():
             self._pool.put(model_id, before.with_gradient(self._gradients[model_id]))
+
+    @contextmanager
+    def _smaller_if_exhausted(self) -> Iterator[None]:
+        """When the device has no memory left, begin anew in smaller micro-batches; raise when there are none."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            before, largest = self._memory.plan, max(unit.slab.num_tokens for unit in self._cut(self._memory.plan))
+            for plan in before.smaller():
+                units = self._cut(plan)
+                helps = plan.remat and not before.remat and self._backward
+                if helps or max(unit.slab.num_tokens for unit in units) < largest:
+                    break
+            else:
+                raise
+            log.warning("the device has no memory for %s: from now on %s (%s)", before, plan, error)
+            self._memory.plan = plan
+            self._begin(units)
 
     def _dispatch(self, unit: _Unit) -> training.Outputs:
         request = unit.request
@@ -117,7 +156,7 @@ class JaxPass(Pass):
             self._of_request = training.zeros_like(adapter.weights)
         assert self._of_request is not None
         self._of_request, outputs = training.accumulate(
-            self._params, adapter, self._of_request, batch, config=self._config, remat=self._remat
+            self._params, adapter, self._of_request, batch, config=self._config, remat=self._memory.plan.remat
         )
         if unit.is_last:
             summed = self._gradients[request.model_id]

@@ -24,14 +24,16 @@ NAME = "warm-up"
 log = logging.getLogger(__name__)
 
 
-def warm_up(backend: AbstractBackend, config: JaxConfig, max_length: int, num_rows: int = 1) -> None:
+def warm_up(
+    backend: AbstractBackend, config: JaxConfig, max_length: int, micro_batch_tokens: int, num_rows: int = 1
+) -> None:
     """Train and sample once in every shape, in rows side by side, with a model that is gone afterwards."""
     began = time.monotonic()
     model, sampler = ModelId(NAME), SamplerId(NAME)
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(DEFAULT_RANK, config.max_lora_rank), seed=0)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
     num_shapes = 0
-    for length in training_lengths(config.micro_batch_tokens // num_rows, max_length):
+    for length in training_lengths(micro_batch_tokens // num_rows, max_length):
         batch = _training_batch(model, length, max_length, num_rows)
         backend.forward(batch)
         backend.forward_backward(batch)

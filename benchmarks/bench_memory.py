@@ -1,0 +1,116 @@
+"""What memory does one long datum take in training, and what would its logits [T, V] take?
+
+The step is compiled for shapes alone, so that any model fits this machine; `--run` takes it too, and reads the peak of
+the process. `told` is what `backends/jax/memory.py` reckons with before the first step.
+"""
+
+import argparse
+import resource
+
+import jax
+import numpy as np
+from common import machine, report
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import packing, training
+from skyrl_tx.backends.jax.backend import configure_jax
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import RANK, costs_of
+from skyrl_tx.contract.batches import PassExample
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.models.qwen3 import QWEN3
+from skyrl_tx.weights import hf
+
+MIB = 2**20
+
+
+def model_of(options: argparse.Namespace) -> models.ModelConfig:
+    heads = options.hidden // 64
+    return QWEN3.config_from_hf(
+        {
+            "vocab_size": options.vocab,
+            "hidden_size": options.hidden,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(1, heads // 2),
+            "head_dim": 64,
+            "intermediate_size": 3 * options.hidden,
+            "tie_word_embeddings": True,
+        }
+    )
+
+
+def micro_batch(length: int) -> packing.MicroBatch:
+    zeros = np.zeros(length, np.int32)
+    example = PassExample(
+        request_id=RequestId("r"),
+        model_id=ModelId("m"),
+        tokens=zeros,
+        loss="cross_entropy",
+        loss_inputs={"target_tokens": zeros, "weights": np.ones(length, np.float32)},
+        loss_config={},
+    )
+    return packing.fill(packing.plan([example], length)[0], [example])
+
+
+def shapes_of(config: models.ModelConfig, dtype: str) -> models.DecoderParams:
+    def shape(parameter: Parameter) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(parameter.shape, dtype)
+
+    return jax.tree.map(shape, models.describe_params(config))
+
+
+def compiled_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat: bool) -> int:
+    """Return the temporary memory of a step, beside weights, adapter and gradient."""
+    adapter = models.adapter_shapes(config, RANK)
+    params, batch = shapes_of(config, dtype), micro_batch(length)
+    step = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
+    return step.compile().memory_analysis().temp_size_in_bytes
+
+
+def peak_of_run(config: models.ModelConfig, dtype: str, length: int, *, remat: bool) -> dict[str, float]:
+    """Take the step; return the peak of the process before and after it."""
+    params = hf.dummy(models.describe_params(config), dtype=dtype)
+    adapter = jax.device_put(models.init_adapter(config, models.AdapterSpec(rank=RANK, seed=0)))
+    total = training.zeros_like(adapter.weights)
+    jax.block_until_ready((params, total))
+    before = peak_mib()
+    jax.block_until_ready(training.accumulate(params, adapter, total, micro_batch(length), config=config, remat=remat))
+    return {"before_mib": before, "after_mib": peak_mib()}
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--remat", action="store_true")
+    parser.add_argument("--run", action="store_true", help="take the step, too")
+    options = parser.parse_args()
+    configure_jax(JaxConfig(compile_cache_dir=None))
+    config, shape = model_of(options), {"remat": options.remat}
+    logits = options.tokens * options.vocab * 4
+    taken = compiled_bytes(config, options.dtype, options.tokens, **shape)
+    costs = costs_of(shapes_of(config, options.dtype), config)
+    told = costs.fixed + options.tokens * (costs.token_with_remat if options.remat else costs.token)
+    results = {
+        "logits_mib": logits / MIB,
+        "taken_mib": taken / MIB,
+        "told_mib": told / MIB,
+        "taken / logits": taken / logits,
+        "told / taken": told / taken,
+    }
+    if options.run:
+        results |= peak_of_run(config, options.dtype, options.tokens, **shape)
+    report("memory", machine("jax", "jaxlib"), {name: round(value, 3) for name, value in results.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""How many tokens a micro-batch has and what it keeps for its gradient: chosen from a model of the device's memory.
+
+What the backward pass keeps is not guessed: the forward pass is traced without being run, at two lengths, and the
+arrays that it hands on are counted. The difference is what a token costs; weights, handed on whole, fall out of it.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.layers.logprobs import CHUNK
+from skyrl_tx.layers.lora import Adapter, AdapterWeights
+
+UNKNOWN_MEMORY_TOKENS = 2048  # of a micro-batch where the device does not tell its memory, as no CPU does
+SHARE = 0.5  # of what is free beside weights and cache; the rest is for adapters, moments, prompts and fragmentation
+FEWEST, MOST = 256, 16384  # tokens of each device in a micro-batch
+ENOUGH = 4096  # with that many and no second computation of layers, a device has enough to do
+RANK = 32  # tinker/lib/public_interfaces/service_client.py, create_lora_training_client
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What bounds the memory of a micro-batch."""
+
+    micro_batch_tokens: int  # on all devices together, padding included
+    remat: bool
+
+    def smaller(self) -> Iterator["MemoryPlan"]:
+        """Yield what to try, in turn, when this was too much."""
+        tokens = self.micro_batch_tokens // 2
+        while tokens > 0:
+            yield replace(self, micro_batch_tokens=tokens)
+            tokens //= 2
+        if not self.remat:
+            yield replace(self, remat=True)
+
+
+class Memory:
+    """The plan in force. It only ever shrinks: what did not fit once is not tried again in this process."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self.plan = plan
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes of one device, by trace."""
+
+    fixed: int
+    token: int  # with all activations kept
+    token_with_remat: int
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Return whether a device, or the host for it, had no memory left."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def choose(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> MemoryPlan:
+    """Return the plan for this device, and say why; the flags, where given, have the last word.
+
+    To be asked once weights and cache are on the device.
+    """
+    tokens, remat = config.micro_batch_tokens, config.remat
+    free = free_bytes(params)
+    if free is None:
+        reason = "the device does not tell its memory"
+        plan = MemoryPlan(tokens or UNKNOWN_MEMORY_TOKENS, bool(remat))
+    else:
+        costs = costs_of(params, model)
+        plan = plan_for(free, costs, config, num_shards=params.layout.num_shards("batch"))
+        cost = costs.token_with_remat if plan.remat else costs.token
+        reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
+    told = [name for name, value in (("micro_batch_tokens", tokens), ("remat", remat)) if value is not None]
+    log.info(
+        "micro-batches of %d tokens, %s: %s%s",
+        plan.micro_batch_tokens,
+        "layers computed twice" if plan.remat else "all activations kept",
+        reason,
+        f" ({' and '.join(told)} as told)" if told else "",
+    )
+    return plan
+
+
+def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
+    """Return the plan for so many free bytes of each device, of which there are `num_shards` with rows of their own."""
+
+    def tokens_of(cost: int) -> int:
+        fitting = (SHARE * free - costs.fixed) / cost
+        return min(max(1 << int(math.log2(max(fitting, 1))), FEWEST), MOST)
+
+    remat = tokens_of(costs.token) < ENOUGH if config.remat is None else config.remat
+    fitting = tokens_of(costs.token_with_remat) if remat else tokens_of(costs.token)
+    return MemoryPlan(config.micro_batch_tokens or fitting * num_shards, remat)
+
+
+def free_bytes(params: models.DecoderParams) -> int | None:
+    """Return what the fullest of the devices has left; None when they do not tell."""
+    found: list[int] = []
+    for device in params.embed.devices():
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        found.append(stats["bytes_limit"] - stats["bytes_in_use"])
+    return min(found)
+
+
+def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
+    """Return what training takes beside what lies on the device already. Heads that `tp` cuts are counted whole."""
+
+    def kept(length: int, *, remat: bool) -> int:
+        def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
+            def hidden_of(weights: AdapterWeights) -> jax.Array:
+                start_BT = jnp.zeros_like(tokens_BT)
+                own = Adapter(weights, scale)
+                return models.forward(params, config, tokens_BT, own, start_BT=start_BT, remat=remat)
+
+            return jax.vjp(hidden_of, weights)
+
+        adapter = models.adapter_shapes(config, RANK)
+        tokens = jax.ShapeDtypeStruct((params.layout.num_shards("batch"), length), jnp.int32)
+        outputs = jax.eval_shape(run, adapter.weights, adapter.scale, params, tokens)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
+
+    def of_token(*, remat: bool) -> int:
+        short, long = 512, 1024
+        rows = params.layout.num_shards("batch")
+        return (kept(long, remat=remat) - kept(short, remat=remat)) // ((long - short) * rows)
+
+    all_kept = of_token(remat=False)
+    one_layer = all_kept // config.num_layers  # what a layer's own backward pass holds besides
+    logits = CHUNK * config.vocab_size * 4
+    merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
+    return Costs(
+        fixed=3 * logits + merged,
+        token=all_kept + one_layer,
+        token_with_remat=of_token(remat=True) + 2 * one_layer,
+    )

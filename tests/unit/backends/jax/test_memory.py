@@ -1,0 +1,182 @@
+"""Memory: what is chosen for it, what it really takes, and that running out of it is nobody's business."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import packing, passes, training
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import RANK, UNKNOWN_MEMORY_TOKENS, Costs, MemoryPlan, choose, costs_of, plan_for
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights import hf
+
+MIB = 2**20
+COSTS = Costs(fixed=100 * MIB, token=MIB, token_with_remat=MIB // 8)
+MODEL = ModelId("m")
+EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "settings", "expected"),
+    [
+        (20_000, {}, MemoryPlan(8192, remat=False)),
+        (80_000, {}, MemoryPlan(16384, remat=False)),  # more gains nothing
+        (4_000, {}, MemoryPlan(8192, remat=True)),  # without remat 1,024 would fit
+        (10, {}, MemoryPlan(256, remat=True)),
+        (4_000, {"remat": False}, MemoryPlan(1024, remat=False)),
+        (20_000, {"micro_batch_tokens": 100}, MemoryPlan(100, remat=False)),
+    ],
+)
+def test_the_plan_follows_the_memory_and_flags_have_the_last_word(free_mib, settings, expected):
+    assert plan_for(free_mib * MIB, COSTS, JaxConfig(**settings), num_shards=1) == expected
+
+
+def test_each_device_with_rows_of_its_own_takes_as_many_tokens():
+    assert plan_for(20_000 * MIB, COSTS, JaxConfig(), num_shards=4) == MemoryPlan(4 * 8192, remat=False)
+
+
+def test_a_device_that_tells_nothing_gets_the_stated_default(tiny, caplog):
+    with caplog.at_level("INFO"):
+        assert choose(JaxConfig(), tiny.params, tiny.config) == MemoryPlan(UNKNOWN_MEMORY_TOKENS, remat=False)
+    assert "2048 tokens, all activations kept: the device does not tell its memory" in caplog.text
+
+
+def test_layers_computed_twice_keep_less(tiny):
+    costs = costs_of(tiny.params, tiny.config)
+    hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
+    assert hidden < costs.token_with_remat < costs.token
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_is_told_is_what_the_compiled_program_takes(tmp_path, remat):
+    directory = write_model(tmp_path, vocab_size=1024, hidden_size=256, num_layers=4, head_dim=64, mlp_size=768)
+    content = hf.read_json(directory, "config.json")
+    family = models.find_family(content)
+    config = family.config_from_hf(content)
+    params = hf.load(directory, models.describe_params(config), family.weights)
+    adapter: Adapter = models.adapter_shapes(config, RANK)
+    [example] = request("r", 1024)
+    batch = packing.fill(packing.plan([example], 1024)[0], [example])
+    lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
+    taken = lowered.compile().memory_analysis().temp_size_in_bytes
+    costs = costs_of(params, config)
+    told = costs.fixed + 1024 * (costs.token_with_remat if remat else costs.token)
+    assert taken <= 1.1 * told <= 2.5 * taken
+
+
+def request(name: str, *lengths: int) -> tuple[PassExample, ...]:
+    draw = np.random.default_rng(len(name))
+    return tuple(
+        PassExample(
+            request_id=RequestId(name),
+            model_id=MODEL,
+            tokens=draw.integers(0, 256, length, dtype=np.int32),
+            loss="cross_entropy",
+            loss_inputs={
+                "target_tokens": draw.integers(0, 256, length, dtype=np.int32),
+                "weights": draw.random(length, np.float32),
+            },
+            loss_config={},
+        )
+        for length in lengths
+    )
+
+
+BATCH = PreparedModelPassBatch(examples=request("a", 30, 30, 20) + request("bb", 31, 9, 12))
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Callable[..., JaxBackend]:
+    directory = write_model(tmp_path_factory.mktemp("model"), num_layers=1, max_context_length=128)
+
+    def start(micro_batch_tokens: int, **settings: bool) -> JaxBackend:
+        config = JaxConfig(compile_cache_dir=None, sample_slots=1, micro_batch_tokens=micro_batch_tokens, **settings)
+        backend = JaxBackend(str(directory), config)
+        backend.start()
+        backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+        backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # what must stay unharmed
+        return backend
+
+    return start
+
+
+def numbers(backend: JaxBackend) -> list[np.ndarray]:
+    """Return what a pass gives, and the gradient that it leaves."""
+    results = backend.forward_backward(BATCH)
+    gradient = backend.capture(MODEL, {StatePart.GRADIENT}).gradient
+    return [result.logprobs for result in results] + [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
+
+
+def assert_bit_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_pass_that_exhausts_the_device_is_done_again_in_smaller_pieces(start, monkeypatch, caplog):
+    """Bit for bit as if the smaller budget had been there from the beginning; earlier sums are counted once."""
+    wanted = numbers(start(64))
+    backend = start(128)
+    accumulate, sizes = training.accumulate, []
+
+    def exhausted(*given, **settings):
+        sizes.append(given[3].tokens_BT.size)
+        if sizes[-1] > 64:
+            accumulate(*given, **settings)  # the donated total is gone, as on a device
+            raise EXHAUSTED
+        return accumulate(*given, **settings)
+
+    monkeypatch.setattr(training, "accumulate", exhausted)
+    assert_bit_equal(numbers(backend), wanted)
+    assert sizes[0] > 64 and max(sizes[1:]) <= 64
+    assert "micro_batch_tokens=64" in caplog.text
+
+
+def test_memory_that_ends_where_results_are_read(start, monkeypatch):
+    wanted = numbers(start(64))
+    backend, errors = start(128), [EXHAUSTED]
+    monkeypatch.setattr(passes.jax, "block_until_ready", lambda tree: raise_next(errors) or tree)
+    assert_bit_equal(numbers(backend), wanted)
+    assert not errors
+
+
+def raise_next(errors: list[Exception]) -> None:
+    if errors:
+        raise errors.pop()
+
+
+def test_remat_is_the_last_resort_and_then_the_pass_fails_alone(start, monkeypatch):
+    backend, remats = start(32), []
+
+    def exhausted(*given, remat: bool, **settings):
+        remats.append(remat)
+        raise EXHAUSTED
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "accumulate", exhausted)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            backend.forward_backward(BATCH)
+    assert remats == [False, True]
+    assert_bit_equal(numbers(backend), numbers(start(32, remat=True)))
+
+
+def test_other_failures_are_not_tried_again(start, monkeypatch):
+    backend, calls = start(128), []
+
+    def broken(*given, **settings):
+        calls.append(given)
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(training, "accumulate", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        backend.forward_backward(BATCH)
+    assert len(calls) == 1
