@@ -1,7 +1,8 @@
 """Run every common shape once, so that no request waits for a compiler.
 
-Common is: one target per position, the SDK's default rank, every length of a micro-batch; and in
-sampling every prompt and cache length, from the base model and from an adapter.
+Common is: one target per position, the SDK's default rank, every length of a micro-batch; and in sampling every prompt
+length, number of samples, shape of the cache and stretch of it, from the base model, from an adapter, and from both
+at once, with the prompt's log-probabilities. What else may be asked of prompts is compiled when it is.
 """
 
 import logging
@@ -13,6 +14,8 @@ import numpy as np
 from skyrl_tx.backends.jax.buckets import bucket
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.packing import SHORTEST, micro_batch_length
+from skyrl_tx.backends.jax.sampler import FIRST_ROWS
+from skyrl_tx.backends.jax.slots import CacheShape, cache_shape
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
@@ -39,17 +42,56 @@ def warm_up(
         backend.forward_backward(batch)
         num_shapes += 1
     backend.optim_step(model, OptimizerParams())
-    for length in _prompt_lengths(max_length):
-        for each in (None, sampler):
-            backend.sample(PreparedSampleBatch(requests=(_sample_request(each, length, config.sample_slots),)))
+    for batch in _first_draws(sampler, max_length):
+        backend.sample(batch)
+    for batch in _decodings(sampler, config, max_length):
+        _decode(backend, batch)
     backend.drop_sampler(sampler)
     backend.delete_model(model)
-    log.info("warm-up: %d training shapes in %.1f s", num_shapes, time.monotonic() - began)
+    log.info("warm-up: %d training shapes, and sampling, in %.1f s", num_shapes, time.monotonic() - began)
 
 
 def training_lengths(budget: int, max_length: int) -> Iterator[int]:
     """Yield the most tokens that a row of each length holds."""
     return _ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
+
+
+def _first_draws(sampler: SamplerId, max_length: int) -> Iterator[PreparedSampleBatch]:
+    """Yield requests for one new token each, which need no slot: of every prompt length and number of first rows."""
+    for length in _prompt_lengths(max_length):
+        for each in (None, sampler):
+            for num_samples in FIRST_ROWS:
+                yield PreparedSampleBatch(
+                    requests=(_sample_request(each, length - 1, 1, num_samples, PromptOptions(logprobs=True)),)
+                )
+
+
+def _decodings(sampler: SamplerId, config: JaxConfig, max_length: int) -> Iterator[PreparedSampleBatch]:
+    """Yield requests of every prompt length in every shape of the cache, by which every stretch of it is read."""
+
+    def shape(needed: int) -> CacheShape:
+        return cache_shape(
+            needed, num_slots=config.sample_slots, max_tokens=config.max_sample_tokens, max_length=max_length
+        )
+
+    for cache_length in _ascending(lambda size: shape(size).length, max_length):
+        for length in _prompt_lengths(cache_length):
+            prompt = max(1, length - 2)
+            new = cache_length - prompt
+            alone = [(_sample_request(each, prompt, new, 1),) for each in (None, sampler)]
+            # More than there are slots for: so some tile has samples of both, and each slot looks up its own.
+            num_slots = shape(cache_length).num_slots
+            together = [_sample_request(None, prompt, new, 1), _sample_request(sampler, prompt, new, num_slots)]
+            for requests in (*alone, tuple(together)):
+                yield PreparedSampleBatch(requests=requests)
+
+
+def _decode(backend: AbstractBackend, batch: PreparedSampleBatch) -> None:
+    """Sample until all of a batch have been decoded side by side, and give them up then."""
+    backend.begin_sample(batch)
+    for _ in range(len(batch.requests) + 1):  # one prompt is prefilled in a step, at least
+        backend.step_sample()
+    backend.cancel_sample([request.request_id for request in batch.requests])
 
 
 def _prompt_lengths(max_length: int) -> Iterator[int]:
@@ -82,13 +124,18 @@ def _training_example(model: ModelId, length: int) -> PassExample:
     )
 
 
-def _sample_request(sampler: SamplerId | None, length: int, num_samples: int) -> SampleRequest:
-    """Ask for two tokens, one by prefill and one by decoding, after a prompt that leaves room for them."""
+def _sample_request(
+    sampler: SamplerId | None,
+    prompt_length: int,
+    max_tokens: int,
+    num_samples: int,
+    options: PromptOptions | None = None,
+) -> SampleRequest:
     return SampleRequest(
-        request_id=RequestId(NAME),
+        request_id=RequestId(f"{NAME} of {sampler}"),
         sampler=sampler,
-        prompt=np.zeros(max(1, length - 2), np.int32),
+        prompt=np.zeros(prompt_length, np.int32),
         num_samples=num_samples,
-        params=SamplingParams(seed=0, max_tokens=min(2, length - 1), eos_stops=False),
-        options=PromptOptions(),
+        params=SamplingParams(seed=0, max_tokens=max_tokens, eos_stops=False),
+        options=options or PromptOptions(),
     )

@@ -2,12 +2,15 @@
 
 import jax
 import numpy as np
+import pytest
 
 from skyrl_tx.backends.jax import warmup
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PreparedSampleBatch
+from skyrl_tx.contract.ids import ModelId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions
 from skyrl_tx.testing.tiny_models import write_model
 
 CONFIG = JaxConfig(
@@ -15,6 +18,7 @@ CONFIG = JaxConfig(
     max_context_length=32,
     micro_batch_tokens=64,
     max_sample_tokens=64,
+    sample_slots=4,
     max_lora_rank=8,
     max_lora_adapters=1,
     warmup=True,
@@ -26,6 +30,7 @@ def test_lengths_are_those_of_the_plan():
     assert list(warmup.training_lengths(CONFIG.micro_batch_tokens, 128)) == [32, 48, 64, 96, 128]
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
     backend = JaxBackend(str(write_model(tmp_path, num_layers=1)), CONFIG)
     capabilities = backend.start()
@@ -45,6 +50,13 @@ def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
             assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
             backend.forward(batch)
             backend.optim_step(model, OptimizerParams())
+        sampler = SamplerId("s")
+        backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+        for prompt, new, num_samples in ((3, 1, 1), (3, 4, 2), (20, 12, 1), (9, 20, 70), (14, 2, 9)):
+            for options in (PromptOptions(), PromptOptions(logprobs=True)):
+                for each in ((None,), (sampler,), (None, sampler)):
+                    requests = tuple(warmup._sample_request(one, prompt, new, num_samples, options) for one in each)
+                    assert backend.sample(PreparedSampleBatch(requests=requests))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert compiled == []
