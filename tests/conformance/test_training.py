@@ -16,6 +16,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.testing.client_environments import TORCH
+from skyrl_tx.weights.adapter_files import read_adapter
 
 PARAMS = OptimizerParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.1)
 MODEL = ModelId("m")
@@ -73,6 +74,7 @@ def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    read_adapter(tmp_path).in_layout("cookbook").write(tmp_path)  # as a checkpoint holds it: experts stacked
 
     backend = start(directory)
     lora = LoraSpec(rank=RANK, seed=0)

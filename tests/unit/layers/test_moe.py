@@ -106,7 +106,7 @@ def test_one_expert_for_all_leaves_nothing_out_and_the_others_without_a_gradient
 
 
 def test_a_token_without_a_slope_adds_nothing_to_a_gradient(weights, router):
-    """Padding and tokens of weight zero go through experts too: bit by bit, they might be any token."""
+    """Padding and tokens of weight zero go through experts too: they might be any token."""
     adapters, x, other = one_adapter(20), normal(5, 40, D), normal(7, 40, D)
     counts = np.arange(40)[:, None] % 3 != 0
 
