@@ -18,6 +18,7 @@ from skyrl_tx.api.waiters import Waiters
 from skyrl_tx.api.wire import Body, read_body
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import Store
 
 
@@ -59,6 +60,16 @@ class Call:
     def store(self) -> Store:
         """Where all truth is."""
         return self.parts.store
+
+    def session_id(self, purpose: str) -> SessionId | None:
+        """Name a session after this call, by a name that repetitions of it have in common and nobody else can find.
+
+        None where nothing tells a repetition.
+        """
+        if self.idempotency_key is None:
+            return None
+        named = self.parts.signing_key.sign(purpose, self.caller.owner, self.idempotency_key)
+        return SessionId(f"session-{named[:32]}")
 
     def lender(self, token: str | None) -> Principal | None:
         """Whoever gave the caller this `weights_access_token`: a key of theirs, or a token that was made for one.

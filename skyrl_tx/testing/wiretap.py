@@ -1,7 +1,7 @@
 """What a client really sent, and answers that get lost on their way back to it."""
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -30,17 +30,19 @@ class Call:
 
 @dataclass(slots=True)
 class Wiretap:
-    """Watches the calls to an application, except for those that clients make on a clock of their own."""
+    """Watches the calls to an application; of those that clients make on a clock of their own only when asked to."""
 
     _heard: list[Call] | None = None
+    _hears_clocks: bool = False
     _losses: dict[tuple[str, str | None], list[HTTPStatus]] = field(default_factory=dict)
+    _losses_say: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     _canned: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return an application that is watched."""
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and not scope["path"].endswith(_UNASKED):
+            if scope["type"] == "http" and (self._hears_clocks or not scope["path"].endswith(_UNASKED)):
                 await self._watch(app, scope, receive, send)
             else:
                 await app(scope, receive, send)
@@ -48,18 +50,25 @@ class Wiretap:
         return watched
 
     @contextmanager
-    def listening(self) -> Generator[list[Call]]:
-        """Give the calls that are answered within the context."""
-        self._heard = calls = []
-        yield calls
-        self._heard = None
+    def listening(self, *, to_clocks: bool = False) -> Generator[list[Call]]:
+        """Give the calls that are answered within the context; `to_clocks`: heartbeats and telemetry too."""
+        self._heard, self._hears_clocks = [], to_clocks
+        yield self._heard
+        self._heard, self._hears_clocks = None, False
 
-    def lose_answers(self, path: str, statuses: list[HTTPStatus], kind: str | None = None) -> None:
+    def lose_answers(
+        self,
+        path: str,
+        statuses: list[HTTPStatus],
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Let the next calls of a path take effect, and answer each with a failure in place of what it gave.
 
         `kind` picks the polls for results of one kind, as clients name it in `x-tinker-request-type`.
         """
         self._losses[path, kind] = list(statuses)
+        self._losses_say[path] = headers or {}
 
     def answer(self, path: str, body: object) -> None:
         """Answer the calls of a path with this JSON from now on, in place of the application."""
@@ -90,7 +99,8 @@ class Wiretap:
             return
         await app(scope, hear, say)
         if lost_as is not None:
-            await send({"type": "http.response.start", "status": int(lost_as), "headers": []})
+            said = [(name.encode(), value.encode()) for name, value in self._losses_say[path].items()]
+            await send({"type": "http.response.start", "status": int(lost_as), "headers": said})
             await send({"type": "http.response.body", "body": b""})
 
 

@@ -47,16 +47,16 @@ def copy_weights(call: Incoming) -> CopyWeightsAnswer:
 
 
 def _destination(call: Call, asked: CopyWeightsRequest) -> tuple[SessionId, int]:
-    """Which run the copy makes; a session for a project is named after the call, by a name that only we can find."""
+    """Which run the copy makes; a project gets a session for it."""
     has_session = asked.session_id is not None and asked.model_seq_id is not None
     if has_session == (asked.destination_project_id is not None):
         raise bad_request("a copy goes to a destination_project_id, or to a session_id and its model_seq_id")
     if asked.session_id is not None and asked.model_seq_id is not None:
         return SessionId(asked.session_id), asked.model_seq_id
-    if call.idempotency_key is None:
+    made = call.session_id("copy")
+    if made is None:
         raise bad_request("X-Idempotency-Key: missing; without it a copy that is asked for again would be a second one")
-    named = call.parts.signing_key.sign("copy", call.caller.owner, call.idempotency_key)
-    return SessionId(f"session-{named[:32]}"), 0
+    return made, 0
 
 
 def _begin(tx: Session, call: Call, session_id: SessionId, project_id: str) -> None:

@@ -27,12 +27,16 @@ router = APIRouter()
 
 @router.post("/create_session", response_model_exclude_none=True)
 def create_session(call: Incoming) -> CreateSessionAnswer:
-    """Begin a session."""
+    """Begin a session, once: a repetition, told by its idempotency key, gives the same."""
     request = call.body.model(CreateSessionRequest)
+    session_id = call.session_id("session")
 
     def work(tx: Session) -> SessionId:
+        if session_id is not None and sessions.get(tx, session_id) is not None:
+            return session_id
         return sessions.create(
             tx,
+            session_id=session_id,
             owner=call.caller.owner,
             tags=request.tags,
             user_metadata=request.user_metadata,
