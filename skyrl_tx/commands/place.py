@@ -68,7 +68,10 @@ def free_files(store: Store, data_dir: Path) -> str:
     data_dir = data_dir.expanduser().absolute()
     try:
         with role_lock(data_dir, "engine"):
-            removed = artifacts_of(data_dir).collect(store.read(checkpoints.referenced_artifacts))
+            keep = store.read(checkpoints.referenced_artifacts)
+            if keep is None:
+                return "no files were removed: a load that waits is damaged; the next start will answer it"
+            removed = artifacts_of(data_dir).collect(keep)
     except StoreInUse:
         return "the running server removes the files that nothing else uses"
     return f"removed {len(removed)} sets of files that nothing else uses; the newest go with the next start"

@@ -58,7 +58,11 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
     for model_id in room.store.write(drop):
         room.models.forget(model_id)
         _log.info("model %s is gone: its session has been silent too long", model_id)
-    keep = room.store.read(checkpoints.referenced_artifacts) | {ArtifactId(sampler) for sampler in in_use}
+    referenced = room.store.read(checkpoints.referenced_artifacts)
+    if referenced is None:
+        _log.warning("no files are removed for now: a load that waits is damaged, and what it points at is not known")
+        return
+    keep = referenced | {ArtifactId(sampler) for sampler in in_use}
 
     def collected(removed: Future[list[ArtifactId]]) -> None:
         for artifact_id in removed.result():

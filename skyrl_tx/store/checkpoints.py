@@ -1,5 +1,7 @@
 """Names for saved weights, and what keeps an artifact alive."""
 
+from zlib import crc32
+
 from sqlalchemy import BigInteger, cast, func, literal_column, or_
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
@@ -120,27 +122,37 @@ def expire(tx: Session, now: float) -> list[CheckpointPath]:
     return [row.path for row in over]
 
 
-def referenced_artifacts(tx: Session) -> set[ArtifactId]:
-    """Every artifact that something points at: a checkpoint, a snapshot, a sampler, a load that may run (again)."""
+def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
+    """Every artifact that something points at: a checkpoint, a snapshot, a sampler, a load that may run (again).
+
+    None while that is not known: an open load is damaged. It will fail soon, but an engine may hold it as it was.
+    """
     samplers = tx.exec(select(SamplingSessionRow.sampler_id).where(col(SamplingSessionRow.sampler_id).is_not(None)))
     referenced = {ArtifactId(sampler_id) for sampler_id in samplers if sampler_id is not None}
     referenced.update(map(ArtifactId, tx.exec(select(CheckpointRow.artifact_id))))
     referenced.update(map(ArtifactId, tx.exec(select(SnapshotRow.artifact_id))))
-    for body in tx.exec(_loads_that_may_run()):
-        request = codec.decode(body)
+    for body, body_crc, status in tx.exec(_loads_that_may_run()):
+        try:
+            if body_crc not in (None, crc32(body)):
+                raise codec.CodecError("its checksum is not that of what was written")
+            request = codec.decode(body)
+        except codec.CodecError:
+            if status == "open":
+                return None
+            continue  # what is answered and damaged no recovery can repeat
         if isinstance(request, LoadWeights):  # and none that was refused
             referenced.add(request.artifact_id)
     return referenced
 
 
 def _loads_that_may_run():
-    """Bodies of loads that are open, or whose effect a recovery would repeat."""
+    """Bodies, checksums and statuses of loads that are open, or whose effect a recovery would repeat."""
     covered = (
         select(SnapshotRow.effect_order).where(SnapshotRow.model_id == RequestRow.model_id).correlate(RequestRow)
     ).scalar_subquery()
     live = select(ModelRow.model_id).where(col(ModelRow.status).in_(("creating", "ready")))
     is_replayed = (col(RequestRow.effect_order) > func.coalesce(covered, 0)) & col(RequestRow.model_id).in_(live)
-    return select(RequestRow.body).where(
+    return select(RequestRow.body, RequestRow.body_crc, RequestRow.status).where(
         col(RequestRow.kind) == literal_column("'load_weights'"),  # spelt out, as the partial index on it must see it
         or_(col(RequestRow.status) == "open", is_replayed),
     )

@@ -1,15 +1,19 @@
 """A bit that the disk changed inside a stored value: its future fails by name, and nothing wrong is served."""
 
+import os
+import time
 from typing import Any
 
 import pytest
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.errors import ErrorCategory
-from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.store import futures
-from skyrl_tx.store.tables import RequestRow
-from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
+from skyrl_tx.contract.ids import CheckpointPath, RequestId
+from skyrl_tx.contract.requests import LoadWeights, SaveWeights
+from skyrl_tx.store import checkpoints, futures
+from skyrl_tx.store.tables import CheckpointRow, RequestRow
+from skyrl_tx.testing.engine_house import SPEC, House, forward_backward, optim_step, sample
+from skyrl_tx.testing.live_engine import live_engine
 
 
 def flip(house: House, request_id: RequestId, column: str) -> None:
@@ -58,6 +62,33 @@ def test_a_damaged_effect_is_not_repeated(tmp_path) -> None:
     failure = house.answer(optim_step(), model_id=model_id, seq_id=2)
     assert failure.category == ErrorCategory.SERVER
     assert failure.message.startswith(f"cannot repeat request {first}: the stored request is damaged")
+    house.close()
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "answered"])
+def test_a_damaged_load_stops_no_housekeeping(tmp_path, is_open: bool) -> None:
+    house = House(tmp_path, snapshot_effects=10**6, housekeeping_interval_s=0.01)
+    model_id, _ = house.create()
+    saved = house.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=1)
+    (artifact_id,) = house.api.read(lambda tx: tx.exec(select(CheckpointRow.artifact_id)).all())
+    load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=False)
+    loaded = house.submit(load, model_id=model_id, seq_id=2)
+    if not is_open:
+        house.run(loaded)
+        house.api.write(lambda tx: tx.connection().exec_driver_sql("DELETE FROM snapshots"))
+    house.api.write(lambda tx: checkpoints.delete(tx, CheckpointPath.parse(saved.path)))
+    assert house.api.read(checkpoints.referenced_artifacts) == {artifact_id}
+    flip(house, loaded, "body")
+    assert house.api.read(checkpoints.referenced_artifacts) == (None if is_open else set())
+    os.utime(house.artifacts.open(artifact_id), (0, 0))
+    end = time.monotonic() + 20
+    with live_engine(house.settings, house.backend()):
+        while house.artifacts.has(artifact_id):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    if is_open:
+        failure = house.result(loaded)
+        assert failure.category == ErrorCategory.SERVER and "the stored request is damaged" in failure.message
     house.close()
 
 
