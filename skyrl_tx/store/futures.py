@@ -5,6 +5,7 @@ These functions run many times a second; they speak in columns and never load a 
 
 import base64
 import hashlib
+import re
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from skyrl_tx.store import pruning
 from skyrl_tx.store.tables import AnswerCounterRow, RequestRow
 
 _IDS_A_QUERY = 1000
+_FORM = re.compile("req-[a-z2-7]{32}")
 
 
 class ConflictingRequest(Exception):
@@ -143,6 +145,11 @@ def request_id(key: str) -> RequestId:
     """The id of the request with these deduplication ids; a new random one for ""."""
     raw = hashlib.blake2b(key.encode(), digest_size=20).digest() if key else secrets.token_bytes(20)
     return RequestId(f"req-{base64.b32encode(raw).decode().lower()}")
+
+
+def may_have_been(text: str) -> bool:
+    """Whether `request_id` gives such ids: nobody comes upon one by chance, so it was somebody's request once."""
+    return _FORM.fullmatch(text) is not None
 
 
 def submit(tx: Session, new: NewRequest, now: float) -> Submitted:

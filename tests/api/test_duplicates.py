@@ -215,7 +215,7 @@ def test_a_number_whose_request_is_forgotten_is_refused_for_good(tmp_path: Path)
         for refused in (again, other):
             assert refused.status_code == HTTPStatus.GONE and "its number is used up" in refused.text
         gone = server.post("retrieve_future", request_id=first.json()["request_id"])
-        assert gone.status_code == HTTPStatus.NOT_FOUND and "answered and fetched long ago" in gone.text
+        assert gone.status_code == HTTPStatus.GONE and "fetched long ago and is gone" in gone.text
         assert "error" not in server.result(server.post("optim_step", **body, seq_id=2))
         (model,) = server.store.read(models.live)
         assert model.effect_order == 3, "its creation and two steps"

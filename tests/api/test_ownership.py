@@ -56,6 +56,7 @@ class Thing:
     is_silent: bool = False
     """It says nothing of whether there is such a thing."""
     admin_status: int = 200
+    missing_status: int = 404
 
     @property
     def method(self) -> str:
@@ -114,7 +115,7 @@ THINGS = [
     Thing("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
     Thing("GET samplers/{sampler_id}", "samplers/{sampling}"),
     Thing("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
-    Thing("POST retrieve_future", body={"request_id": "{request}"}),
+    Thing("POST retrieve_future", body={"request_id": "{request}"}, missing_status=410),  # as one that is forgotten
     Thing(
         "POST retrieve_futures",
         body={"target": {"type": "sampling_session", "sampling_session_id": "{sampling}"}, "timeout": 0},
@@ -229,7 +230,7 @@ def test_what_is_anothers_does_not_exist(world: World, thing: Thing) -> None:
     bob = world.key("bob")
     refused = world.call(bob, thing.method, world.about(path, ann), **body)
     unknown = world.call(bob, thing.method, world.about(path, nobody), **world.about(thing.body, nobody))
-    assert refused.status_code == unknown.status_code == (200 if thing.is_silent else 404)
+    assert refused.status_code == unknown.status_code == (200 if thing.is_silent else thing.missing_status)
     assert refused.text.replace(ann, nobody) == unknown.text or "{request}" in str(thing.body)
     admitted = world.call(world.key("root", "admin"), thing.method, world.about(path, ann), **body)
     assert admitted.status_code == thing.admin_status, admitted.text

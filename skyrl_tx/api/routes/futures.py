@@ -125,10 +125,14 @@ def _finished(call: Call, request_id: RequestId, accept: str, limit: int | None)
     a limit (SDK 0.16 … 0.38, lib/api_future_impl.py).
     """
     state = call.store.read(lambda tx: futures.result(tx, request_id, call.caller.reach))
-    if state.status == "unknown":
-        raise not_found(f"request_id {shown(request_id)} does not exist, or was answered and fetched long ago")
-    if state.status == "pruned":
-        raise ApiError(HTTPStatus.GONE, f"request_id {shown(request_id)}: its result was fetched long ago and is gone")
+    if state.status == "unknown" and not futures.may_have_been(request_id):
+        raise not_found(f"request_id {shown(request_id)} does not exist: this server gives none of that form")
+    if state.status in ("unknown", "pruned"):
+        # A client samples anew after 410; any other refusal would end it (SDK 0.38, lib/api_future_impl.py).
+        raise ApiError(
+            HTTPStatus.GONE,
+            f"request_id {shown(request_id)}: its result was fetched long ago and is gone, or never was",
+        )
     if state.status == "damaged":
         return answer(_damaged(request_id), accept)
     if state.result is None:
