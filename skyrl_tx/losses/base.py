@@ -66,9 +66,25 @@ class LossInputs:
         """Return, at each position, the sum of `x_BT` over the sequence there: [B, T], or [B, 1] of whole rows."""
         if self.start_BT is None:
             return x_BT.sum(axis=1, keepdims=True)
-        # Compared and added up in one loop, which holds no [T, T]; a scatter would add in any order on a GPU.
-        is_same_BTT = self.start_BT[:, :, None] == self.start_BT[:, None, :]
-        return jnp.where(is_same_BTT, x_BT[:, None, :], 0.0).sum(axis=2)
+        # By a scan, which holds no [T, T], in an order of its own; a scatter would add in any order on a GPU. Nothing
+        # crosses from one sequence to the next, so that a NaN stays where it is.
+        first_BT = self.start_BT == jnp.arange(x_BT.shape[1])
+        _, sum_until_BT = jax.lax.associative_scan(_join, (first_BT, x_BT), axis=1)
+        return jnp.take_along_axis(sum_until_BT, _last_of_sequence(first_BT), axis=1)
+
+
+def _join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Join two stretches of a row, each told by whether a sequence begins in it, and the sum of its last sequence."""
+    (begins_left, sum_left), (begins_right, sum_right) = left, right
+    return begins_left | begins_right, jnp.where(begins_right, sum_right, sum_left + sum_right)
+
+
+def _last_of_sequence(first_BT: jax.Array) -> jax.Array:
+    """Return where the sequence of each position ends, from where sequences begin; int32 [B, T]."""
+    T = first_BT.shape[1]
+    begins_BT = jnp.where(first_BT, jnp.arange(T, dtype=jnp.int32), T)
+    later_BT = jnp.pad(begins_BT[:, 1:], ((0, 0), (0, 1)), constant_values=T)
+    return jax.lax.cummin(later_BT, axis=1, reverse=True) - 1
 
 
 @struct.dataclass

@@ -98,6 +98,32 @@ def test_sequences_in_a_row_equal_rows_of_their_own(name):
     np.testing.assert_allclose(together.loss_BT.reshape(B, T), alone.loss_BT, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_spoiled_sequence_leaves_its_neighbours_their_bits(name):
+    logp, inputs = batch()
+    B, T = logp.shape
+    flat = {key: value.reshape(1, B * T) for key, value in inputs.items()}
+    start_BT = jnp.repeat(jnp.arange(B) * T, T)[None]
+    clean = evaluate(name, jnp.asarray(logp.reshape(1, B * T), jnp.float32), flat, CONFIGS[name], start_BT)
+    for value in inputs.values():
+        value[1] = 1.0
+    for spoil in (np.nan, np.inf, -np.inf):
+        logp[1] = spoil
+        spoiled = evaluate(name, jnp.asarray(logp.reshape(1, B * T), jnp.float32), flat, CONFIGS[name], start_BT)
+        for row in (0, 2):
+            here = slice(row * T, (row + 1) * T)
+            np.testing.assert_array_equal(spoiled.loss_BT[:, here], clean.loss_BT[:, here])
+
+
+def test_sums_over_sequences_hold_no_square_of_the_length():
+    loss, T = LOSSES["gspo"], 8192
+    numbers = jax.ShapeDtypeStruct((1, T), jnp.float32)
+    inputs = {name: numbers for name in loss.spec.inputs if name != "target_tokens"}
+    config_BC = jax.ShapeDtypeStruct((1, len(loss.columns)), jnp.float32)
+    lowered = jax.jit(loss.evaluate).lower(numbers, inputs, config_BC, jax.ShapeDtypeStruct((1, T), jnp.int32))
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 64 * 4 * T
+
+
 def test_cross_entropy_takes_several_targets_per_position():
     g = np.random.default_rng(1)
     logp, weights = -g.uniform(0.1, 3.0, (2, 4, 3)), g.standard_normal((2, 4, 3))
