@@ -64,27 +64,19 @@ class LossInputs:
 
     def sum_sequences(self, x_BT: jax.Array) -> jax.Array:
         """Return, at each position, the sum of `x_BT` over the sequence there: [B, T], or [B, 1] of whole rows."""
-        if self.start_BT is None:
+        if (start_BT := self.start_BT) is None:
             return x_BT.sum(axis=1, keepdims=True)
-        # By a scan, which holds no [T, T], in an order of its own; a scatter would add in any order on a GPU. Nothing
-        # crosses from one sequence to the next, so that a NaN stays where it is.
-        first_BT = self.start_BT == jnp.arange(x_BT.shape[1])
-        _, sum_until_BT = jax.lax.associative_scan(_join, (first_BT, x_BT), axis=1)
-        return jnp.take_along_axis(sum_until_BT, _last_of_sequence(first_BT), axis=1)
+        # Each position adds what the one before it has, then the one two before, four before: [T, T] is never held. A
+        # scatter would add in any order on a GPU. Nothing crosses into another sequence: a NaN stays in its own.
+        position_T = jnp.arange(x_BT.shape[1])
 
+        def reach_twice_as_far(distance: jax.Array, sum_BT: jax.Array) -> jax.Array:
+            earlier_T = position_T - (1 << distance)
+            return sum_BT + jnp.where(earlier_T >= start_BT, sum_BT[:, jnp.maximum(earlier_T, 0)], 0.0)
 
-def _join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Join two stretches of a row, each told by whether a sequence begins in it, and the sum of its last sequence."""
-    (begins_left, sum_left), (begins_right, sum_right) = left, right
-    return begins_left | begins_right, jnp.where(begins_right, sum_right, sum_left + sum_right)
-
-
-def _last_of_sequence(first_BT: jax.Array) -> jax.Array:
-    """Return where the sequence of each position ends, from where sequences begin; int32 [B, T]."""
-    T = first_BT.shape[1]
-    begins_BT = jnp.where(first_BT, jnp.arange(T, dtype=jnp.int32), T)
-    later_BT = jnp.pad(begins_BT[:, 1:], ((0, 0), (0, 1)), constant_values=T)
-    return jax.lax.cummin(later_BT, axis=1, reverse=True) - 1
+        until_BT = jax.lax.fori_loop(0, (x_BT.shape[1] - 1).bit_length(), reach_twice_as_far, x_BT)
+        last_BT = jax.vmap(lambda start_T: jnp.searchsorted(start_T, start_T, side="right") - 1)(start_BT)
+        return jnp.take_along_axis(until_BT, last_BT, axis=1)
 
 
 @struct.dataclass
