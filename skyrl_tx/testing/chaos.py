@@ -8,7 +8,6 @@ import argparse
 import hashlib
 import logging
 import os
-import sqlite3
 import tempfile
 import time
 from collections import Counter
@@ -16,9 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from skyrl_tx.testing.chaos_client import Transcript, run_tenants
 from skyrl_tx.testing.chaos_halves import Halves, Kill, Victim, random_kills
+from skyrl_tx.testing.database_look import rows
 from skyrl_tx.testing.tiny_models import write_model
 
 KILLS_A_RUN = 12
@@ -33,6 +34,8 @@ class Server:
     base_model: str
     api_flags: Sequence[str] = ()
     engine_flags: Sequence[str] = ()
+    database_url: str | None = None
+    """A database of PostgreSQL, with empty tables; None: a file in the data directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class Outcome:
     done: Counter[tuple[Victim, str]] = field(default_factory=Counter[tuple[Victim, str]])
 
 
-def fake_server() -> Server:
+def fake_server(database_url: str | None = None) -> Server:
     """The fake backend, a little slowed, so that instants fall into its work."""
     common = ("--base-model", "fake", "--backend", "fake")
     slowed = ("--backend-config.step-delay-s", "0.01", "--backend-config.slice-tokens", "4")
@@ -66,7 +69,8 @@ def fake_server() -> Server:
         _TRIES,
     )
     flags = (*common, *slowed, *often)
-    return Server(name="fake", base_model="fake", api_flags=common, engine_flags=flags)
+    name = "fake" if database_url is None else "fake, PostgreSQL"
+    return Server(name=name, base_model="fake", api_flags=common, engine_flags=flags, database_url=database_url)
 
 
 def jax_server(directory: Path, dtype: str = "float32") -> Server:
@@ -105,7 +109,7 @@ def run(server: Server, num_tenants: int, kills: Sequence[Kill], line: Line = nu
     """Let clients train while a server dies as told, and their line to it is as it is."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         directory = Path(name)
-        halves = Halves(directory, kills, server.api_flags, server.engine_flags)
+        halves = Halves(directory, kills, server.api_flags, server.engine_flags, server.database_url)
         try:
             with halves, line(halves.url) as url:
                 transcripts = run_tenants(url, server.base_model, num_tenants)
@@ -116,27 +120,22 @@ def run(server: Server, num_tenants: int, kills: Sequence[Kill], line: Line = nu
 
 
 def _outcome(halves: Halves, transcripts: list[Transcript]) -> Outcome:
-    with sqlite3.connect(halves.data_dir / "skyrl_tx.db") as connection:
+    def found(query: str) -> Sequence[tuple[Any, ...]]:
+        return rows(halves.data_dir, halves.database_url, query)
 
-        def rows(query: str) -> list[tuple[int | str, ...]]:
-            return connection.execute(query).fetchall()
-
-        kinds = Counter({f"{kind} {status}": int(n) for kind, status, n in rows(
-            "SELECT kind, status, count(*) FROM requests GROUP BY kind, status"
-        )})  # fmt: skip
-        (num_open,) = rows("SELECT count(*) FROM requests WHERE status = 'open'")[0]
-        per_model = rows(
-            "SELECT m.effect_order, count(r.effect_order), count(DISTINCT r.effect_order), max(r.effect_order)"
-            " FROM models m JOIN requests r ON r.model_id = m.model_id GROUP BY m.model_id"
-        )
-        saved = rows("SELECT name, artifact_id FROM checkpoints")
-    connection.close()
+    by_kind = found("SELECT kind, status, count(*) FROM requests GROUP BY kind, status")
+    ((num_open,),) = found("SELECT count(*) FROM requests WHERE status = 'open'")
+    per_model = found(
+        "SELECT m.effect_order, count(r.effect_order), count(DISTINCT r.effect_order), max(r.effect_order)"
+        " FROM models m JOIN requests r ON r.model_id = m.model_id GROUP BY m.model_id"
+    )
+    saved = found("SELECT name, artifact_id FROM checkpoints")
     weights = sorted(f"{name} {_hash(halves.data_dir / 'artifacts' / str(artifact))}" for name, artifact in saved)
     return Outcome(
         transcripts=transcripts,
-        kinds=kinds,
+        kinds=Counter({f"{kind} {status}": number for kind, status, number in by_kind}),
         weights=weights,
-        num_open=int(num_open),
+        num_open=num_open,
         num_repeated=sum(len(set(counts)) != 1 for counts in per_model),
         changed_answers=halves.changed_answers,
         done=halves.done,

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import socket
-import sqlite3
 import threading
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Literal, Self, get_args
 
 from skyrl_tx import failpoints
 from skyrl_tx.failpoints import Point
+from skyrl_tx.testing.database_look import rows
 
 Half = Literal["api", "engine"]
 Victim = Literal["api", "engine", "both"]
@@ -58,10 +58,16 @@ class Halves:
     """Both halves, kept alive until the context is left; a kill list each."""
 
     def __init__(
-        self, directory: Path, kills: Sequence[Kill], api_flags: Sequence[str], engine_flags: Sequence[str]
+        self,
+        directory: Path,
+        kills: Sequence[Kill],
+        api_flags: Sequence[str],
+        engine_flags: Sequence[str],
+        database_url: str | None = None,
     ) -> None:
         """Make a data directory in `directory`; both commands get their flags and this directory."""
         self.data_dir = directory / "data"
+        self.database_url = database_url
         self.log_path = directory / "log"
         self.done: Counter[tuple[Victim, str]] = Counter()
         """Kills that happened, by victim and place."""
@@ -73,6 +79,7 @@ class Halves:
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         shared = ["--data-dir", str(self.data_dir), "--log-level", "info"]
+        shared += ["--database-url", database_url] if database_url is not None else []
         self._commands: dict[Half, list[str]] = {
             "api": ["api", *shared, "--port", str(self._port), *api_flags],
             "engine": ["engine", *shared, *engine_flags],
@@ -148,16 +155,8 @@ class Halves:
 
     def _look_at_answers(self) -> None:
         """Compare the answers on disk with those seen before."""
-        path = self.data_dir / "skyrl_tx.db"
-        if not path.exists():
-            return
-        try:
-            with sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10) as connection:
-                wanted = "SELECT request_id, result FROM requests WHERE result IS NOT NULL"
-                found = dict(connection.execute(wanted).fetchall())
-            connection.close()
-        except sqlite3.OperationalError:  # killed before there was a table
-            return
+        wanted = "SELECT request_id, result FROM requests WHERE result IS NOT NULL"
+        found = dict(rows(self.data_dir, self.database_url, wanted))
         with self._lock:
             self.changed_answers += sum(found.get(name) != result for name, result in self._answers.items())
             self._answers = found

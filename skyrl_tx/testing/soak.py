@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import sqlite3
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_tx.listening import raise_file_limit
+from skyrl_tx.testing.database_look import rows, size_bytes
 from skyrl_tx.testing.live_server import LiveServer
 from skyrl_tx.testing.soak_clients import TOKENS_A_SAMPLE, Arrival, Crowd
 
@@ -64,13 +64,16 @@ class Plan:
     """Samples that are drawn at once."""
     row_s: float = 60.0
     """Time that a row tells of."""
+    database_url: str | None = None
+    """A database of PostgreSQL; None: a file."""
 
     def flags(self) -> list[str]:
         """The server's; so slow a backend leaves time for futures to wait."""
         flags = ["--base-model", "fake", "--backend", "fake"]
         flags += ["--backend-config.step-delay-s", str(self.step_delay_s)]
         flags += ["--backend-config.max-sample-tokens", str(self.slots * TOKENS_A_SAMPLE)]
-        return [*flags, "--backend-config.max-models", str(self.num_sessions)]
+        flags += ["--backend-config.max-models", str(self.num_sessions)]
+        return [*flags, "--database-url", self.database_url] if self.database_url is not None else flags
 
 
 def soak(plan: Plan) -> list[Minute]:
@@ -113,13 +116,13 @@ async def _minute(
         await asyncio.sleep(min(_LOOK_EVERY_S, max(end - time.monotonic(), 0)))
         if work.done():
             work.result()
-        wakes += await asyncio.to_thread(_wakes_ms, data_dir, seen.take_arrivals()[-_ARRIVALS_A_LOOK:])
+        wakes += await asyncio.to_thread(_wakes_ms, plan, data_dir, seen.take_arrivals()[-_ARRIVALS_A_LOOK:])
     statuses = seen.statuses - before
     return Minute(
         number=(index + 1) * plan.row_s / 60,
         api_bytes=_resident(server.pid),
         engine_bytes=_resident(server.engine_pid),
-        database_bytes=sum(path.stat().st_size for path in data_dir.glob("skyrl_tx.db*")),
+        database_bytes=size_bytes(data_dir, plan.database_url),
         num_done=seen.num_done - done,
         num_waiting=seen.num_waiting,
         num_5xx=sum(number for status, number in statuses.items() if status == 0 or status >= 500),
@@ -129,12 +132,11 @@ async def _minute(
     )
 
 
-def _wakes_ms(data_dir: Path, arrivals: Sequence[Arrival]) -> list[float]:
+def _wakes_ms(plan: Plan, data_dir: Path, arrivals: Sequence[Arrival]) -> list[float]:
     """How long results were on their way to polls that were there before them."""
-    with sqlite3.connect(f"file:{data_dir / 'skyrl_tx.db'}?mode=ro", uri=True) as connection:
-        wanted = f"SELECT request_id, completed_at FROM requests WHERE request_id IN ({','.join('?' * len(arrivals))})"
-        completed_at = dict(connection.execute(wanted, [arrival.request_id for arrival in arrivals]).fetchall())
-    connection.close()
+    names = ", ".join(f"'{arrival.request_id}'" for arrival in arrivals)
+    wanted = f"SELECT request_id, completed_at FROM requests WHERE request_id IN ({names})"
+    completed_at: dict[str, float] = dict(rows(data_dir, plan.database_url, wanted)) if arrivals else {}
     return [
         (arrival.arrived_at - completed_at[arrival.request_id]) * 1e3
         for arrival in arrivals
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=plan.num_sessions)
     parser.add_argument("--futures", type=int, default=plan.num_futures, help="that wait at once")
     parser.add_argument("--step-delay-s", type=float, default=plan.step_delay_s, help="of the fake backend")
+    parser.add_argument("--database-url", help="a database of PostgreSQL; by default a file")
     told = parser.parse_args()
     print(HEADER, flush=True)
     minutes = soak(
@@ -165,6 +168,7 @@ def main() -> None:
             num_sessions=told.sessions,
             num_futures=told.futures,
             step_delay_s=told.step_delay_s,
+            database_url=told.database_url,
         )
     )
     raise SystemExit(1 if any(minute.num_5xx or minute.failures for minute in minutes) else 0)

@@ -18,6 +18,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.failpoints import Point, reach
 from skyrl_tx.testing.chaos import Outcome, differences, fake_server, jax_server, run
 from skyrl_tx.testing.chaos_halves import API_POINTS, ENGINE_POINTS, Kill, random_kills
+from skyrl_tx.testing.postgresql_server import PostgresqlServer
 
 # The SDK leaves its connections to the garbage collector, and warns of names of its own that it will drop.
 pytestmark = [
@@ -67,6 +68,15 @@ def test_a_kill_at_each_point(calm: dict[int, Outcome], point: Point) -> None:
     found = run(fake_server(), 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
     assert found.done["engine", point] >= 1, found.done
     assert differences(found, calm[1]) == []
+
+
+@pytest.mark.slow
+def test_kills_on_postgresql_change_no_bit(calm: dict[int, Outcome], postgresql: PostgresqlServer) -> None:
+    """Not even one of those that a file as database gives."""
+    for num_tenants, seed in ((1, 7), (2, 8)):
+        found = run(fake_server(postgresql.new_database()), num_tenants, random_kills(seed, num_kills=6))
+        assert found.done.total() >= 4, found.done
+        assert differences(found, calm[num_tenants]) == []
 
 
 @pytest.mark.slow
