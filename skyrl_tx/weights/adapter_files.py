@@ -45,20 +45,23 @@ _EXPERT_OF = {stacked: name for name, stacked in STACKED_EXPERTS.items()}
 _EXPERT = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(STACKED_EXPERTS)})")
 _STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_EXPERT_OF)})")
 
-# What an adapter may say that would change its numbers, with the values under which it does not.
+# What an adapter says that does not change what its factors mean, as PEFT 0.21 has it. What its factors were begun
+# with is told by `init_lora_weights` alone; the settings of each kind of beginning say no more.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("r", "lora_alpha", "use_rslora", "lora_dropout", "inference_mode", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size"),
+    }
+)
+# What would change it, with the values under which it does not; of what is not named here those that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "fan_in_fan_out": (False, None),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "lora_bias": (False, None),
-    "alora_invocation_tokens": (None,),
+    # The others take what the factors begin with out of the base weights, so that they belong on changed ones.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 class AdapterError(ValueError):
@@ -198,7 +201,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise AdapterError(f"{path}: r = {rank!r} is no rank")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
         raise AdapterError(f"{path}: lora_alpha = {alpha!r} must be a number above 0")
-    for key, neutral in _NEUTRAL.items():
-        if key in config and config[key] not in neutral:
-            raise AdapterError(f"{path}: {key} = {config[key]!r} is not supported; supported is {neutral[0]!r}")
+    for key in sorted(config.keys() - _WITHOUT_EFFECT):
+        if config[key] not in _NEUTRAL.get(key, _NOTHING):
+            raise AdapterError(f"{path}: {key} = {config[key]!r} is not supported, as it may change the numbers")
     return config

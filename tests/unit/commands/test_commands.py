@@ -169,7 +169,8 @@ def adapter(folder: Path, *, module: str = "model.layers.0.self_attn.q_proj", si
 
 def test_an_adapter_comes_in_and_goes_out(data_dir, model, tmp_path, capsys) -> None:
     """Its update is the same, though alpha is another and its group has become whole."""
-    source = adapter(tmp_path / "adapter")
+    said = {"peft_version": "0.21.2", "init_lora_weights": "gaussian", "use_dora": False, "lora_dropout": 0.1}
+    source = adapter(tmp_path / "adapter", **said, megatron_core="megatron.core", of_next_year=None)
     importing = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
     status, out, err = skyrl_tx(capsys, *importing)
     assert status == 0, err
@@ -200,6 +201,11 @@ def test_an_adapter_comes_in_and_goes_out(data_dir, model, tmp_path, capsys) -> 
         ({"bias": "all"}, "bias = 'all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters = ['mlp.experts.gate_up_proj']"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4' is not supported"),
+        ({"use_qalora": True}, "use_qalora = True is not supported"),
+        ({"kasa_config": {"svd": 1}}, "kasa_config = {'svd': 1} is not supported"),
+        ({"of_next_year": 0.5}, "of_next_year = 0.5 is not supported"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not LORA"),
     ],
 )
