@@ -52,7 +52,7 @@ def _import(arguments: argparse.Namespace) -> int:
     if not directory.is_dir():
         raise CommandError(f"{directory}: no such directory")
     with opened(arguments, create=True) as store:
-        owner = arguments.owner or _only_owner(store)
+        owner = _owner(store, arguments.owner)
         base = _base(store, directory, arguments)
         spec, tensors, config = _fitted(directory, base)
 
@@ -70,13 +70,20 @@ def _import(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _only_owner(store: Store) -> str:
-    """Return whose a thing is that nobody was named for: where no keys are asked for, everyone's."""
+def _owner(store: Store, named: str | None) -> str:
+    """Return whose a thing shall be: as told, or of nobody in particular where no keys are asked for."""
     rows = store.read(keys.list_all)
+    if not rows:
+        if named not in (None, LOCAL_OWNER):
+            raise CommandError(f"--owner {named!r}: no key was ever made, so there are no owners; leave it out")
+        return LOCAL_OWNER
+    known = sorted({row.owner for row in rows})
     owners = sorted({row.owner for row in rows if row.revoked_at is None})
-    if len(owners) > 1 or (rows and not owners):
-        raise CommandError(f"--owner: missing; keys are in use, so say whose it shall be ({', '.join(owners)})")
-    return owners[0] if owners else LOCAL_OWNER
+    if named is not None and named not in known:
+        raise CommandError(f"--owner {named!r}: has no key, and could not get at it; those with keys are {known}")
+    if named is None and len(owners) != 1:
+        raise CommandError(f"--owner: missing; keys are in use, so say whose it shall be ({', '.join(known)})")
+    return named or owners[0]
 
 
 def _base(store: Store, directory: Path, arguments: argparse.Namespace) -> _Base:

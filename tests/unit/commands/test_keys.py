@@ -57,12 +57,17 @@ def test_others_are_not_served_before_there_is_a_key(tmp_path: Path, capsys: pyt
     assert "skyrl-tx keys create" in told and "--no-auth" in told
 
 
-def test_an_import_belongs_to_the_only_owner_of_keys(tmp_path: Path) -> None:
+def test_an_import_belongs_to_the_only_owner_of_keys_or_to_a_known_one(tmp_path: Path) -> None:
     with closing(Store.open(tmp_path, role="tool")) as store:
-        assert import_adapter._only_owner(store) == "local"
+        assert import_adapter._owner(store, None) == "local"
+        with pytest.raises(CommandError, match=r"--owner 'ann': no key was ever made"):
+            import_adapter._owner(store, "ann")
         for name, expected in (("ann", "ann"), ("ann", "ann"), ("bob", None)):
             store.write(lambda tx, name=name: keys.create(tx, owner=name, scope="user", name="", note="", now=1.0))
             if expected is not None:
-                assert import_adapter._only_owner(store) == expected
+                assert import_adapter._owner(store, None) == expected
         with pytest.raises(CommandError, match=r"--owner: missing.*ann, bob"):
-            import_adapter._only_owner(store)
+            import_adapter._owner(store, None)
+        assert import_adapter._owner(store, "bob") == "bob"
+        with pytest.raises(CommandError, match=r"--owner 'bod': has no key.*'ann', 'bob'"):
+            import_adapter._owner(store, "bod")
