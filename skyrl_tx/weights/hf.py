@@ -38,14 +38,21 @@ class CheckpointError(ValueError):
 
 
 def resolve(base_model: str, *, with_weights: bool = True) -> Path:
-    """Return the local directory of a model given as a path, or as a hub id, which is downloaded unless cached."""
+    """Return the local directory of a model given as a path, or as a hub id, which is downloaded unless cached.
+
+    Raises CheckpointError for what is neither, or cannot be had.
+    """
     path = Path(base_model).expanduser()
     if path.is_dir():
         return path
     if base_model.startswith((".", "/", "~")) or base_model.count("/") > 1:
         raise CheckpointError(f"{base_model}: no such directory")
     patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if with_weights else ())
-    return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
+    try:
+        return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # the hub client has its errors among these, and names no model in most
+        cause = " ".join(str(error).split())
+        raise CheckpointError(f"{base_model}: no such directory, and it cannot be had from the hub: {cause}") from error
 
 
 def identity(directory: Path, *, with_weights: bool = True) -> str:

@@ -169,10 +169,15 @@ def test_eos_comes_from_the_generation_config_first(directory):
     assert hf.read_eos_token_ids(directory) == (1,)
 
 
-def test_resolve_takes_directories_and_refuses_paths_that_are_not(directory, tmp_path):
+def test_resolve_takes_directories_and_names_what_is_not_to_be_had(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert hf.resolve(str(directory)) == directory
     for wrong in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
         with pytest.raises(hf.CheckpointError, match="no such directory"):
+            hf.resolve(wrong)
+
+    for wrong, cause in (("org/nothing", "outgoing traffic has been disabled"), ("no model", "alphanumeric")):
+        with pytest.raises(hf.CheckpointError, match=f"^{wrong}: no such directory, .* hub: .*{cause}"):
             hf.resolve(wrong)
 
 
