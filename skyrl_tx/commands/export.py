@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _loaded_as(name: str | None, state: EngineStateRow | None) -> str | None:
     """Where a base model's files are; external weights say by which name it was served."""
     return state.base_models[-1] if state is not None and name in state.base_models else name
+
+
+def _let_others_read(folder: Path) -> None:
+    """Give each file the mode of one that was written plainly: safetensors keeps its own to the owner alone."""
+    plain = stat.S_IMODE(next(folder.glob("*config.json")).stat().st_mode)
+    for path in folder.iterdir():
+        path.chmod(plain)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -69,6 +77,7 @@ def _export(arguments: argparse.Namespace) -> int:
                 merge(base, family.weights, adapter, folder, arguments.dtype)
             else:
                 adapter.in_layout(arguments.format).write(folder)
+            _let_others_read(folder)
             shutil.move(folder, out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error

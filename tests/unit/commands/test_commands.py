@@ -181,6 +181,8 @@ def test_an_adapter_comes_in_and_goes_out(data_dir, model, tmp_path, capsys) -> 
     assert config["lora_alpha"] == 32 and set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     tensors = load_file(out_dir / "adapter_model.safetensors")
     assert len(tensors) == 2 * 4 * 2
+    modes = {file.stat().st_mode for file in out_dir.iterdir()}
+    assert modes == {(source / "adapter_config.json").stat().st_mode}, "whoever may read one of them may read all"
     b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     np.testing.assert_allclose(b * 32 / 2, np.full((64, 2), 4 / 2))
     assert not tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].any()
