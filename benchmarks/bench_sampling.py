@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import live_sampling
 import numpy as np
 from common import machine, quantile, quartiles, report
 from meters import Bandwidth, CompileWatch, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
@@ -344,7 +345,31 @@ def repeated_ms(work: Callable[[], object], repeats: int) -> list[float]:
     return [1e3 * timed(lambda: jax.block_until_ready(work())).wall_s for _ in range(repeats)]
 
 
-SCENARIOS = {"steady": steady, "adapters": adapters, "staggered": staggered, "drawing": drawing}
+def sizes(setup: Setup) -> live_sampling.Sizes:
+    work = setup.work
+    return live_sampling.Sizes(
+        setup.model, setup.shape.vocab_size, setup.rank, work.prompts, work.length, work.samples, work.tokens
+    )
+
+
+def futures(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
+    """Many futures of one client of a real server at once."""
+    return live_sampling.futures(sizes(setup), options.futures, options.slots)
+
+
+def iteration(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
+    """Reinforcement learning through a real server, against the same work on a backend alone."""
+    return live_sampling.iterations(sizes(setup), options.repeats)
+
+
+SCENARIOS = {
+    "steady": steady,
+    "adapters": adapters,
+    "staggered": staggered,
+    "drawing": drawing,
+    "futures": futures,
+    "iteration": iteration,
+}
 
 
 def main() -> None:
@@ -358,6 +383,8 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=64, help="adapters: how many different ones")
     parser.add_argument("--long", type=int, default=8, help="staggered: requests of 1,000 tokens")
     parser.add_argument("--short", type=int, default=24, help="staggered: requests of 16 tokens")
+    parser.add_argument("--futures", type=int, default=2000, help="futures: how many wait at once")
+    parser.add_argument("--slots", type=int, default=64, help="futures: the server's sample_slots")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
