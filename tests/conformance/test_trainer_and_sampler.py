@@ -1,0 +1,148 @@
+"""The log-probabilities of sampled tokens are those that `forward` gives them, for every family, in mixed company.
+
+The base model and adapters of two ranks are sampled side by side, from prompts around the bounds of prefill buckets
+(32), of blocks of attention (64), and of stretches of the cache (128).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.models import FAMILIES
+from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
+
+VOCAB_SIZE = 256
+LEARNING_RATE = 0.02
+NEW = 24  # tokens of a sample: two slices of decoding
+LENGTHS = (64, 65, 130)  # each another bucket, and so another program
+DESCRIBED = 65  # the length of the prompts that are told of too
+RANKS = {"base": None, "low": 2, "high": 8}
+VARIANTS = {
+    "LlamaForCausalLM": {"tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
+    "Qwen2ForCausalLM": {"head_dim": 8},
+    "Qwen3ForCausalLM": {},
+    "Qwen3MoeForCausalLM": {"experts": {"mlp_only_layers": [1]}},
+}
+
+
+def test_no_family_is_left_out():
+    assert set(VARIANTS) == set(FAMILIES)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
+    """One with a model for each rank, trained until its weights tell, and one that was never trained."""
+    directory = write_model(tmp_path_factory.mktemp("model"), request.param, std=0.15, **VARIANTS[request.param])
+    config = JaxConfig(
+        compile_cache_dir=None,
+        dtype="float32",
+        max_lora_rank=max(filter(None, RANKS.values())),
+        max_sampler_adapters=2,
+        micro_batch_tokens=1024,
+        sample_slots=16,
+        max_sample_tokens=16 * 384,
+        prefill_tokens=128,
+    )
+    backend = JaxBackend(str(directory), config)
+    backend.start()
+    tokens = np.random.default_rng(0).integers(2, VOCAB_SIZE, 41).astype(np.int32)
+    for name, rank in RANKS.items():
+        backend.create_model(ModelId(name), ModelSpec(lora=LoraSpec(rank=rank or 2, seed=rank or 0)))
+        if rank is not None:
+            for _ in range(2):
+                backend.forward_backward(scoring(ModelId(name), [tokens]))
+                backend.optim_step(ModelId(name), OptimizerParams(learning_rate=LEARNING_RATE))
+            backend.load_sampler(SamplerId(name), backend.capture(ModelId(name), {StatePart.WEIGHTS}))
+    yield backend
+    backend.close()
+
+
+def scoring(model: ModelId, rows: list[np.ndarray]) -> PreparedModelPassBatch:
+    """Each row's own tokens as targets."""
+    return PreparedModelPassBatch(
+        examples=tuple(
+            PassExample(
+                request_id=RequestId("scored"),
+                model_id=model,
+                tokens=row[:-1],
+                loss="cross_entropy",
+                loss_inputs={"target_tokens": row[1:], "weights": np.ones(row.size - 1, np.float32)},
+                loss_config={},
+            )
+            for row in rows
+        )
+    )
+
+
+def ask(name: str, number: int, length: int) -> SampleRequest:
+    return SampleRequest(
+        request_id=RequestId(f"{name}.{number}"),
+        sampler=None if RANKS[name] is None else SamplerId(name),
+        prompt=np.random.default_rng([number, *name.encode()]).integers(2, VOCAB_SIZE, length).astype(np.int32),
+        num_samples=2,
+        params=SamplingParams(seed=number, max_tokens=NEW, eos_stops=False),
+        options=PromptOptions(logprobs=length == DESCRIBED),
+    )
+
+
+def sample(backend: JaxBackend, requests: list[SampleRequest]) -> dict[tuple[RequestId, int], tuple[np.ndarray, ...]]:
+    """All at once. Of each sample its tokens with the prompt's, and log-probabilities of the last of them."""
+    backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
+    prompts: dict[RequestId, np.ndarray] = {}
+    tokens: dict[tuple[RequestId, int], list[np.ndarray]] = {}
+    logprobs: dict[tuple[RequestId, int], list[np.ndarray]] = {}
+    while deltas := backend.step_sample():
+        for delta in deltas:
+            assert delta.error is None
+            if delta.prompt is not None and delta.prompt.logprobs is not None:
+                prompts[delta.request_id] = delta.prompt.logprobs[1:]
+            tokens.setdefault((delta.request_id, delta.index), []).append(delta.tokens)
+            logprobs.setdefault((delta.request_id, delta.index), []).append(delta.logprobs)
+    asked = {request.request_id: request.prompt for request in requests}
+    return {
+        where: (
+            np.concatenate([asked[where[0]], *tokens[where]]),
+            np.concatenate([prompts.get(where[0], np.zeros(0, np.float32)), *logprobs[where]]),
+        )
+        for where in tokens
+    }
+
+
+def largest_difference(backend: JaxBackend, requests: list[SampleRequest]) -> float:
+    drawn = sample(backend, requests)
+    assert len(drawn) == 2 * len(requests)
+    largest = 0.0
+    for name in RANKS:
+        own = [pair for (request_id, _), pair in drawn.items() if request_id.startswith(f"{name}.")]
+        scored = backend.forward(scoring(ModelId(name), [row for row, _ in own]))
+        for (row, logprobs), result in zip(own, scored, strict=True):
+            assert logprobs.size == (row.size - 1 if row.size == DESCRIBED + NEW else NEW)
+            largest = max(largest, float(np.abs(logprobs - result.logprobs[-logprobs.size :]).max()))
+    return largest
+
+
+@pytest.mark.slow
+def test_in_company_from_prompts_of_all_lengths(backend):
+    requests = [
+        ask(name, number, length)
+        for number, length in enumerate(LENGTHS)
+        for name in RANKS
+        if name != "base" or length in (LENGTHS[0], LENGTHS[-1])
+    ]
+    assert largest_difference(backend, requests) < 1e-5
+    assert largest_difference(backend, requests[::-1]) < 1e-5, "also when asked again, in another order"
+
+
+@pytest.mark.slow
+def test_an_adapter_acts(backend):
+    """Else the agreement above would say little."""
+    row = np.arange(2, 60, dtype=np.int32)
+    base, *others = (backend.forward(scoring(ModelId(name), [row]))[0].logprobs for name in RANKS)
+    assert all(np.abs(other - base).max() > 0.05 for other in others)
