@@ -238,7 +238,8 @@ def configure_jax(config: JaxConfig) -> None:
     if config.compile_cache_dir is not None:
         config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # JAX's own second leaves too much out
+        # JAX leaves out what takes less than a second, which every process would compile anew.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _own(source: Snapshot) -> checkpoint.AdapterSnapshot:
