@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sqlmodel import Session
@@ -88,5 +89,5 @@ class Answers:
             _log.log(level, "%s request %s was answered or removed by someone else", work.kind, work.request_id)
         if work.model_id is not None and now - self._touched.get(work.model_id, 0.0) >= _TOUCH_PERIOD_S:
             self._touched[work.model_id] = now
-            if models.get(tx, work.model_id) is not None:
+            with suppress(LookupError):
                 models.touch(tx, work.model_id, now)

@@ -111,13 +111,12 @@ class Passes:
         self._room.fail(requests[0].work, error)
 
     def _answer(self, requests: Sequence[_Prepared], results: list[PassResult]) -> None:
-        answers: list[Answer] = []
         start = 0
         for request in requests:
             end = start + len(request.examples)
             output = prepare.pass_output(results[start:end], request.work.num_tokens)
             effect = self._room.models.get(request.model_id).next_effect() if request.backward else None
-            answers.append(Answer(work=request.work, result=output, effect_order=effect))
+            # Each by itself: in one transaction the first would be told only with the last, of hundreds perhaps.
+            self._room.answers.give([Answer(work=request.work, result=output, effect_order=effect)])
             start = end
         assert start == len(results), f"the backend gave {len(results)} results for {start} examples"
-        self._room.answers.give(answers)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, func, true
+from sqlalchemy import bindparam, func, true, update
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
@@ -58,6 +58,20 @@ _ADDRESSED = (
     select(ModelRow.session_id, SessionRow.owner, ModelRow.last_request_at)
     .join(SessionRow)
     .where(ModelRow.model_id == bindparam("model_id"))
+)
+
+
+# Every answer takes these: in one statement each, without an object.
+_TOUCH = (
+    update(ModelRow)
+    .where(col(ModelRow.model_id) == bindparam("name"), col(ModelRow.last_request_at) < bindparam("now"))
+    .values(last_request_at=bindparam("now"))
+)
+_NEXT_EFFECT = (
+    update(ModelRow)
+    .where(col(ModelRow.model_id) == bindparam("name"))
+    .values(effect_order=col(ModelRow.effect_order) + 1)
+    .returning(col(ModelRow.effect_order))
 )
 
 
@@ -130,17 +144,16 @@ def set_poison(tx: Session, model_id: ModelId, message: str | None) -> None:
 
 def touch(tx: Session, model_id: ModelId, now: float) -> None:
     """Note that something was asked of a model. Raises LookupError if there is none."""
-    row = _existing(tx, model_id)
-    row.last_request_at = max(now, row.last_request_at)
-    tx.flush()
+    if tx.connection().execute(_TOUCH, {"name": model_id, "now": now}).rowcount == 0:
+        _existing(tx, model_id)  # then it was touched later than that
 
 
 def next_effect(tx: Session, model_id: ModelId) -> int:
     """Count one more effect on a model, and return its number. Raises LookupError if there is none."""
-    row = _existing(tx, model_id)
-    row.effect_order += 1
-    tx.flush()
-    return row.effect_order
+    counted = tx.connection().execute(_NEXT_EFFECT, {"name": model_id}).scalar_one_or_none()
+    if counted is None:
+        raise LookupError(f"no model {model_id!r}")
+    return counted
 
 
 def _existing(tx: Session, model_id: ModelId) -> ModelRow:

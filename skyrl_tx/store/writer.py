@@ -1,6 +1,7 @@
 """Group commit: one thread runs what waits to be written, and commits it together."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +17,8 @@ from skyrl_tx.store.errors import StoreError, ValueRefused
 
 T = TypeVar("T")
 _MAX_GROUP = 256
+_LONGEST_GROUP_S = 0.02
+"""What a group wrote can be read when all of it is committed: what would begin later than this is left to the next."""
 
 
 def refused(error: DataError) -> ValueRefused:
@@ -103,29 +106,38 @@ class GroupWriter:
 
     def _serve(self) -> None:
         is_open = True
-        while is_open:
-            group: list[_Job[object]] = []
-            job = self._queue.get()
-            while job is not None:
-                if job.future.set_running_or_notify_cancel():
-                    group.append(job)
-                if len(group) == _MAX_GROUP:
-                    break
-                try:
-                    job = self._queue.get_nowait()
-                except Empty:
-                    break
-            is_open = job is not None
+        group: list[_Job[object]] = []
+        while is_open or group:
+            is_open = self._gather(group) and is_open
             if group:
-                self._write(group)
+                del group[: self._write(group)]
 
-    def _write(self, group: list[_Job[object]]) -> None:
+    def _gather(self, group: list[_Job[object]]) -> bool:
+        """Add what waits; if there is nothing yet, wait for it. False at the end of all work."""
+        while len(group) < _MAX_GROUP:
+            try:
+                job = self._queue.get(block=not group)
+            except Empty:
+                break
+            if job is None:
+                return False
+            if job.future.set_running_or_notify_cancel():
+                group.append(job)
+        return True
+
+    def _write(self, group: list[_Job[object]]) -> int:
+        """Commit a group, or as much of it as takes its time; returns how many are settled."""
+        num_done = 0
         try:
             with self._engine.connect() as connection, connection.begin():
+                end = time.monotonic() + _LONGEST_GROUP_S
                 for job in group:
                     job.run(connection)
+                    num_done += 1
                     if connection.invalidated:
                         raise _GroupLost from job.error
+                    if time.monotonic() >= end:
+                        break
                 reach("store.commit")
         except BaseException as error:
             failure = self._explain(error.__cause__ if isinstance(error, _GroupLost) and error.__cause__ else error)
@@ -133,8 +145,9 @@ class GroupWriter:
                 failure.__cause__ = error
             for job in group:
                 job.future.set_exception(failure)
-            return
+            return len(group)
         reach("store.committed")
         self._committed()
-        for job in group:
+        for job in group[:num_done]:
             job.tell()
+        return num_done
