@@ -29,7 +29,7 @@ _LONGEST_DELAY_S = 15.0
 _DATABASE_AGAIN_S = 0.5
 _OTHER_GONE_S = 3.0
 """How long an engine that was killed a moment ago may still seem to be there."""
-_GARBAGE_THRESHOLDS = (10_000, 20, 20)
+_GARBAGE_THRESHOLDS = (10_000, 20, 1_000)
 
 
 class SupervisedApi(ApiServer):

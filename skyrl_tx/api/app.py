@@ -36,6 +36,7 @@ from skyrl_tx.api.routes import (
 )
 from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.api.shortcut import Shortcut
 from skyrl_tx.api.signing import SigningKey
 from skyrl_tx.api.waiters import Waiters
 from skyrl_tx.artifacts import ArtifactStore
@@ -93,12 +94,15 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
+    app.add_middleware(
+        Shortcut, path=_PREFIX + "/retrieve_future", endpoint=futures.retrieve_future, answer_error=_answer_error
+    )
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_error)
     app.add_exception_handler(StoreError, _answer_error)
     app.add_exception_handler(ValueRefused, _answer_error)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _answer_error)
     app.add_exception_handler(Exception, _answer_error)
     return app
 
@@ -108,15 +112,12 @@ async def _not_offered(path: str, request: Request, caller: Caller) -> None:
     raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
-    """End a call whose client went away amid its body; what it began to say is of no effect."""
-    _log.info("%s %s: the client went away amid the body", request.method, request.url.path)
-    return Response(status_code=HTTPStatus.BAD_REQUEST)
-
-
-async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+async def _answer_error(request: Request, error: Exception) -> Response:
     """Say what went wrong as `{"detail": text}`; what nobody foresaw is logged under a reference."""
     match error:
+        case ClientDisconnect():  # what it began to say is of no effect, and nobody reads this
+            _log.info("%s %s: the client went away amid the body", request.method, request.url.path)
+            return Response(status_code=HTTPStatus.BAD_REQUEST)
         case ApiError():
             return _detail(error.status, error.detail, error.headers)
         case HTTPException():

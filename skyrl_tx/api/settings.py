@@ -39,7 +39,9 @@ class ApiSettings(BaseModel):
     max_request_bytes: int = Field(
         default=256 * 2**20, ge=1024, description="longest body taken, and its length decompressed"
     )
-    retrieve_hold_s: float = Field(default=30.0, gt=0, le=40, description="how long a poll for a result is held open")
+    retrieve_hold_s: float = Field(
+        default=30.0, gt=0, le=40, description="longest that a poll for a result is held open; some end after 3/4 of it"
+    )
     large_result_bytes: int = Field(
         default=2**20, ge=0, description="results longer than this are announced by their size, then fetched"
     )

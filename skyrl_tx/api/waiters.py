@@ -1,11 +1,13 @@
-"""Long polls: one thread looks for answers and wakes every call that waits for one."""
+"""Long polls: one thread looks for answers, for all calls that wait for one, and wakes those that have it."""
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.store import completions, futures
@@ -18,6 +20,37 @@ _NOTE_FETCHED_EVERY_S = 5.0
 _LONGEST_PAUSE_S = 0.05
 _PAGE = 5000
 
+News = asyncio.Future[bool]
+"""Resolved once: whether there is something to tell; False: the time is over."""
+
+
+async def within(news: News, timeout_s: float) -> bool:
+    """Wait for news, for a while."""
+    timer = asyncio.get_running_loop().call_later(timeout_s, _resolve, news, False)
+    try:
+        return await news
+    finally:
+        timer.cancel()
+
+
+def _resolve(news: News, value: bool) -> None:
+    if not news.done():
+        news.set_result(value)
+
+
+def _tell(all_news: Iterable[News]) -> None:
+    for news in all_news:
+        _resolve(news, True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A call that began to wait, for an answer that may be there already."""
+
+    request_id: RequestId
+    reach: str | None
+    news: News
+
 
 class Waiters:
     """The calls of one event loop that wait for results. Started and closed on that loop."""
@@ -25,7 +58,8 @@ class Waiters:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._waiting: dict[str, list[asyncio.Event]] = {}
+        self._waiting: dict[str, list[News]] = {}
+        self._new: list[_Question] = []
         self._seen = store.read(completions.last_order)
         self._fetched: set[RequestId] = set()
         self._noted_at = time.monotonic()
@@ -44,12 +78,11 @@ class Waiters:
         self._thread.start()
 
     def release(self) -> None:
-        """Let every waiting call go, and hold none from now on. Idempotent."""
+        """Let every waiting call go, and hold none from now on; on the loop. Idempotent."""
         with self._lock:
             self._is_closed = True
-            events = [event for events in self._waiting.values() for event in events]
-        for event in events:
-            event.set()
+            waiting = [news for each in self._waiting.values() for news in each]
+        _tell(waiting)
         self._store.wake()
 
     def close(self) -> None:
@@ -59,24 +92,37 @@ class Waiters:
             self._thread.join()
 
     @contextmanager
-    def expecting(self, name: RequestId | SamplingSessionId) -> Generator[asyncio.Event]:
-        """Give an event that is set once a request is answered, or any of a sampling session.
+    def expecting(self, name: RequestId | SamplingSessionId) -> Generator[News]:
+        """Give what is told once a request is answered, or any of a sampling session.
 
         Look for answers inside: one given before is not announced.
         """
-        event = asyncio.Event()
+        news: News = asyncio.get_running_loop().create_future()
         with self._lock:
-            self._waiting.setdefault(name, []).append(event)
+            self._waiting.setdefault(name, []).append(news)
             if self._is_closed:
-                event.set()
+                news.set_result(True)
         try:
-            yield event
+            yield news
         finally:
             with self._lock:
-                events = self._waiting[name]
-                events.remove(event)
-                if not events:
+                waiting = self._waiting[name]
+                waiting.remove(news)
+                if not waiting:
                     del self._waiting[name]
+
+    async def has_news(self, request_id: RequestId, reach: str | None, timeout_s: float) -> bool:
+        """Wait until there is something to tell of a request: its answer, or that there is none for this owner.
+
+        Thousands of calls share one look at the database; a call by itself would take a thread for it, twice.
+        """
+        with self.expecting(request_id) as news:
+            with self._lock:
+                self._new.append(_Question(request_id, reach, news))
+                is_first = len(self._new) == 1
+            if is_first:
+                self._store.wake()
+            return await within(news, timeout_s)
 
     def note_fetched(self, request_id: RequestId) -> None:
         """Remember that a client has its result; written now and then, because only pruning reads it."""
@@ -88,6 +134,7 @@ class Waiters:
             self._store.wait(_WAIT_S)
             begun_at = time.monotonic()
             try:
+                self._look_for_new()
                 self._announce()
                 self._write_fetched()
             except StoreError as error:
@@ -96,20 +143,33 @@ class Waiters:
             # Commits come in bursts: after a look over thousands of calls, let some gather before the next one.
             time.sleep(min(time.monotonic() - begun_at, _LONGEST_PAUSE_S))
 
+    def _look_for_new(self) -> None:
+        """Wake those calls that need not have begun to wait."""
+        with self._lock:
+            new, self._new = self._new, []
+        owners: dict[RequestId, str] = {}
+        try:
+            if new:
+                owners = self._store.read(lambda tx: futures.owners_of_open(tx, {each.request_id for each in new}))
+        finally:  # if it failed, each will find out why
+            self._wake(
+                each.news
+                for each in new
+                if (owner := owners.get(each.request_id)) is None or each.reach not in (None, owner)
+            )
+
     def _announce(self) -> None:
         """Wake those that wait for what was answered since the last look."""
         while page := self._store.read(lambda tx: completions.since(tx, self._seen, _PAGE)):
             self._seen = page[-1][0]
             with self._lock:
-                names = {name for _, *pair in page for name in pair if name in self._waiting}
-            if names and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._wake, names)
+                waiting = [news for _, *names in page for name in names if name for news in self._waiting.get(name, ())]
+            self._wake(waiting)
 
-    def _wake(self, names: Collection[str]) -> None:
-        with self._lock:
-            events = [event for name in names for event in self._waiting.get(name, ())]
-        for event in events:
-            event.set()
+    def _wake(self, all_news: Iterable[News]) -> None:
+        told = list(all_news)
+        if told and self._loop is not None:
+            self._loop.call_soon_threadsafe(_tell, told)
 
     def _write_fetched(self) -> None:
         now = time.monotonic()
@@ -118,10 +178,12 @@ class Waiters:
         self._noted_at = now
         with self._lock:
             fetched, self._fetched = self._fetched, set()
-        try:
-            if fetched:
-                self._store.write(lambda tx: futures.mark_fetched(tx, fetched, time.time()))
-        except StoreError:
-            with self._lock:
-                self._fetched |= fetched
-            raise
+
+        def keep(written: Future[None]) -> None:
+            if written.exception() is not None:
+                with self._lock:
+                    self._fetched |= fetched
+
+        if fetched:  # not waited for: the engine may keep the database locked for a while, and answers come meanwhile
+            written = self._store.write_soon(lambda tx: futures.mark_fetched(tx, fetched, time.time()))
+            written.add_done_callback(keep)

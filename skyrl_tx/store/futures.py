@@ -119,6 +119,9 @@ _RESULT = select(
     col(RequestRow.request_id) == bindparam("request_id"),
     or_(bindparam("owner", type_=String).is_(None), col(RequestRow.owner) == bindparam("owner", type_=String)),
 )
+_OWNERS_OF_OPEN = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
+    col(RequestRow.request_id).in_(bindparam("some", expanding=True)), col(RequestRow.status) == "open"
+)
 _OPEN_AFTER = (
     select(*_PENDING)
     .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
@@ -294,6 +297,14 @@ def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, L
         for name, status in tx.connection().execute(wanted):
             answered[name] = "failed" if status == "failed" else "done"
     return answered
+
+
+def owners_of_open(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
+    """Those of the requests that are still to be answered, and whose they are."""
+    owners: dict[RequestId, str] = {}
+    for some in _in_parts(request_ids):
+        owners.update((name, owner) for name, owner in tx.connection().execute(_OWNERS_OF_OPEN, {"some": some}))
+    return owners
 
 
 def any_answered_since(tx: Session, since: float) -> bool:

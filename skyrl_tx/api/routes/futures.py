@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 from http import HTTPStatus
 from typing import Literal
@@ -13,8 +14,9 @@ from sqlmodel import Session
 
 from skyrl_tx.api import lookup
 from skyrl_tx.api.answers import answer
-from skyrl_tx.api.context import Call, Incoming
+from skyrl_tx.api.context import Call, Incoming, incoming
 from skyrl_tx.api.errors import ApiError, bad_request, not_found
+from skyrl_tx.api.principal import principal
 from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.schemas.service import (
     CancelFutureAnswer,
@@ -24,6 +26,7 @@ from skyrl_tx.api.schemas.service import (
     RetrieveFuturesAnswer,
     RetrieveFuturesRequest,
 )
+from skyrl_tx.api.waiters import within
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
@@ -32,6 +35,7 @@ from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 1.0
+_SHORTEST_HOLD = 0.75
 _COMPLETIONS_A_POLL = 1000
 _CANCELLED = results.Failure(message="cancelled by the client", category=ErrorCategory.USER)
 router = APIRouter()
@@ -40,8 +44,9 @@ QueueState = Literal["active", "paused_capacity"]
 
 
 @router.post("/retrieve_future", response_model=None)
-async def retrieve_future(call: Incoming, request: Request) -> Response:
+async def retrieve_future(request: Request) -> Response:
     """Give a result as soon as there is one; 408 after a while, upon which the client asks again at once."""
+    call = await incoming(request, await principal(request))
     asked = call.body.model(RetrieveFutureRequest)
     request_id = RequestId(asked.request_id)
     limit = call.settings.large_result_bytes if asked.allow_metadata_only else None
@@ -67,9 +72,7 @@ async def retrieve_futures(call: Incoming) -> RetrieveFuturesAnswer:
             left = end - time.monotonic()
             if news.completions or left <= 0 or call.parts.waiters.is_closed:
                 return news
-            try:
-                await asyncio.wait_for(answered.wait(), left)
-            except TimeoutError:
+            if not await within(answered, left):
                 return news
 
 
@@ -106,16 +109,13 @@ def cancel_future(call: Incoming) -> CancelFutureAnswer:
 
 async def _held(call: Call, request_id: RequestId, accept: str, limit: int | None) -> Response:
     """The answer, or a plea for patience after the time that a poll is held."""
-    with call.parts.waiters.expecting(request_id) as answered:
+    # Calls that began together would for ever end together, and answers would wait for all of them.
+    hold_s = call.settings.retrieve_hold_s * random.uniform(_SHORTEST_HOLD, 1.0)
+    if await call.parts.waiters.has_news(request_id, call.caller.reach, hold_s):
         response = await run_in_threadpool(_finished, call, request_id, accept, limit)
         if response is not None:
             return response
-        try:
-            await asyncio.wait_for(answered.wait(), call.settings.retrieve_hold_s)
-        except TimeoutError:
-            return await _try_again(call, request_id)
-        response = await run_in_threadpool(_finished, call, request_id, accept, limit)
-        return response or await _try_again(call, request_id)
+    return await _try_again(call, request_id)
 
 
 def _finished(call: Call, request_id: RequestId, accept: str, limit: int | None) -> Response | None:
