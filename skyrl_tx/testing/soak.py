@@ -23,9 +23,10 @@ from skyrl_tx.testing.soak_clients import TOKENS_A_SAMPLE, Arrival, Crowd
 
 HEADER = (
     "| minute | API MiB | engine MiB | database MiB | futures done | waiting | 5xx | failed "
-    "| wake-up p50 ms | p95 ms | load |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| wake-up p50 ms | p95 ms | clients' lag p95 ms | load |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 _LOOK_EVERY_S = 5.0
+_LAG_EVERY_S = 0.02
 _ARRIVALS_A_LOOK = 400
 
 
@@ -43,13 +44,16 @@ class Minute:
     """Lost connections included."""
     failures: Sequence[str]
     wakes_ms: Sequence[float]
+    lags_ms: Sequence[float]
+    """How late the clients' own loop was, which is part of each wake-up."""
     load: float
 
     def __str__(self) -> str:
         median, p95 = np.percentile(self.wakes_ms, [50, 95]) if self.wakes_ms else (np.nan, np.nan)
+        lag = np.percentile(self.lags_ms, 95)
         sizes = " | ".join(str(size >> 20) for size in (self.api_bytes, self.engine_bytes, self.database_bytes))
         counts = f"{self.num_done:,} | {self.num_waiting:,} | {self.num_5xx} | {len(self.failures)}"
-        return f"| {self.number:g} | {sizes} | {counts} | {median:.0f} | {p95:.0f} | {self.load:.1f} |"
+        return f"| {self.number:g} | {sizes} | {counts} | {median:.0f} | {p95:.0f} | {lag:.0f} | {self.load:.1f} |"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +116,9 @@ async def _minute(
     seen, end = crowd.seen, time.monotonic() + plan.row_s
     before, done, first_failure = seen.statuses.copy(), seen.num_done, len(seen.failures)
     wakes: list[float] = []
+    lags: list[float] = []
     while time.monotonic() < end:
-        await asyncio.sleep(min(_LOOK_EVERY_S, max(end - time.monotonic(), 0)))
+        lags += await _lags_ms(min(_LOOK_EVERY_S, max(end - time.monotonic(), 0)))
         if work.done():
             work.result()
         wakes += await asyncio.to_thread(_wakes_ms, plan, data_dir, seen.take_arrivals()[-_ARRIVALS_A_LOOK:])
@@ -128,8 +133,20 @@ async def _minute(
         num_5xx=sum(number for status, number in statuses.items() if status == 0 or status >= 500),
         failures=seen.failures[first_failure:],
         wakes_ms=wakes,
+        lags_ms=lags,
         load=os.getloadavg()[0],
     )
+
+
+async def _lags_ms(duration_s: float) -> list[float]:
+    """How late this loop comes to what it should do, again and again for a while."""
+    lags: list[float] = []
+    begun_at = due_at = time.monotonic()
+    while due_at < begun_at + duration_s:
+        due_at = time.monotonic() + _LAG_EVERY_S
+        await asyncio.sleep(_LAG_EVERY_S)
+        lags.append((time.monotonic() - due_at) * 1e3)
+    return lags
 
 
 def _wakes_ms(plan: Plan, data_dir: Path, arrivals: Sequence[Arrival]) -> list[float]:
