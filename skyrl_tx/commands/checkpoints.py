@@ -5,6 +5,7 @@ import time
 
 from sqlmodel import Session, col, or_, select
 
+from skyrl_tx.api.translate.checks import MAX_TTL_S
 from skyrl_tx.commands.place import CommandError, add_data_dir, find_checkpoint, free_files, opened
 from skyrl_tx.commands.table import Record, show, when
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
@@ -73,8 +74,8 @@ def _delete(arguments: argparse.Namespace) -> int:
 
 
 def _keep(arguments: argparse.Namespace) -> int:
-    if arguments.seconds is not None and arguments.seconds <= 0:
-        raise CommandError(f"--for {arguments.seconds}: must be above 0")
+    if arguments.seconds is not None and not 0 < arguments.seconds <= MAX_TTL_S:
+        raise CommandError(f"--for {arguments.seconds}: must be above 0, and at most {MAX_TTL_S} (ten years)")
     expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
     with opened(arguments) as store:
         paths = [CheckpointPath.parse(str(find_checkpoint(store, text).path)) for text in arguments.path]

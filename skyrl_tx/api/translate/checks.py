@@ -11,7 +11,7 @@ from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.errors import UserError
 
 _MIN_TTL_S = 3600
-_MAX_TTL_S = 10 * 365 * 24 * 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
 def require(condition: bool, message: str) -> None:
@@ -38,8 +38,8 @@ def finite_array(array: NumberArray, where: str) -> NumberArray:
 def ttl(seconds: int | None, where: str) -> int | None:
     """Return a lifetime between an hour and ten years; None is for ever."""
     require(
-        seconds is None or _MIN_TTL_S <= seconds <= _MAX_TTL_S,
-        f"{where} {seconds}: must be between {_MIN_TTL_S} (an hour) and {_MAX_TTL_S} (ten years), or absent",
+        seconds is None or _MIN_TTL_S <= seconds <= MAX_TTL_S,
+        f"{where} {seconds}: must be between {_MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years), or absent",
     )
     return seconds
 

@@ -132,6 +132,10 @@ def test_checkpoints_are_kept_and_deleted(data_dir, runs, capsys) -> None:
     (record,) = json.loads(skyrl_tx(capsys, *listing)[1])
     assert record["expires"] is not None
     assert "for ever" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
+    for seconds in ("0", "100000000000000"):  # longer than any calendar has days for
+        status, _, err = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", seconds, "--data-dir", data_dir)
+        assert status == 1 and f"--for {seconds}: must be above 0, and at most" in err
+    assert json.loads(skyrl_tx(capsys, *listing)[1])[0]["expires"] is None
     assert skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)[0] == 0
     assert json.loads(skyrl_tx(capsys, *listing)[1]) == []
     status, _, err = skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)
