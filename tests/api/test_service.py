@@ -36,6 +36,14 @@ def test_a_session_lives_until_it_is_finished(server: Server) -> None:
     assert late.status_code == 400 and "has finished" in late.json()["detail"]
 
 
+def test_metadata_that_is_no_text_is_shown_as_json(server: Server) -> None:
+    """As of runs, whose metadata the same client sends."""
+    told = {"a": "b", "step": 3, "flags": {"on": True, "of": [None]}}
+    session_id = server.post("create_session", tags=[], user_metadata=told).json()["session_id"]
+    shown = server.client.get(f"/api/v1/sessions/{session_id}").json()["user_metadata"]
+    assert shown == {"a": "b", "step": "3", "flags": '{"on":true,"of":[null]}'}
+
+
 def test_telemetry_of_any_shape_is_accepted(server: Server) -> None:
     assert server.post("telemetry", events=[{"a": 1}], session_id="sessionless-x").json() == {"status": "accepted"}
 

@@ -18,7 +18,7 @@ def _as_text(value: object) -> object:
     }
 
 
-RunMetadata = Annotated[dict[str, str] | None, BeforeValidator(_as_text)]
+Metadata = Annotated[dict[str, str] | None, BeforeValidator(_as_text)]
 
 
 class ModelAddress(WireModel):
@@ -33,7 +33,7 @@ class CreationAddress(WireModel):
 
     session_id: str
     model_seq_id: SeqId
-    user_metadata: RunMetadata = None
+    user_metadata: Metadata = None
 
 
 class SampleAddress(WireModel):

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from skyrl_tx.api.schemas.addresses import Metadata
 from skyrl_tx.api.schemas.base import Answer, WireModel
 
 
@@ -37,7 +38,7 @@ class CreateSessionRequest(WireModel):
     """A client process begins."""
 
     tags: list[str] = Field(default_factory=list[str])
-    user_metadata: dict[str, object] | None = None
+    user_metadata: Metadata = None
     sdk_version: str | None = None
     project_id: str | None = None
     display_name: str | None = None
