@@ -2,18 +2,21 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
+from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.testing.live_api import Server
+from skyrl_tx.testing.live_api import Server, live_api
 
 
 def test_flags_suit_every_release(server: Server) -> None:
@@ -82,15 +85,22 @@ def test_a_poll_outlasts_a_database_that_fails(server: Server, monkeypatch: pyte
     assert time.monotonic() - begun > 0.9, "the SDK asks again at once: the pause has to be ours"
 
 
-def test_one_commit_wakes_all_who_wait(server: Server) -> None:
-    model_id = server.model()
+@pytest.fixture
+def patient(settings: ApiSettings, tmp_path: Path) -> Iterator[Server]:
+    """A server that holds polls far longer than a wake takes on the busiest machine."""
+    with live_api(settings.model_copy(update={"data_dir": tmp_path, "retrieve_hold_s": 30.0})) as server:
+        yield server
+
+
+def test_one_commit_wakes_all_who_wait(patient: Server) -> None:
+    model_id = patient.model()
     num_waiting = 40
-    steps = [server.post("optim_step", model_id=model_id, adam_params={}) for _ in range(num_waiting)]
+    steps = [patient.post("optim_step", model_id=model_id, adam_params={}) for _ in range(num_waiting)]
     ids = [RequestId(step.json()["request_id"]) for step in steps]
     done = codec.encode(results.OptimStepOutput(metrics={}))
-    peer = Store.open(server.settings.data_dir, role="engine")
+    peer = Store.open(patient.settings.data_dir, role="engine")
     try:
-        with ThreadPoolExecutor(num_waiting) as pool, httpx.Client(base_url=server.url) as client:
+        with ThreadPoolExecutor(num_waiting) as pool, httpx.Client(base_url=patient.url) as client:
             polls = [
                 pool.submit(client.post, "/api/v1/retrieve_future", json={"request_id": request_id})
                 for request_id in ids
@@ -104,9 +114,9 @@ def test_one_commit_wakes_all_who_wait(server: Server) -> None:
             )
             finished = time.monotonic()
             answers = [poll.result() for poll in polls]
-        assert time.monotonic() - finished < 0.4
+        assert time.monotonic() - finished < 3.0, "woken, not let go after the hold"
         assert all(answer.json() == {"type": "optim_step", "metrics": {}} for answer in answers)
-        again = server.post("retrieve_future", request_id=ids[0])
+        again = patient.post("retrieve_future", request_id=ids[0])
         assert again.json() == answers[0].json(), "a lost answer can be had again"
     finally:
         peer.close()
