@@ -47,6 +47,7 @@ class PromptResult:
 
     `logprobs` float32 [T], NaN where not computed (position 0 always). `topk` has T rows, id 0 and -99999.0 where not
     computed. `targets` float32 [T-1, K], 0.0 in skipped cells. `alt_tokens` has T-1 rows of i.i.d. draws.
+    `cache_hit_tokens`: how much of the prompt was known from others.
     """
 
     logprobs: Float32Array | None = None
@@ -60,8 +61,8 @@ class PromptResult:
 class SampleDelta:
     """What one slice of decoding added to one sample: tokens int32 [n], logprobs float32 [n].
 
-    `stop_reason` None: the sample goes on. `prompt` comes with the first delta of index 0. `error` ends the whole
-    request: nothing more comes of any of its samples.
+    `stop_reason` None: the sample goes on. No tokens: its prompt is still being computed. `prompt` comes with the
+    first tokens of index 0. `error` ends the whole request: nothing more comes of any of its samples.
     """
 
     request_id: RequestId

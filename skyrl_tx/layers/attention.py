@@ -9,11 +9,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.flash_attention import flash_attention
+from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues
 
 DENSE_LENGTH = 64
 """Up to this many tokens all scores are held at once; beyond, blocks are faster and their memory grows as T only."""
+
+PAST_BLOCK = 256
+"""Keys of a block of what came before a chunk."""
 
 
 def causal_attention(
@@ -43,6 +46,43 @@ def dense_attention(
         visible_BTU &= jnp.arange(k_BKUH.shape[2]) >= start_BT[:, :, None]
     weights = jax.nn.softmax(jnp.where(visible_BTU[:, None, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v_BKUH.dtype), v_BKUH, preferred_element_type=jnp.float32)
+
+
+def extending_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, past: KeyValues, start: jax.Array
+) -> jax.Array:
+    """Return attention of the positions from `start` on over themselves and what came before, float32 [B, T, N, H].
+
+    `past` is one layer's [B, K, C, H], of which positions < `start` are seen; their own keys and values come beside
+    it. The past is read in blocks, as many as there are: time follows `start`, not C.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+    size = math.gcd(past.k.shape[2], PAST_BLOCK)
+
+    def fold(carry: Stats, k_BKUH: jax.Array, v_BKUH: jax.Array, visible_TU: jax.Array) -> Stats:
+        highest, total, out = carry
+        scores = jnp.where(visible_TU, _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH), LOWEST)
+        higher = jnp.maximum(highest, scores.max(-1))
+        weights, rescale = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+        added = jnp.einsum(
+            "bkgtu,bkuh->bkgth", weights.astype(v_BKUH.dtype), v_BKUH, preferred_element_type=jnp.float32
+        )
+        return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
+
+    def past_block(j: jax.Array, carry: Stats) -> Stats:
+        k_BKUH, v_BKUH = (jax.lax.dynamic_slice_in_dim(x, j * size, size, axis=2) for x in (past.k, past.v))
+        seen_U = j * size + jnp.arange(size) < start
+        # What was never written may be anything, and 0 * NaN is NaN.
+        return fold(carry, k_BKUH, jnp.where(seen_U[:, None], v_BKUH, 0), seen_U[None])
+
+    zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
+    carry = (jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros)
+    carry = jax.lax.fori_loop(0, (start + size - 1) // size, past_block, carry)
+    k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
+    _, total, out = fold(carry, k_BKTH, v_BKTH, jnp.tri(T, dtype=jnp.bool_))
+    return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
 def cached_attention(

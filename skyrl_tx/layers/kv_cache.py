@@ -19,7 +19,7 @@ AXES: tuple[Axis | None, ...] = ("layers", "batch", "kv_heads", None, "head_dim"
 
 @struct.dataclass
 class KeyValues:
-    """Keys (rotated) and values of every layer: a prefilled batch [L, B, K, T, H], or the cache [L, S, K, C, H]."""
+    """Keys (rotated) and values of every layer: of prompts [L, B, K, C, H], or the cache [L, S, K, C, H]."""
 
     k: jax.Array
     v: jax.Array
@@ -39,8 +39,8 @@ def allocate(
     return KeyValues(k=jnp.zeros(shape, dtype, device=sharding), v=jnp.zeros(shape, dtype, device=sharding))
 
 
-def insert(cache: KeyValues, prefilled: KeyValues, row_M: jax.Array, slot_M: jax.Array) -> KeyValues:
-    """Copy rows of a prefilled batch into slots, from position 0 on.
+def insert(cache: KeyValues, prompts: KeyValues, size: jax.Array, row_M: jax.Array, slot_M: jax.Array) -> KeyValues:
+    """Copy the first `size` positions of rows of `prompts` into slots, from position 0 on.
 
     One row may go to many slots (samples of one prompt). A slot number >= S writes nothing, so M can be padded.
     The rest of the slot is cleared: attention weighs positions not yet written with 0, and 0 * NaN of a former tenant
@@ -50,10 +50,20 @@ def insert(cache: KeyValues, prefilled: KeyValues, row_M: jax.Array, slot_M: jax
 
     def write(into: jax.Array, rows: jax.Array) -> jax.Array:
         rows = rows[:, row_M, :, :length].astype(into.dtype)
+        rows = jnp.where((jnp.arange(rows.shape[3]) < size)[:, None], rows, 0)
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, length - rows.shape[3]), (0, 0)))
         return into.at[:, slot_M].set(rows, mode="drop")
 
-    return KeyValues(k=write(cache.k, prefilled.k), v=write(cache.v, prefilled.v))
+    return KeyValues(k=write(cache.k, prompts.k), v=write(cache.v, prompts.v))
+
+
+def extend(cache: KeyValues, new: KeyValues, start: jax.Array) -> KeyValues:
+    """Write keys and values [L, B, K, T, H] of the positions from `start` on, all of which the cache must have."""
+
+    def write(into: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(into, rows.astype(into.dtype), start, axis=3)
+
+    return KeyValues(k=write(cache.k, new.k), v=write(cache.v, new.v))
 
 
 def append(cache: KeyValues, k_LSKH: jax.Array, v_LSKH: jax.Array, position_S: jax.Array) -> KeyValues:

@@ -9,13 +9,13 @@ slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, log
     target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, slope, inputs)
                                                                          -> log p, d hidden, d unembedding pair
     logits(params, hidden, adapter, adapter_B)                           -> [B, ..., V]
-    prefill(params, config, tokens_BT, adapter, adapter_B)               -> hidden [B, T, D], KeyValues [L, B, K, T, H]
+    extend(params, config, tokens_BT, start, past, adapter, adapter_B)   -> hidden [B, T, D], KeyValues [L, B, K, C, H]
     decode_step(params, config, token_S, position_S, cache, adapter, adapter_S, bucket=None)
                                                                          -> hidden [S, D], cache
     describe_params(config)                                              -> DecoderParams of Parameter
     adapter_shapes(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
 
-The cache is `kv_cache.allocate(...)`, filled by `kv_cache.insert(cache, prefilled, row_M, slot_M)`.
+Prompts and cache are `kv_cache.allocate(...)`; one goes into the other by `kv_cache.insert(cache, prompts, size, ...)`.
 Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
 """
 

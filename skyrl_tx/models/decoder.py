@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx.layers import kv_cache, logprobs
-from skyrl_tx.layers.attention import cached_attention, causal_attention
+from skyrl_tx.layers.attention import cached_attention, causal_attention, extending_attention
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, RowAdapter, RowAdapters, linear, select_rows
 from skyrl_tx.layers.mlp import gated_mlp
@@ -139,35 +139,7 @@ def forward(
 
     A row may hold several sequences, one behind the other: `start_BT` says where that of each position begins.
     """
-    hidden_BTD, _ = _run(params, config, tokens_BT, adapter, adapter_B, start_BT, remat=remat, keep_keys=False)
-    return hidden_BTD
-
-
-def prefill(
-    params: DecoderParams,
-    config: ModelConfig,
-    tokens_BT: jax.Array,
-    adapter: Adapter | None = None,
-    adapter_B: jax.Array | None = None,
-) -> tuple[jax.Array, KeyValues]:
-    """Return what `forward` returns, and every layer's keys and values [L, B, K, T, H]."""
-    hidden_BTD, keys = _run(params, config, tokens_BT, adapter, adapter_B, None, remat=False, keep_keys=True)
-    assert keys is not None
-    return hidden_BTD, keys
-
-
-def _run(
-    params: DecoderParams,
-    config: ModelConfig,
-    tokens_BT: jax.Array,
-    adapter: Adapter | None,
-    adapter_B: jax.Array | None,
-    start_BT: jax.Array | None,
-    *,
-    remat: bool,
-    keep_keys: bool,
-) -> tuple[jax.Array, KeyValues | None]:
-    dtype, layout = params.embed.dtype, params.layout
+    layout = params.layout
     position = jnp.arange(tokens_BT.shape[1])  # [T], or [B, T] where sequences begin within rows
     angles = config.rope.angles(position if start_BT is None else position - start_BT, config.head_dim)
 
@@ -175,13 +147,41 @@ def _run(
         x_BTD = layout.constrain(x_BTD, "batch", None, None)
         q_BTNH, k_BTKH, v_BTKH = _project_heads(x_BTD, layer, rows, config, angles)
         mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, start_BT, layout)
-        kept = KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2)) if keep_keys else None
-        return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), kept
+        return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), None
 
-    x_BTD = _embed(params, tokens_BT)
-    x_BTD, keys = _apply_layers(block, x_BTD, params.layers, config, adapter, adapter_B, remat=remat)
-    assert keys is None or keys.k.dtype == dtype
-    return layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None), keys
+    x_BTD, _ = _apply_layers(block, _embed(params, tokens_BT), params.layers, config, adapter, adapter_B, remat=remat)
+    return layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None)
+
+
+def extend(
+    params: DecoderParams,
+    config: ModelConfig,
+    tokens_BT: jax.Array,
+    start: jax.Array,
+    past: KeyValues,
+    adapter: Adapter | None = None,
+    adapter_B: jax.Array | None = None,
+) -> tuple[jax.Array, KeyValues]:
+    """Run the tokens at positions `start` (a scalar) and after, which see `past` [L, B, K, C, H] before it.
+
+    Return their hidden states [B, T, D], and `past` with their keys and values; it must have C >= `start` + T.
+    """
+    layout = params.layout
+    angles = config.rope.angles(start + jnp.arange(tokens_BT.shape[1]), config.head_dim)
+
+    def block(x_BTD: jax.Array, layer: LayerParams, rows: LayerAdapters, index: jax.Array):
+        x_BTD = layout.constrain(x_BTD, "batch", None, None)
+        q_BTNH, k_BTKH, v_BTKH = _project_heads(x_BTD, layer, rows, config, angles)
+        own = kv_cache.read_layer(past, index, past.k.shape[3])
+        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, own, start)
+        mixed_BTNH = layout.constrain(mixed_BTNH, "batch", None, "heads", None)
+        new = KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2))
+        return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), new
+
+    x_BTD, new = _apply_layers(block, _embed(params, tokens_BT), params.layers, config, adapter, adapter_B)
+    hidden_BTD = layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None)
+    past = kv_cache.extend(past, new, start)
+    return hidden_BTD, jax.tree.map(lambda leaf: layout.constrain(leaf, *kv_cache.AXES), past)
 
 
 def _attend(

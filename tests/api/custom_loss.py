@@ -1,11 +1,7 @@
-"""A client with torch: a loss of its own over two chunks, then a step; as a function, and as the SDK traces it.
-
-Prints what came of it as JSON.
-"""
+"""A client with torch: a loss of its own over two chunks, then a step. Prints what came of it as JSON."""
 
 import json
 import sys
-from typing import Any
 
 import numpy as np
 import tinker
@@ -27,17 +23,11 @@ def twice_the_loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tup
     return -2 * torch.stack([row.sum() for row in logprobs]).sum(), {"seen": float(len(data))}
 
 
-def traced(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The same for one datum, in the form that a server could run; this one has the client run it."""
-    loss = -2 * logprobs.sum()
-    return loss, {"custom/twice:sum": loss}
-
-
-def stepped_norm(service: tinker.ServiceClient, loss: Any = None) -> tuple[float, dict[str, float]]:
+def stepped_norm(service: tinker.ServiceClient, *, is_custom: bool) -> tuple[float, dict[str, float]]:
     training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=8, seed=1).result()
     data = [datum(1 + index % 7) for index in range(NUM_DATA)]
-    if loss is not None:
-        passed = training.forward_backward_custom(data, loss).result()
+    if is_custom:
+        passed = training.forward_backward_custom(data, twice_the_loss).result()
     else:
         passed = training.forward_backward(data, "cross_entropy").result()
     stepped = training.optim_step(types.AdamParams(learning_rate=0.01)).result()
@@ -45,19 +35,6 @@ def stepped_norm(service: tinker.ServiceClient, loss: Any = None) -> tuple[float
 
 
 with tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-local") as service:
-    norm, metrics = stepped_norm(service)
-    custom_norm, custom_metrics = stepped_norm(service, twice_the_loss)
-    handle = service.create_custom_loss(traced, input_ranks={"logprobs": 1}).result()
-    traced_norm, traced_metrics = stepped_norm(service, handle)
-print(
-    json.dumps(
-        {
-            "norm": norm,
-            "metrics": metrics,
-            "custom_norm": custom_norm,
-            "custom_metrics": custom_metrics,
-            "traced_norm": traced_norm,
-            "traced_metrics": traced_metrics,
-        }
-    )
-)
+    norm, metrics = stepped_norm(service, is_custom=False)
+    custom_norm, custom_metrics = stepped_norm(service, is_custom=True)
+print(json.dumps({"norm": norm, "metrics": metrics, "custom_norm": custom_norm, "custom_metrics": custom_metrics}))

@@ -1,6 +1,5 @@
 """A folder in which the cookbook finds, offline and under their public names, a model and all that its recipes read."""
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,13 +64,6 @@ class Workplace:
     def write_lines(self, name: str, rows: Sequence[Row]) -> None:
         """Write a file of one JSON object a line."""
         (self.root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def write_table(self, name: str, rows: Sequence[Row]) -> None:
-        """Write a table, its columns named in the first line."""
-        with (self.root / name).open("w", newline="") as file:
-            table = csv.DictWriter(file, fieldnames=list(rows[0]))
-            table.writeheader()
-            table.writerows(rows)
 
     def write_conversations(self, conversations: Sequence[Sequence[dict[str, str]]]) -> None:
         """Write the data set that sl_loop and sl_basic read."""
@@ -162,13 +154,6 @@ def furnish(place: Workplace) -> None:
     place.write_dataset("hicai-zju/SciKnowEval", test=[_exam(row) for row in questions])
     pages = [{"text": f"{row.text} {row.answer}"} for row in excerpt.train]
     place.write_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", train=pages * 10)
-    markets = [
-        _market(row, number, f"2025-{month}-{day:02}")
-        for month in ("09", "11")
-        for day in (3, 9)
-        for number, row in enumerate(questions[:4])
-    ]
-    place.write_table("forecasts.csv", markets)
     rubric = {
         "rubric_str": "Is it right?",
         "extraction_regex": "<score>(.*?)</score>",
@@ -198,21 +183,6 @@ def _exam(row: Question) -> dict[str, Any]:
         "question": row.text,
         "choices": {"label": ["A", "B"], "text": [right, "none"]},
         "answerKey": "A",
-    }
-
-
-def _market(row: Question, number: int, day: str) -> dict[str, Any]:
-    """A question of Prophet Arena, as forecasts are made of it: seen in the morning, settled at night."""
-    return {
-        "submission_id": f"{day}-{number}",
-        "event_ticker": f"EVENT-{day}-{number}",
-        "title": row.text,
-        "snapshot_time": f"{day}T06:00:00+00:00",
-        "close_time": f"{day}T22:00:00+00:00",
-        "market_outcome": json.dumps({"right": number % 2}),
-        "category": "Sums",
-        "markets": json.dumps(["right"]),
-        "sources": json.dumps([{"title": "A look at it", "summary": row.answer, "ranking": 1}]),
     }
 
 

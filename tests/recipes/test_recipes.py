@@ -65,19 +65,6 @@ def self_distilled(metrics: Metrics) -> None:
     assert values(metrics, "unclipped_grad_l2:mean")[0] > 0
 
 
-def forecast(metrics: Metrics) -> None:
-    """Rollouts were trained on, on policy, and the validation half was forecast before and after."""
-    on_policy(metrics)
-    assert len(values(metrics, "test/env/all/brier_reward")) >= 2
-
-
-def decided(metrics: Metrics) -> None:
-    """A loss of its own on the probabilities of two answers went down; samples scored them before and after."""
-    losses = values(metrics, "train/loss")
-    assert len(losses) >= 4 and losses[-1] < losses[0]
-    assert len(values(metrics, "test/brier_reward")) >= 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One of the cookbook's programs: its module, what is cut down, and what its metrics must show.
@@ -172,19 +159,6 @@ RECIPES = {
         arguments=("group_size=2", "batch_size=1", "max_tokens=8", "max_steps=1", NO_EVALS),
         check=on_policy,
     ),
-    "forecasting": Recipe(
-        module="forecasting.train",
-        arguments=(
-            *("data_path=forecasts.csv", "renderer_name=qwen3", "groups_per_batch=4", "group_size=4"),
-            *("validation_group_size=2", "max_tokens=16", "max_steps=1"),
-        ),
-        check=forecast,
-    ),
-    "decisions": Recipe(
-        module="decisions.forecasting",
-        arguments=("data_path=forecasts.csv", "batch_size=4", "learning_rate=1e-2", "epochs=4"),
-        check=decided,
-    ),
     "rl_numerics_check": Recipe(
         module="rl_numerics_check.train",
         arguments=("group_size=2", "groups_per_batch=1", "max_tokens=32", "max_trajectory_tokens=4096", "max_steps=1"),
@@ -248,19 +222,6 @@ def test_a_chat(furnished: Any, long_server: str, taught: str) -> None:
         stdin="What is 4 + 5?\nn\nWhat is 2 + 2?\nquit\n",
     )
     assert said.count("Assistant: ") == 2 and "Error" not in said and "Goodbye" in said
-
-
-def test_a_decision(furnished: Any, long_server: str, taught: str) -> None:
-    """The probability of each of four answers, out of one prompt that scores the tokens for all of them at once."""
-    said = furnished.run_module(
-        "recipes.decisions.demo",
-        long_server,
-        *(f"model_name={MODEL_NAME}", f"model_path={taught.replace('/weights/', '/sampler_weights/')}"),
-        stdin="How do I pay?\n\n",
-    )
-    probabilities = json.loads(said[said.index("{") : said.rindex("}") + 1])
-    assert set(probabilities) == {"billing", "sdk", "console", "cookbook"}
-    assert sum(probabilities.values()) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_evaluations(furnished: Any, long_server: str, taught: str) -> None:

@@ -75,8 +75,14 @@ class JaxBackend(AbstractBackend):
         self._is_started = True
         capabilities = self._capabilities()
         if config.warmup:
-            tokens, num_rows = self._memory.plan.micro_batch_tokens, layout.num_shards("batch")
-            warm_up(self, config, capabilities.max_context_length, tokens, num_rows)
+            warm_up(
+                self,
+                config,
+                self._sampler,
+                max_length=capabilities.max_context_length,
+                micro_batch_tokens=self._memory.plan.micro_batch_tokens,
+                num_rows=layout.num_shards("batch"),
+            )
         return capabilities
 
     def close(self) -> None:
@@ -210,7 +216,7 @@ class JaxBackend(AbstractBackend):
             devices=(f"{device.device_kind} ({device.platform})",) * len(devices),
             max_models=config.max_lora_adapters,
             max_samplers=config.max_sampler_adapters,
-            max_sample_tokens=config.max_sample_tokens,
+            max_sample_tokens=self._sampler.room.tokens,
             max_pass_tokens=config.max_pass_tokens,
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
@@ -225,7 +231,8 @@ class JaxBackend(AbstractBackend):
                 "mesh": str(config.mesh),
                 "micro_batch_tokens": str(self._memory.plan.micro_batch_tokens),
                 "remat": str(self._memory.plan.remat),
-                "sample_slots": f"{config.sample_slots} of {config.max_sample_tokens} tokens",
+                "sample_slots": f"{config.sample_slots} of {self._sampler.room.tokens} tokens",
+                "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },
             base_model_hash=hf.identity(self._directory, with_weights=config.load_format == "auto"),
@@ -238,8 +245,7 @@ def configure_jax(config: JaxConfig) -> None:
     if config.compile_cache_dir is not None:
         config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
-        # JAX leaves out what takes less than a second, which every process would compile anew.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # JAX's own second leaves too much out
 
 
 def _own(source: Snapshot) -> checkpoint.AdapterSnapshot:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 def _default_compile_cache() -> Path:
@@ -82,11 +82,36 @@ class JaxConfig(BaseModel):
         default=16, gt=0, description="Frozen adapters resident for sampling at once, the base model not counted."
     )
     sample_slots: int = Field(default=32, gt=0, description="Samples that are decoded side by side.")
-    max_sample_tokens: int = Field(
-        default=65536, gt=0, description="Prompt and new tokens in the key/value cache at once, over all samples."
+    max_sample_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Prompt and new tokens in the key/value cache at once, over all samples. Unset: what the device's "
+        "memory allows, at most 65536 on CPU. Another value, other shapes.",
+    )
+    prefix_cache_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens of prompts that are kept for those that begin alike; 0: none. Unset: a quarter of "
+        "max_sample_tokens.",
     )
     decode_slice_tokens: int = Field(
         default=16, gt=0, description="Tokens decoded for each sample before training gets its turn."
     )
-    prefill_tokens: int = Field(default=2048, gt=0, description="Prompt tokens computed at once, padding included.")
+    prefill_tokens: int = Field(
+        default=2048,
+        gt=0,
+        description="Prompt tokens computed before running samples get their turn, padding included.",
+    )
+    prefill_chunk_tokens: int = Field(
+        default=256,
+        ge=32,
+        description="Prompt tokens computed at once, a power of two. Prompts that begin alike share whole chunks.",
+    )
     max_topk_logprobs: int = Field(default=20, ge=0, description="Largest top-k of log-probabilities to report.")
+
+    @field_validator("prefill_chunk_tokens")
+    @classmethod
+    def _is_power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} is not a power of two")
+        return value

@@ -1,8 +1,9 @@
-"""The jitted half of sampling: prefill a prompt, insert its keys into slots, decode a slice. The host half: sampler.py.
+"""The jitted half of sampling: extend a prompt by a chunk, insert it into slots, decode a slice. The host: sampler.py.
 
-Legend: S decode slots, T prompt positions (a bucket), M first tokens, N steps of a slice, D embed, V vocab, K top-k.
+Legend: S decode slots, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k.
 
-Shapes depend on the config and two buckets: the prompt's length, and how much of the cache is read. All else is data.
+Shapes depend on the config and a few sizes: of a chunk, of a prompt's room, and of what is read of the cache. All else
+is data.
 """
 
 from functools import partial
@@ -31,47 +32,66 @@ class SliceRows:
     wants_topk: jax.Array  # bool scalar
 
 
-def take_adapter(pool: Adapter | None, slot: jax.Array) -> Adapter | None:
+def take_adapter(pool: Adapter | None, place: jax.Array) -> Adapter | None:
     """Return one adapter of the pool, to be shared by all rows; None of None: the base model."""
-    return None if pool is None else jax.tree.map(lambda leaf: leaf[slot], pool)
+    return None if pool is None else jax.tree.map(lambda leaf: leaf[place], pool)
 
 
-@partial(jax.jit, static_argnames="config")
-def prefill(
-    params: DecoderParams, config: ModelConfig, pool: Adapter | None, slot: jax.Array, token_T: jax.Array
-) -> tuple[jax.Array, KeyValues]:
-    """Run one prompt, padded at its right: hidden states [T, D], keys and values [L, 1, K, T, H]."""
-    hidden_1TD, keys = models.prefill(params, config, token_T[None], take_adapter(pool, slot))
-    return hidden_1TD[0], keys
+@partial(jax.jit, static_argnames="config", donate_argnames="keys")
+def extend(
+    params: DecoderParams,
+    config: ModelConfig,
+    pool: Adapter | None,
+    place: jax.Array,
+    token_T: jax.Array,
+    start: jax.Array,
+    last: jax.Array,
+    keys: KeyValues,
+) -> tuple[jax.Array, jax.Array, KeyValues]:
+    """Run a chunk of one prompt, padded at its right, after the `start` tokens that have keys [L, 1, K, C, H].
+
+    Return its hidden states [T, D], that at `last` alone [1, D], and the keys with its own.
+    """
+    hidden_1TD, keys = models.extend(params, config, token_T[None], start, keys, take_adapter(pool, place))
+    return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), keys
+
+
+@partial(jax.jit, static_argnames="room")
+def copy_prompt(keys: KeyValues, *, room: int) -> KeyValues:
+    """Return a copy of `room` positions, so that others may go on from what a prompt begins with."""
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        kept = leaf[:, :, :, :room]
+        return jnp.pad(kept, ((0, 0), (0, 0), (0, 0), (0, room - kept.shape[3]), (0, 0)))
+
+    return jax.tree.map(copy, keys)
 
 
 @partial(jax.jit, static_argnames="max_topk")
 def draw_first(
     params: DecoderParams,
     pool: Adapter | None,
-    slot: jax.Array,
-    hidden_TD: jax.Array,
-    last: jax.Array,
+    place: jax.Array,
+    last_1D: jax.Array,
     draws: DrawParams,
     wants_topk: jax.Array,
     *,
     max_topk: int,
 ) -> Drawn:
-    """Draw the first token of M samples of one prompt, whose last position is `last`."""
-    hidden_1D = jax.lax.dynamic_slice_in_dim(hidden_TD, last, 1)
-    logits_1V = models.logits(params, hidden_1D, take_adapter(pool, slot))
+    """Draw the first token of M samples of one prompt from its last hidden state."""
+    logits_1V = models.logits(params, last_1D, take_adapter(pool, place))
     M = draws.index_S.shape[0]
     logits_MV = jnp.broadcast_to(logits_1V, (M, logits_1V.shape[1]))
     return draw(logits_MV, draws, jnp.zeros(M, jnp.int32), max_topk=max_topk, wants_topk=wants_topk)
 
 
 @partial(jax.jit, donate_argnames="cache")
-def insert(cache: KeyValues, prefilled: KeyValues, slot_S: jax.Array, count: jax.Array) -> KeyValues:
-    """Copy one prompt's keys and values into the first `count` of these slots, one at a time: no second cache."""
+def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot_S: jax.Array, count: jax.Array) -> KeyValues:
+    """Copy one prompt of `size` tokens into the first `count` of these slots, one at a time: no second cache."""
     row_1 = jnp.zeros(1, jnp.int32)
 
     def one(i: jax.Array, cache: KeyValues) -> KeyValues:
-        return kv_cache.insert(cache, prefilled, row_1, jax.lax.dynamic_slice_in_dim(slot_S, i, 1))
+        return kv_cache.insert(cache, prompt, size, row_1, jax.lax.dynamic_slice_in_dim(slot_S, i, 1))
 
     return jax.lax.fori_loop(0, count, one, cache)
 

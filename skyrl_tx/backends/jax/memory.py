@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch has and what it keeps for its gradient: chosen from a model of the device's memory.
+"""How many tokens are computed and kept at once, in training and in sampling: from a model of the device's memory.
 
 What the backward pass keeps is not guessed: the forward pass is traced without being run, at two lengths, and the
 arrays that it hands on are counted. The difference is what a token costs; weights, handed on whole, fall out of it.
@@ -6,6 +6,7 @@ arrays that it hands on are counted. The difference is what a token costs; weigh
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from skyrl_tx.layers.lora import Adapter, AdapterWeights
 
 UNKNOWN_MEMORY_TOKENS = 2048  # of a micro-batch where the device does not tell its memory, as no CPU does
 SHARE = 0.5  # of what is free beside weights and cache; the rest is for adapters, moments, prompts and fragmentation
+SAMPLE_SHARE = 0.4  # of what is free beside weights, for the keys and values of samples
+UNKNOWN_SAMPLE_TOKENS = 65536  # in the cache where the device does not tell its memory, if the host has that much
 FEWEST, MOST = 256, 16384  # tokens of each device in a micro-batch
 ENOUGH = 4096  # with that many and no second computation of layers, a device has enough to do
 RANK = 32  # tinker/lib/public_interfaces/service_client.py, create_lora_training_client
@@ -41,6 +44,14 @@ class MemoryPlan:
             tokens //= 2
         if not self.remat:
             yield replace(self, remat=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRoom:
+    """Positions that have keys and values at once, on all devices together: of samples, and of prompts kept aside."""
+
+    tokens: int
+    prefix_tokens: int
 
 
 class Memory:
@@ -111,6 +122,42 @@ def free_bytes(params: models.DecoderParams) -> int | None:
             return None
         found.append(stats["bytes_limit"] - stats["bytes_in_use"])
     return min(found)
+
+
+def sample_room(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleRoom:
+    """Return the room for samples, and say why; the flags, where given, have the last word.
+
+    To be asked once weights are on the device. Never more than all slots could use.
+    """
+    layout, dtype = params.layout, params.embed.dtype
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    shards = layout.num_shards("batch") * math.gcd(layout.num_shards("kv_heads"), model.num_kv_heads)
+    free = free_bytes(params)
+    most = config.sample_slots * (config.max_context_length or model.max_context_length)
+    if free is None:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - sum(
+            leaf.nbytes for leaf in jax.tree.leaves(params)
+        )
+        most = min(most, UNKNOWN_SAMPLE_TOKENS)
+        shards = 1  # all devices are this host
+    fitting = int(SAMPLE_SHARE * max(free, 0) / token * shards)
+    tokens = config.max_sample_tokens or max(min(_rounded_down(fitting), most), 1)
+    told = " (as told)" if config.max_sample_tokens else ""
+    log.info(
+        "samples of %d tokens at once%s: %.1f GiB are free, a token takes %.1f KiB",
+        tokens,
+        told,
+        free / 2**30,
+        token / 2**10,
+    )
+    prefix_tokens = tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens
+    return SampleRoom(tokens, prefix_tokens)
+
+
+def _rounded_down(size: int) -> int:
+    """Return `size` to three bits, so that a little less memory at the next start makes no other shapes."""
+    step = 1 << max(size.bit_length() - 3, 0)
+    return size // step * step
 
 
 def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:

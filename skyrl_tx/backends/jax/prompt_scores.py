@@ -1,8 +1,9 @@
 """What a request asks about its prompt: log-probabilities, top-k, given targets, alternative tokens.
 
-Legend: T prompt positions (a bucket), P positions of a window, Q targets of each, J alternatives, D embed, V vocab.
+Legend: T tokens of a chunk, P positions of a window, Q targets of each, J alternatives, D embed, V vocab.
 
-Row i speaks of the token at position i + 1. All comes from the prefill's hidden states, one window of logits at a time.
+Row i speaks of the token at position i + 1. All comes from the prompt's hidden states, chunk by chunk, one window of
+logits at a time.
 """
 
 from functools import partial
@@ -16,6 +17,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import sampling
 from skyrl_tx.backends.jax.buckets import next_power
 from skyrl_tx.backends.jax.decode import take_adapter
+from skyrl_tx.backends.jax.sample_rows import seed_words
 from skyrl_tx.contract.arrays import Float32Array, Int64Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions
@@ -43,9 +45,10 @@ class Window:
 def score_window(
     params: DecoderParams,
     pool: Adapter | None,
-    slot: jax.Array,
+    place: jax.Array,
     hidden_TD: jax.Array,
     start: jax.Array,
+    row: jax.Array,
     target_PQ: jax.Array,
     seed_2: jax.Array,
     temperature: jax.Array,
@@ -53,16 +56,19 @@ def score_window(
     max_topk: int,
     max_alt: int,
 ) -> Window:
-    """Score the rows from `start` on: targets and top-k at temperature 1, `max_alt` draws at the request's own."""
+    """Score P rows: targets and top-k at temperature 1, `max_alt` draws at the request's own.
+
+    The first is row number `row` of the prompt, and `start` of these hidden states.
+    """
     P = target_PQ.shape[0]
     hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
-    logits_PV = models.logits(params, hidden_PD, take_adapter(pool, slot))
+    logits_PV = models.logits(params, hidden_PD, take_adapter(pool, place))
     log_total_P = jax.nn.logsumexp(logits_PV, axis=-1)
     topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, jnp.ones(P), log_total_P, max_topk, jnp.bool_(True))
     scaled_PV = sampling.scale(logits_PV, jnp.broadcast_to(temperature, P))
     weight_PV, scaled_total_P = sampling.weights(scaled_PV)
     greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
-    seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), start + jnp.arange(P, dtype=jnp.int32)
+    seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), row + jnp.arange(P, dtype=jnp.int32)
 
     def draw_one(j: jax.Array) -> tuple[jax.Array, jax.Array]:
         number_P = sampling.uniform(seed_P2, jnp.broadcast_to(sampling.PROMPT_INDEX - j, P), row_P)
@@ -79,69 +85,74 @@ def score_window(
     )
 
 
-def score_prompt(
-    params: DecoderParams,
-    pool: Adapter | None,
-    slot: int,
-    hidden_TD: jax.Array,
-    request: SampleRequest,
-    seed_2: np.ndarray,
-    *,
-    max_topk: int,
-) -> PromptResult:
-    """Answer `request.options` about the prompt from its hidden states, in windows of one shape."""
-    options, num_rows = request.options, request.prompt.size - 1
-    first = 0 if options.last_n is None else max(0, num_rows - options.last_n)
-    target_TQ = _targets(request, hidden_TD.shape[0])
-    window = min(WINDOW, hidden_TD.shape[0])
-    starts = range(0 if _wants_every_row(options) else first, num_rows, window)
-    # The last window may reach back into its predecessor: those rows are computed twice, with equal results.
-    starts = [min(start, hidden_TD.shape[0] - window) for start in starts]
-    windows = [
-        score_window(
-            params,
-            pool,
-            np.int32(slot),
-            hidden_TD,
-            np.int32(start),
-            target_TQ[start : start + window],
-            seed_2,
-            np.float32(request.params.temperature),
-            max_topk=max_topk if options.topk else 0,
-            max_alt=next_power(options.alt_tokens_k) if options.alt_tokens_k else 0,
-        )
-        for start in starts
-    ]
-    rows = _join(windows, starts, hidden_TD.shape[0], window)
-    return _result(rows, options, first, num_rows)
+class PromptScores:
+    """The answer to `request.options` about a prompt, gathered chunk by chunk."""
+
+    def __init__(self, params: DecoderParams, request: SampleRequest, *, max_topk: int) -> None:
+        self._params = params
+        self._request = request
+        self._seed_2 = seed_words(request.params.seed)
+        self._max_topk = max_topk if request.options.topk else 0
+        self._target_TQ = _targets(request)
+        self._num_rows = request.prompt.size - 1
+        last_n = request.options.last_n
+        self._first = 0 if last_n is None else max(0, self._num_rows - last_n)
+        self._windows: dict[int, Window] = {}  # by its first row
+
+    def add(self, pool: Adapter | None, place: int, hidden_TD: jax.Array, start: int) -> None:
+        """Score the rows from `start` on, whose hidden states these are; in windows, of which few shapes exist."""
+        options, window = self._request.options, min(WINDOW, hidden_TD.shape[0])
+        needed = 0 if _wants_every_row(options) else self._first
+        for begin in range(0, hidden_TD.shape[0], window):
+            row = start + begin
+            if row >= self._num_rows or row + window <= needed:
+                continue
+            target_PQ = self._target_TQ[row : row + window]
+            self._windows[row] = score_window(
+                self._params,
+                pool,
+                np.int32(place),
+                hidden_TD,
+                np.int32(begin),
+                np.int32(row),
+                np.pad(target_PQ, ((0, window - target_PQ.shape[0]), (0, 0))),
+                self._seed_2,
+                np.float32(self._request.params.temperature),
+                max_topk=self._max_topk,
+                max_alt=next_power(options.alt_tokens_k) if options.alt_tokens_k else 0,
+            )
+
+    def result(self) -> PromptResult:
+        """Return the answer, once all chunks were added."""
+        return _result(_join(self._windows, self._num_rows), self._request.options, self._first, self._num_rows)
 
 
 def _wants_every_row(options: PromptOptions) -> bool:
     return options.target_tokens is not None or options.alt_tokens_k > 0
 
 
-def _targets(request: SampleRequest, length: int) -> np.ndarray:
-    """Return int32 [length, Q]: the next token, then the given targets; Q a power of two, to keep shapes few."""
+def _targets(request: SampleRequest) -> np.ndarray:
+    """Return int32 [rows, Q]: the next token, then the given targets; Q a power of two, to keep shapes few."""
     given = request.options.target_tokens
     num_given = 0 if given is None else given.shape[1]
-    padded = np.zeros((length, next_power(1 + num_given)), np.int32)
-    padded[: request.prompt.size - 1, 0] = request.prompt[1:]
+    padded = np.zeros((request.prompt.size - 1, next_power(1 + num_given)), np.int32)
+    padded[:, 0] = request.prompt[1:]
     if given is not None:
         padded[: given.shape[0], 1 : 1 + num_given] = np.maximum(given, 0)
     return padded
 
 
-def _join(windows: list[Window], starts: list[int], length: int, window: int) -> Window | None:
+def _join(windows: dict[int, Window], num_rows: int) -> Window | None:
     if not windows:
         return None
 
     def join(*parts: np.ndarray) -> np.ndarray:
-        joined = np.zeros((length, *parts[0].shape[1:]), parts[0].dtype)
-        for start, part in zip(starts, parts, strict=True):
-            joined[start : start + window] = part
+        joined = np.zeros((num_rows, *parts[0].shape[1:]), parts[0].dtype)
+        for row, part in zip(windows, parts, strict=True):
+            joined[row : row + part.shape[0]] = part[: num_rows - row]
         return joined
 
-    return jax.tree.map(join, *jax.device_get(windows))
+    return jax.tree.map(join, *jax.device_get(list(windows.values())))
 
 
 def _result(rows: Window | None, options: PromptOptions, first: int, num_rows: int) -> PromptResult:

@@ -1,21 +1,21 @@
 """Run every common shape once, so that no request waits for a compiler.
 
-Common is: one target per position, the SDK's default rank, every length of a micro-batch; and in sampling every prompt
-length, number of samples, shape of the cache and stretch of it, from the base model, from an adapter, and from both
-at once, with the prompt's log-probabilities. What else may be asked of prompts is compiled when it is.
+Common is: one target per position, the SDK's default rank, every length of a micro-batch; and in sampling every chunk
+of a prompt, number of samples, shape of the cache and stretch of it, from the base model, from an adapter, and from
+both at once, with the prompt's log-probabilities. What else may be asked of prompts is compiled when it is.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from skyrl_tx.backends.jax.buckets import bucket
+from skyrl_tx.backends.jax.buckets import ascending
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.packing import SHORTEST, micro_batch_length
-from skyrl_tx.backends.jax.sampler import FIRST_ROWS
-from skyrl_tx.backends.jax.slots import CacheShape, cache_shape
+from skyrl_tx.backends.jax.packing import micro_batch_length
+from skyrl_tx.backends.jax.prefill import chunk_sizes
+from skyrl_tx.backends.jax.sampler import FIRST_ROWS, Sampler
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
@@ -28,7 +28,13 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(
-    backend: AbstractBackend, config: JaxConfig, max_length: int, micro_batch_tokens: int, num_rows: int = 1
+    backend: AbstractBackend,
+    config: JaxConfig,
+    sampling: Sampler,
+    *,
+    max_length: int,
+    micro_batch_tokens: int,
+    num_rows: int = 1,
 ) -> None:
     """Train and sample once in every shape, in rows side by side, with a model that is gone afterwards."""
     began = time.monotonic()
@@ -42,10 +48,9 @@ def warm_up(
         backend.forward_backward(batch)
         num_shapes += 1
     backend.optim_step(model, OptimizerParams())
-    for batch in _first_draws(sampler, max_length):
+    for batch in _first_draws(sampler, min(config.prefill_chunk_tokens, max_length)):
         backend.sample(batch)
-    for batch in _decodings(sampler, config, max_length):
-        _decode(backend, batch)
+    sampling.rehearse(sampler)
     backend.drop_sampler(sampler)
     backend.delete_model(model)
     log.info("warm-up: %d training shapes, and sampling, in %.1f s", num_shapes, time.monotonic() - began)
@@ -53,58 +58,17 @@ def warm_up(
 
 def training_lengths(budget: int, max_length: int) -> Iterator[int]:
     """Yield the most tokens that a row of each length holds."""
-    return _ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
+    return ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
 
 
-def _first_draws(sampler: SamplerId, max_length: int) -> Iterator[PreparedSampleBatch]:
-    """Yield requests for one new token each, which need no slot: of every prompt length and number of first rows."""
-    for length in _prompt_lengths(max_length):
+def _first_draws(sampler: SamplerId, chunk: int) -> Iterator[PreparedSampleBatch]:
+    """Yield requests for one new token each, which need no slot: of every chunk and number of first rows."""
+    for length in chunk_sizes(chunk):
         for each in (None, sampler):
             for num_samples in FIRST_ROWS:
                 yield PreparedSampleBatch(
                     requests=(_sample_request(each, length - 1, 1, num_samples, PromptOptions(logprobs=True)),)
                 )
-
-
-def _decodings(sampler: SamplerId, config: JaxConfig, max_length: int) -> Iterator[PreparedSampleBatch]:
-    """Yield requests of every prompt length in every shape of the cache, by which every stretch of it is read."""
-
-    def shape(needed: int) -> CacheShape:
-        return cache_shape(
-            needed, num_slots=config.sample_slots, max_tokens=config.max_sample_tokens, max_length=max_length
-        )
-
-    for cache_length in _ascending(lambda size: shape(size).length, max_length):
-        for length in _prompt_lengths(cache_length):
-            prompt = max(1, length - 2)
-            new = cache_length - prompt
-            alone = [(_sample_request(each, prompt, new, 1),) for each in (None, sampler)]
-            # More than there are slots for: so some tile has samples of both, and each slot looks up its own.
-            num_slots = shape(cache_length).num_slots
-            together = [_sample_request(None, prompt, new, 1), _sample_request(sampler, prompt, new, num_slots)]
-            for requests in (*alone, tuple(together)):
-                yield PreparedSampleBatch(requests=requests)
-
-
-def _decode(backend: AbstractBackend, batch: PreparedSampleBatch) -> None:
-    """Sample until all of a batch have been decoded side by side, and give them up then."""
-    backend.begin_sample(batch)
-    for _ in range(len(batch.requests) + 1):  # one prompt is prefilled in a step, at least
-        backend.step_sample()
-    backend.cancel_sample([request.request_id for request in batch.requests])
-
-
-def _prompt_lengths(max_length: int) -> Iterator[int]:
-    return _ascending(lambda size: bucket(size, SHORTEST), max_length)
-
-
-def _ascending(rounded_up: Callable[[int], int], last: int) -> Iterator[int]:
-    """Yield every length that sizes are rounded up to, and at last the greatest size."""
-    length = rounded_up(1)
-    while length < last:
-        yield length
-        length = rounded_up(length + 1)
-    yield last
 
 
 def _training_batch(model: ModelId, num_tokens: int, max_length: int, num_rows: int = 1) -> PreparedModelPassBatch:

@@ -12,12 +12,18 @@ from skyrl_tx import models
 from skyrl_tx.layers import kv_cache
 
 forward = jax.jit(models.forward, static_argnames=("config", "remat"))
-prefill = jax.jit(models.prefill, static_argnames="config")
+extend = jax.jit(models.extend, static_argnames="config")
 decode_step = jax.jit(models.decode_step, static_argnames=("config", "bucket"))
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (rows, length), dtype=np.int32)
+
+
+def prefill(params, config, x, adapter=None, rows=None, *, length: int = 16):
+    """Run whole rows into empty prompts."""
+    shape = (config.num_layers, x.shape[0], config.num_kv_heads, length, config.head_dim)
+    return extend(params, config, x, np.int32(0), kv_cache.allocate(*shape, params.embed.dtype), adapter, rows)
 
 
 def stack(*adapters):
@@ -76,7 +82,9 @@ def test_decoding_equals_the_whole_row(each_family):
     _, prefilled = prefill(each_family.params, config, x[:, :6], slots, jnp.array([1, 0]))
     shape = (config.num_layers, 3, config.num_kv_heads, 20, config.head_dim)
     cache = kv_cache.KeyValues(k=jnp.full(shape, jnp.nan), v=jnp.full(shape, jnp.nan))
-    cache = kv_cache.insert(cache, prefilled, jnp.array([0, 1, 0, 1]), jnp.array([2, 0, 1, 3]))  # slot 3: nowhere
+    cache = kv_cache.insert(
+        cache, prefilled, jnp.int32(6), jnp.array([0, 1, 0, 1]), jnp.array([2, 0, 1, 3])
+    )  # slot 3: nowhere
     rows, slot_adapters = np.array([1, 0, 0]), jnp.array([0, 1, 1])
     for position in range(6, 14):
         positions = jnp.full(3, position)
@@ -86,13 +94,29 @@ def test_decoding_equals_the_whole_row(each_family):
         np.testing.assert_allclose(hidden, whole[rows, position], atol=1e-5)
 
 
+@pytest.mark.parametrize("chunks", [(20, 20), (16, 3, 21), (1, 32, 7)])
+def test_chunk_by_chunk_equals_the_whole_row(each_family, chunks):
+    config, first = each_family.config, each_family.adapter(1)
+    slots, rows = stack(jax.tree.map(np.zeros_like, first), first), jnp.array([1, 0])
+    x = tokens(2, sum(chunks))
+    whole = forward(each_family.params, config, x, slots, rows)
+    shape = (config.num_layers, 2, config.num_kv_heads, 64, config.head_dim)
+    past = kv_cache.KeyValues(k=jnp.full(shape, jnp.nan), v=jnp.full(shape, jnp.nan))  # what is not written is not seen
+    start = 0
+    for size in chunks:
+        chunk = np.pad(x[:, start : start + size], ((0, 0), (0, 32 - size)))
+        hidden, past = extend(each_family.params, config, chunk, np.int32(start), past, slots, rows)
+        np.testing.assert_allclose(hidden[:, :size], whole[:, start : start + size], atol=1e-5)
+        start += size
+
+
 def test_slots_decode_at_positions_of_their_own(loaded):
     config = loaded.config
     x = tokens(2, 10)
     whole = forward(loaded.params, config, x)
     _, prefilled = prefill(loaded.params, config, x)  # all ten: what lies past a slot's position must not be seen
     cache = kv_cache.allocate(config.num_layers, 2, config.num_kv_heads, 12, config.head_dim, jnp.float32)
-    cache = kv_cache.insert(cache, prefilled, jnp.array([0, 1]), jnp.array([0, 1]))
+    cache = kv_cache.insert(cache, prefilled, jnp.int32(10), jnp.array([0, 1]), jnp.array([0, 1]))
     positions = jnp.array([3, 7])
     hidden, cache = decode_step(loaded.params, config, x[[0, 1], [3, 7]], positions, cache)
     np.testing.assert_allclose(hidden, whole[np.array([0, 1]), np.array([3, 7])], atol=1e-5)
@@ -159,7 +183,7 @@ def test_bfloat16_weights_keep_float32_results(loaded):
     assert 0 < float(error) < 0.03  # activations are rounded to 8 bits of mantissa at each product, sums are not
 
     cache = kv_cache.allocate(2, 2, loaded.config.num_kv_heads, 12, loaded.config.head_dim, jnp.bfloat16)
-    cache = kv_cache.insert(cache, prefilled, jnp.array([0, 1]), jnp.array([0, 1]))
+    cache = kv_cache.insert(cache, prefilled, jnp.int32(10), jnp.array([0, 1]), jnp.array([0, 1]))
     decoded, cache = decode_step(low, loaded.config, x[:, 9], jnp.array([9, 9]), cache, adapter)
     assert decoded.dtype == jnp.float32 and cache.k.dtype == jnp.bfloat16
     assert float(jnp.abs(decoded - expected[:, 9]).max() / jnp.abs(expected).max()) < 0.03

@@ -7,10 +7,20 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import packing, passes, training
+from skyrl_tx.backends.jax import memory, packing, passes, training
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import RANK, UNKNOWN_MEMORY_TOKENS, Costs, MemoryPlan, choose, costs_of, plan_for
+from skyrl_tx.backends.jax.memory import (
+    RANK,
+    UNKNOWN_MEMORY_TOKENS,
+    Costs,
+    MemoryPlan,
+    SampleRoom,
+    choose,
+    costs_of,
+    plan_for,
+    sample_room,
+)
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
@@ -54,6 +64,28 @@ def test_layers_computed_twice_keep_less(tiny):
     costs = costs_of(tiny.params, tiny.config)
     hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
     assert hidden < costs.token_with_remat < costs.token
+
+
+def test_room_for_samples_follows_the_memory_and_flags_have_the_last_word(tiny, monkeypatch):
+    config = tiny.config
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+
+    def room(free: int, **settings) -> SampleRoom:
+        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        return sample_room(JaxConfig(max_context_length=1024, **settings), tiny.params, config)
+
+    assert room(10_000 * token) == room(10_100 * token) == SampleRoom(3584, 896)  # 4,000 to three bits
+    assert room(10_000_000 * token) == SampleRoom(32 * 1024, 8 * 1024)  # more than all slots use is no gain
+    assert room(0) == SampleRoom(1, 0)
+    assert room(10_000 * token, max_sample_tokens=9999) == SampleRoom(9999, 2499)
+    assert room(10_000 * token, prefix_cache_tokens=0) == SampleRoom(3584, 0)
+
+
+def test_room_for_samples_without_a_word_of_the_device(tiny, caplog):
+    with caplog.at_level("INFO"):
+        assert sample_room(JaxConfig(max_context_length=65536), tiny.params, tiny.config).tokens == 65536
+        assert sample_room(JaxConfig(max_context_length=64), tiny.params, tiny.config).tokens == 32 * 64
+    assert "samples of 65536 tokens at once" in caplog.text
 
 
 @pytest.mark.slow

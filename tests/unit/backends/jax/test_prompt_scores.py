@@ -8,19 +8,19 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import prompt_scores
-from skyrl_tx.backends.jax.prompt_scores import NOT_COMPUTED, score_prompt
-from skyrl_tx.backends.jax.sample_rows import seed_words
+from skyrl_tx.backends.jax.prompt_scores import NOT_COMPUTED, PromptScores
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 
 BUCKET = 64
+CHUNK = 32
 forward = jax.jit(models.forward, static_argnames="config")
 
 
 @pytest.fixture
 def score(tiny, monkeypatch):
-    """Score a prompt in windows of 16 of its 64 positions."""
+    """Score a prompt in chunks of 32 of its 64 positions, and those in windows of 16."""
     monkeypatch.setattr(prompt_scores, "WINDOW", 16)
 
     def run(prompt, temperature=1.0, seed=0, **options):
@@ -34,7 +34,10 @@ def score(tiny, monkeypatch):
         )
         padded = np.pad(prompt, (0, BUCKET - prompt.size))
         hidden = forward(tiny.params, tiny.config, padded[None])[0]
-        result = score_prompt(tiny.params, None, 0, hidden, request, seed_words(seed), max_topk=4)
+        scores = PromptScores(tiny.params, request, max_topk=4)
+        for start in range(0, prompt.size, CHUNK):
+            scores.add(None, 0, hidden[start : start + CHUNK], start)
+        result = scores.result()
         logits = np.asarray(models.logits(tiny.params, hidden))[: prompt.size - 1]
         return result, partial(log_softmax, logits)
 
