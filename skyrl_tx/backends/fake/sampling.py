@@ -59,9 +59,10 @@ def choose(logits_V: Floats, params: SamplingParams, draw: np.random.Generator) 
     probabilities_V = np.exp(scaled_logprobs(logits_V, params.temperature))
     order = np.argsort(-probabilities_V, kind="stable")
     keep = len(order) if params.top_k <= 0 else min(params.top_k, len(order))
-    # The nucleus: the likeliest tokens until their sum reaches top_p, at least one.
+    order = order[:keep]
+    # The nucleus of what is left: the likeliest tokens until their sum reaches top_p, at least one.
     before = np.cumsum(probabilities_V[order]) - probabilities_V[order]
-    kept = order[:keep][before[:keep] < params.top_p]
+    kept = order[before < params.top_p * probabilities_V[order].sum()]
     weights = probabilities_V[kept]
     return int(draw.choice(kept, p=weights / weights.sum()))
 

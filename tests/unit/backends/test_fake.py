@@ -7,6 +7,7 @@ from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.backends.fake.bigram import fresh_adapter, gradient, log_softmax, logits
 from skyrl_tx.backends.fake.config import FakeConfig
 from skyrl_tx.backends.fake.losses import LOSSES
+from skyrl_tx.backends.fake.sampling import choose
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import LoraSpec, PromptOptions, SamplingParams
@@ -95,3 +96,12 @@ def test_prompt_questions():
     assert found.topk.token_ids.tolist() == [[0, 0], [0, 0], [3, 0], [4, 0]]
     assert found.topk.logprobs[0].tolist() == [-99999.0, -99999.0]
     assert found.alt_tokens.token_ids.tolist() == [[2] * 3, [3] * 3, [4] * 3]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(-1, 0.5, {0, 1}), (2, 0.6, {0}), (2, 0.7, {0, 1})])
+def test_the_nucleus_is_that_of_what_top_k_leaves(top_k, top_p, kept):
+    """Of 0.4, 0.2, 0.2, 0.2 two are left by top-k: 2/3 and 1/3."""
+    probabilities = np.log(np.array([0.4, 0.2, 0.2, 0.2]))
+    params = SamplingParams(seed=0, top_k=top_k, top_p=top_p)
+    drawn = {choose(probabilities, params, np.random.default_rng(seed)) for seed in range(60)}
+    assert drawn == kept
