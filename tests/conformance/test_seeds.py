@@ -1,0 +1,165 @@
+"""One seed gives one output: alone, in company, and from a backend that was started anew from the same files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
+from skyrl_tx.testing.tiny_models import write_model
+
+NUM_PROMPTS, NUM_SAMPLES, NEW = 240, 2, 20
+SLOTS = 16
+ADAPTER = SamplerId("adapter")
+pytestmark = pytest.mark.slow
+
+Samples = dict[tuple[RequestId, int], tuple[list[int], np.ndarray]]
+
+
+def start(model: Path, *, slots: int = SLOTS, dtype: str = "float32") -> JaxBackend:
+    config = JaxConfig(
+        compile_cache_dir=None,
+        dtype=dtype,
+        max_lora_rank=4,
+        max_sampler_adapters=1,
+        sample_slots=slots,
+        max_sample_tokens=slots * 128,
+        max_topk_logprobs=0,
+    )
+    backend = JaxBackend(str(model), config)
+    backend.start()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[Path, Path]:
+    """A model, and an adapter whose B is not zero."""
+    model = write_model(tmp_path_factory.mktemp("model"), std=0.2)
+    directory = tmp_path_factory.mktemp("adapter")
+    backend = start(model)
+    backend.create_model(ModelId("m"), ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+    snapshot = backend.capture(ModelId("m"), {StatePart.WEIGHTS})
+    snapshot.write(directory)
+    backend.close()
+    make_it_act(directory / "adapter_model.safetensors")
+    return model, directory
+
+
+def make_it_act(file: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors, draw = load_file(file), np.random.default_rng(0)
+    save_file(
+        {
+            name: 0.1 * draw.standard_normal(tensor.shape).astype(np.float32) if ".lora_B." in name else tensor
+            for name, tensor in tensors.items()
+        },
+        file,
+    )
+
+
+def opened(files: tuple[Path, Path], **options) -> JaxBackend:
+    model, adapter = files
+    backend = start(model, **options)
+    backend.load_sampler(ADAPTER, backend.open_snapshot(adapter))
+    return backend
+
+
+def asked() -> list[SampleRequest]:
+    """Prompts of many lengths, no two alike at the start; every other one is for the adapter."""
+    draw = np.random.default_rng(7)
+    return [
+        SampleRequest(
+            request_id=RequestId(f"r{number}"),
+            sampler=ADAPTER if number % 2 else None,
+            prompt=np.append(number, draw.integers(2, 256, draw.integers(2, 30))).astype(np.int32),
+            num_samples=NUM_SAMPLES,
+            params=SamplingParams(seed=number % 50, max_tokens=NEW, eos_stops=False, temperature=0.9),
+            options=PromptOptions(),
+        )
+        for number in range(NUM_PROMPTS)
+    ]
+
+
+def sample(backend: JaxBackend, *batches: Sequence[SampleRequest]) -> Samples:
+    """Each batch alone, its requests together."""
+    tokens: dict[tuple[RequestId, int], list[int]] = {}
+    logprobs: dict[tuple[RequestId, int], list[float]] = {}
+    for batch in batches:
+        backend.begin_sample(PreparedSampleBatch(requests=tuple(batch)))
+        while deltas := backend.step_sample():
+            for delta in deltas:
+                assert delta.error is None
+                tokens.setdefault((delta.request_id, delta.index), []).extend(delta.tokens.tolist())
+                logprobs.setdefault((delta.request_id, delta.index), []).extend(delta.logprobs.tolist())
+    return {where: (tokens[where], np.array(logprobs[where], np.float32)) for where in tokens}
+
+
+@pytest.fixture(scope="module")
+def alone(files) -> Samples:
+    backend = opened(files)
+    drawn = sample(backend, *[[request] for request in asked()])
+    backend.close()
+    assert len(drawn) == NUM_PROMPTS * NUM_SAMPLES
+    return drawn
+
+
+def difference(some: Samples, others: Samples) -> tuple[float, float]:
+    """The share of tokens that are others, until each sample's first such, and the largest distance up to there."""
+    flips, seen, largest = 0, 0, 0.0
+    for where, (tokens, logprobs) in some.items():
+        same = np.equal(tokens, others[where][0])
+        until = NEW if same.all() else int(same.argmin())
+        flips += until < NEW
+        seen += min(until + 1, NEW)
+        if until:
+            largest = max(largest, float(np.abs(logprobs[:until] - others[where][1][:until]).max()))
+    return flips / seen, largest
+
+
+def test_samples_of_a_request_differ(alone):
+    for request in asked():
+        assert alone[request.request_id, 0][0] != alone[request.request_id, 1][0]
+
+
+def test_after_a_restart_each_bit_is_the_same(files, alone):
+    backend = opened(files)
+    again = sample(backend, *[[request] for request in asked()[:60]])
+    backend.close()
+    for where, (tokens, logprobs) in again.items():
+        assert tokens == alone[where][0] and logprobs.tobytes() == alone[where][1].tobytes()
+
+
+def test_in_company_the_tokens_are_the_same(files, alone):
+    backend, requests = opened(files), asked()
+    together = sample(backend, requests)
+    turned = sample(backend, requests[::-1])
+    backend.close()
+    for got in (together, turned):
+        flips, largest = difference(alone, got)
+        assert flips == 0.0 and largest < 1e-5
+
+
+@pytest.mark.parametrize("slots", [4, 32])
+def test_other_slot_counts_stay_within_rounding(files, alone, slots):
+    backend = opened(files, slots=slots)
+    flips, largest = difference(alone, sample(backend, asked()))
+    backend.close()
+    assert flips < 1e-3 and largest < 1e-5
+
+
+def test_in_bfloat16_a_token_is_seldom_another(files):
+    """What a sample's own logprobs say is compared with what the same weights give in another decode shape."""
+    results = []
+    for slots in (SLOTS, 32):
+        backend = opened(files, slots=slots, dtype="bfloat16")
+        results.append(sample(backend, asked()))
+        backend.close()
+    flips, largest = difference(*results)
+    assert flips < 0.01 and largest < 0.2
