@@ -1,0 +1,111 @@
+"""A mixture of experts through the backend: memory modes, targets and the largest rank."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import ALL_PARTS
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.models.adapters import EXPERT_TARGETS
+from skyrl_tx.testing.tiny_models import write_model
+
+MODEL, AGAIN = ModelId("m"), ModelId("again")
+MAX_RANK = 48  # more than an expert is wide
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model of one dense and one sparse layer."""
+    experts = {"mlp_only_layers": [0]}
+    return write_model(tmp_path_factory.mktemp("model"), "Qwen3MoeForCausalLM", std=0.2, experts=experts)
+
+
+def start(directory: Path, *, remat: bool = False) -> JaxBackend:
+    config = JaxConfig(
+        compile_cache_dir=None,
+        remat=remat,
+        max_lora_rank=MAX_RANK,
+        max_lora_adapters=2,
+        micro_batch_tokens=64,
+        sample_slots=1,
+        max_sample_tokens=64,
+    )
+    backend = JaxBackend(str(directory), config)
+    backend.start()
+    return backend
+
+
+def batch(model_id: ModelId, seed: int) -> PreparedModelPassBatch:
+    draw = np.random.default_rng(seed)
+    return PreparedModelPassBatch(
+        examples=tuple(
+            PassExample(
+                request_id=RequestId("r"),
+                model_id=model_id,
+                tokens=draw.integers(0, 256, length, dtype=np.int32),
+                loss="cross_entropy",
+                loss_inputs={
+                    "target_tokens": draw.integers(0, 256, length, dtype=np.int32),
+                    "weights": draw.random(length, np.float32),
+                },
+                loss_config={},
+            )
+            for length in (30, 19, 11)
+        )
+    )
+
+
+def train(backend: JaxBackend, lora: LoraSpec) -> None:
+    """Take one step, after which no B is zero, and leave another gradient behind."""
+    backend.create_model(MODEL, ModelSpec(lora=lora))
+    backend.forward_backward(batch(MODEL, 0))
+    backend.optim_step(MODEL, OptimizerParams(learning_rate=0.01, eps=1.0))
+    backend.forward_backward(batch(MODEL, 1))
+
+
+@pytest.mark.slow
+def test_layers_computed_twice_give_the_same_gradient(directory: Path) -> None:
+    found = []
+    for remat in (False, True):
+        backend = start(directory, remat=remat)
+        train(backend, LoraSpec(rank=4, seed=1))
+        found.append(backend.capture(MODEL, ALL_PARTS).gradient)
+        backend.close()
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[0]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+
+
+def test_experts_that_are_not_trained_stay_as_they_are(directory: Path) -> None:
+    backend = start(directory)
+    train(backend, LoraSpec(rank=4, seed=1, train_mlp=False))
+    held = backend.capture(MODEL, ALL_PARTS)
+    for name, pair in held.weights.items():
+        is_expert = name in EXPERT_TARGETS or name in ("gate_proj", "up_proj", "down_proj")
+        for part in (pair.a, pair.b, held.gradient[name].a, held.gradient[name].b):
+            assert bool(np.any(part)) != is_expert, name
+    backend.close()
+
+
+@pytest.mark.slow
+def test_the_largest_rank_trains_and_comes_back_to_the_last_bit(directory: Path, tmp_path: Path) -> None:
+    backend = start(directory)
+    lora = LoraSpec(rank=MAX_RANK, seed=1)
+    train(backend, lora)
+    backend.capture(MODEL, ALL_PARTS).write(tmp_path)
+    backend.restore(AGAIN, ModelSpec(lora=lora), backend.open_snapshot(tmp_path), ALL_PARTS)
+    stepped = [backend.optim_step(each, OptimizerParams(learning_rate=0.01)) for each in (MODEL, AGAIN)]
+    assert stepped[0] == stepped[1] and stepped[0]["unclipped_grad_l2:mean"] > 0
+    results = [backend.forward_backward(batch(each, 2)) for each in (MODEL, AGAIN)]
+    for mine, again in zip(*results, strict=True):
+        np.testing.assert_array_equal(mine.logprobs, again.logprobs)
+        assert np.isfinite(mine.logprobs).all()
+    one, other = (backend.capture(each, ALL_PARTS) for each in (MODEL, AGAIN))
+    for part in ("weights", "optimizer", "gradient"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(one, part), getattr(other, part))
+    backend.close()
