@@ -62,6 +62,10 @@ class LossInputs:
         difference = jnp.where(where, self.target_logprobs, 0.0) - jnp.where(where, self.sampling_logprobs, 0.0)
         return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
+    def counted_log_ratio(self) -> jax.Array:
+        """Return l - q where the position counts, and 0 elsewhere."""
+        return self.log_ratio(self.counts)
+
     def sum_sequences(self, x_BT: jax.Array) -> jax.Array:
         """Return, at each position, the sum of `x_BT` over the sequence there: [B, T], or [B, 1] of whole rows."""
         if (start_BT := self.start_BT) is None:
@@ -108,6 +112,7 @@ class LossOutput:
 
 
 LossFunction = Callable[[LossInputs, LossConfig], jax.Array]
+LogRatio = Callable[[LossInputs], jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +124,8 @@ class Loss:
     is_policy_gradient: bool = True
     is_local: bool = True
     """Whether a position's loss follows from that position's log-probability and inputs alone."""
+    clipped_log_ratio: LogRatio = LossInputs.counted_log_ratio
+    """The logarithm of what the thresholds bound, if it has any: the ratio of tokens, or one of whole sequences."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -156,12 +163,15 @@ class Loss:
     def _policy_means(self, x: LossInputs, config: LossConfig) -> dict[str, Mean]:
         """Return mean ratio, share of clipped ratios and distance to the sampler, over the positions that count."""
         x = jax.lax.stop_gradient(x)
-        log_ratio = x.log_ratio(x.counts)
-        ratio = jnp.exp(log_ratio)
-        values = {"ratio": ratio, "kl_to_sampler": -log_ratio}  # q - l on samples of q estimates KL(sampler || model)
-        if "clip_high_threshold" in self.columns:
-            low = config["clip_low_threshold"] if "clip_low_threshold" in self.columns else 0.0
-            values["clip_fraction"] = ((ratio < low) | (ratio > config["clip_high_threshold"])).astype(jnp.float32)
+        log_ratio = x.counted_log_ratio()
+        low = config["clip_low_threshold"] if "clip_low_threshold" in self.columns else 0.0
+        high = config["clip_high_threshold"] if "clip_high_threshold" in self.columns else jnp.inf
+        bounded = jnp.exp(self.clipped_log_ratio(x))
+        values = {
+            "ratio": jnp.exp(log_ratio),
+            "kl_to_sampler": -log_ratio,  # q - l on samples of q estimates KL(sampler || model)
+            "clip_fraction": ((bounded < low) | (bounded > high)).astype(jnp.float32),
+        }
         count_BT = x.counts.astype(jnp.float32)
         return {
             name: Mean(total_BT=jnp.where(x.counts, value, 0.0), count_BT=count_BT) for name, value in values.items()

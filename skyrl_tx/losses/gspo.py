@@ -35,4 +35,5 @@ GSPO = Loss(
     ),
     function=gspo,
     is_local=False,
+    clipped_log_ratio=sequence_log_ratio,
 )

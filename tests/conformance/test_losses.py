@@ -150,6 +150,35 @@ def test_what_does_not_count_never_spoils_the_rest(name, extreme):
     assert np.isfinite(gradient).all() and gradient[0, 2] == 0
 
 
+@pytest.mark.parametrize("zero", ["weights", "advantages"])
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy"}))
+@pytest.mark.parametrize("extreme", [-1e30, -np.inf])
+def test_zero_advantage_or_weight_is_finite_at_any_logprob(name, extreme, zero):
+    """Also where a penalty, or a sequence's ratio, still sees the position."""
+    logp, inputs = batch(B=1)
+    for value in inputs.values():
+        value[0, 2] = 1.0
+    inputs[zero][0, 2], logp[0, 2] = 0.0, extreme
+    given = jnp.asarray(logp, jnp.float32)
+    output = evaluate(name, given, inputs, CONFIGS[name])
+    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs, CONFIGS[name]).loss_BT.sum())(given)
+    assert np.isfinite(output.loss_BT).all() and np.isfinite(gradient).all() and gradient[0, 2] == 0
+    assert all(np.isfinite(mean.total_BT).all() and mean.count_BT[0, 2] == 0 for mean in output.means.values())
+    assert zero == "advantages" or output.loss_BT[0, 2] == 0
+
+
+def test_the_defaults_are_those_that_are_documented():
+    assert {name: dict(loss.spec.config) for name, loss in LOSSES.items()} == {
+        "cross_entropy": {},
+        "importance_sampling": {},
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": 0.05},
+        "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "stable_reinforce": {"clip_high_threshold": 2.0, "kl_coeff": 0.0},
+    }
+
+
 @pytest.mark.parametrize("extreme", [-1e30, -np.inf])
 def test_stable_reinforce_without_a_penalty_ignores_sampled_positions_of_no_advantage(extreme):
     logp, inputs = batch(B=1)
@@ -193,6 +222,24 @@ def test_metrics_add_up_over_counting_positions():
     assert mean["kl_to_sampler"] == pytest.approx((inputs["logprobs"] - logp)[counts].mean(), rel=1e-4)
     assert mean["clip_fraction"] == pytest.approx(((ratio < 0.7) | (ratio > 1.4))[counts].mean())
     np.testing.assert_array_equal(output.means["ratio"].count_BT.sum(1), counts.sum(1))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_policy_gradient_reports_ratio_clipping_and_distance(name):
+    logp, inputs = batch()
+    means = evaluate(name, jnp.asarray(logp, jnp.float32), inputs).means
+    expected = set() if name == "cross_entropy" else {"ratio", "clip_fraction", "kl_to_sampler"}
+    assert means.keys() == expected
+    if name in ("importance_sampling", "dro"):
+        assert not means["clip_fraction"].total_BT.any(), "there is nothing that clips"
+
+
+def test_gspo_counts_the_sequences_that_it_clips():
+    logp = jnp.array([[-1.0, -1.0], [-1.0, -1.0]])
+    inputs = {key: np.ones((2, 2)) for key in ("weights", "advantages", "sequence_ratio_mask")}
+    inputs["logprobs"] = np.array([[-2.0, 0.0], [-2.0, -1.0]])  # ratios e and 1/e cancel; e and 1 do not
+    clipped = evaluate("gspo", logp, inputs).means["clip_fraction"]
+    np.testing.assert_array_equal(clipped.total_BT, [[0, 0], [1, 1]])
 
 
 def test_rows_use_their_own_config_without_compiling_again():
