@@ -65,7 +65,7 @@ def _import(arguments: argparse.Namespace) -> int:
         artifact = artifacts_of(arguments.data_dir).create(write, {"kind": "weights", "base_model": base.name})
         training, sampler = store.write(lambda tx: _record(tx, artifact, base, spec, owner, name))
     print(f"imported {directory}")
-    print(f"  to train on:    {training}")
+    print(f"  to train on:    {training} (without optimizer moments: create_training_client_from_state)")
     print(f"  to sample from: {sampler}")
     return 0
 

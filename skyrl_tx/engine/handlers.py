@@ -171,7 +171,8 @@ def _save_weights(room: Room, work: Work, request: SaveWeights) -> None:
 
 def _check_free(room: Room, path: CheckpointPath, request: SaveWeights) -> None:
     if not request.overwrite and room.store.read(lambda tx: checkpoints.get(tx, path, time.time())) is not None:
-        raise UserError(f"path {path.name!r}: {path} exists already; choose another name or pass overwrite")
+        way_out = "pass overwrite" if path.kind is CheckpointKind.TRAINING else "delete it first"
+        raise UserError(f"path {path.name!r}: {path} exists already; choose another name or {way_out}")
 
 
 def _as_user_error(error: Exception) -> Exception:

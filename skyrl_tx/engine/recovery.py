@@ -149,9 +149,13 @@ class Recovery:
         return snapshot
 
     def load(self, model_id: ModelId, request: requests.LoadWeights, spec: ModelSpec) -> None:
-        """Put a training checkpoint into a model."""
+        """Put a training checkpoint into a model; raises UserError naming its path when it does not fit."""
         parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.optimizer else {StatePart.WEIGHTS}
-        self._backend.restore(model_id, spec, self.open(request.artifact_id), parts)
+        source = self.open(request.artifact_id)
+        try:
+            self._backend.restore(model_id, spec, source, parts)
+        except UserError as error:
+            raise UserError(f"path {request.path!r}: {error.message}") from error
 
     def _replay(self, model_id: ModelId, work: Work, *, failed: bool) -> None:
         match work.request:

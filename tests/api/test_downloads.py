@@ -162,7 +162,7 @@ def test_names_are_taken_once_and_repetitions_are_one_save(trained: tinker.Train
     done = house.server.result(first)
     assert done["type"] == "save_weights_external" and isinstance(done["size_bytes"], int)
     taken = house.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=51)
-    assert "exists already" in str(house.server.result(taken)["error"])
+    assert "exists already; choose another name or delete it first" in str(house.server.result(taken)["error"])
 
 
 def test_each_kind_has_its_use(

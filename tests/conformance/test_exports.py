@@ -79,6 +79,8 @@ def travel(folder: Path, data_dir: Path) -> dict[str, list[float]]:
         for name, path in imported.items():
             outputs[name] = said(service.create_sampling_client(model_path=path).result())
         start = imported["attention"].replace("/sampler_weights/", "/weights/")
+        with pytest.raises(tinker.RequestFailedError, match=f"path '{start}': .*holds no optimizer"):
+            service.create_training_client_from_state_with_optimizer(start).result()
         further = train(service.create_training_client_from_state(start).result())
         fresh = train(service.create_lora_training_client(NAME, rank=8, seed=1).result())
         for name, client in (("further", further), ("fresh", fresh)):
