@@ -66,7 +66,7 @@ class JaxConfig(BaseModel):
         default=None,
         gt=0,
         description="Tokens computed at once in training, padding included, on all devices; bounds memory. Unset: what "
-        "the device's memory allows, 2048 on CPU. Another value, other bits.",
+        "the device's memory allows, 1024 on CPU. Another value, other bits.",
     )
     max_pass_tokens: int = Field(
         default=65536, gt=0, description="Tokens of all requests that one training pass should take together."

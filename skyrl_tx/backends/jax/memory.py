@@ -18,7 +18,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 
-UNKNOWN_MEMORY_TOKENS = 2048  # of a micro-batch where the device does not tell its memory, as no CPU does
+UNKNOWN_MEMORY_TOKENS = 1024  # of a micro-batch where the device does not tell its memory, as no CPU does
 SHARE = 0.5  # of what is free beside weights and cache; the rest is for adapters, moments, prompts and fragmentation
 SAMPLE_SHARE = 0.4  # of what is free beside weights, for the keys and values of samples
 UNKNOWN_SAMPLE_TOKENS = 65536  # in the cache where the device does not tell its memory, if the host has that much
