@@ -18,6 +18,7 @@ from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.engine.process import ExitCode, run_engine
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.garbage import collect_seldom
 from skyrl_tx.huge_pages import ask_for_huge_pages
 from skyrl_tx.listening import CannotServe
 from skyrl_tx.logs import LogLevel, configure_logging
@@ -25,6 +26,7 @@ from skyrl_tx.store.errors import StoreError, StoreInUse
 
 log = logging.getLogger(__name__)
 
+_FULL_COLLECTION_AFTER = 20
 _MEANING = {
     ExitCode.CANNOT_START: "the engine cannot start, for the reason above",
     ExitCode.LOST: "the engine lost what it worked with",
@@ -152,6 +154,7 @@ def _child(launch: EngineLaunch, parent: Connection) -> None:
 
 
 def _run(launch: EngineLaunch, on_ready: Callable[[EngineReady], None], *, second_signal_exits: bool) -> ExitCode:
+    collect_seldom(full_after=_FULL_COLLECTION_AFTER)
     return run_engine(
         launch.settings,
         find_backend(launch.backend),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from skyrl_tx import __version__, engine_process
 from skyrl_tx.api.server import ApiServer
 from skyrl_tx.engine_process import EngineLaunch, EngineProcess, EngineReady
+from skyrl_tx.garbage import collect_seldom
 from skyrl_tx.listening import CannotServe, listen, url_of
 from skyrl_tx.settings import ServerSettings
 from skyrl_tx.store import checkpoints, futures, keys, models
@@ -29,7 +29,8 @@ _LONGEST_DELAY_S = 15.0
 _DATABASE_AGAIN_S = 0.5
 _OTHER_GONE_S = 3.0
 """How long an engine that was killed a moment ago may still seem to be there."""
-_GARBAGE_THRESHOLDS = (10_000, 20, 1_000)
+_FULL_COLLECTION_AFTER = 1_000
+"""As good as never: calls that wait leave no cyclic garbage, and other calls do not last."""
 
 
 class SupervisedApi(ApiServer):
@@ -170,17 +171,6 @@ async def serve_both(api: SupervisedApi, listener: socket.socket, engine: Engine
         raise CannotServe("the API could not start; the log above says why")
 
 
-def _collect_seldom() -> None:
-    """Look for cyclic garbage less often, and never again among what lives as long as the process.
-
-    A full collection goes through all calls that wait: with ten thousand of them, the usual thresholds made it half of
-    the API's work, and every answer waited for it.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
-
-
 def serve(settings: ServerSettings) -> int:
     """Serve until a signal; raises CannotServe."""
     with (
@@ -198,7 +188,7 @@ def serve(settings: ServerSettings) -> int:
             on_ready=lambda ready: _greet(settings, ready, url_of(listener)),
             has_progressed=lambda since: store.read(lambda tx: futures.any_answered_since(tx, since)),
         )
-        _collect_seldom()
+        collect_seldom(full_after=_FULL_COLLECTION_AFTER)
         asyncio.run(serve_both(SupervisedApi(settings, store), listener, keeper))
     return 0
 
@@ -210,7 +200,7 @@ def run_api(settings: ServerSettings) -> int:
         contextlib.closing(_open_store(settings)) as store,
     ):
         log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url_of(listener), settings.data_dir)
-        _collect_seldom()
+        collect_seldom(full_after=_FULL_COLLECTION_AFTER)
         asyncio.run(serve_both(SupervisedApi(settings, store), listener, None))
     return 0
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Query, Request
 
 from skyrl_tx.api.backpressure import SampleBudget
@@ -21,6 +22,8 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import Store
 
+_READERS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
@@ -36,6 +39,8 @@ class ApiContext:
     sample_budget: SampleBudget
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     recall: Recall = field(default_factory=Recall)
+    reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
+    """Results are read and written out so many at a time: hundreds that come at once would else all be last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import time
 from http import HTTPStatus
 from typing import Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
@@ -112,7 +113,7 @@ async def _held(call: Call, request_id: RequestId, accept: str, limit: int | Non
     # Calls that began together would for ever end together, and answers would wait for all of them.
     hold_s = call.settings.retrieve_hold_s * random.uniform(_SHORTEST_HOLD, 1.0)
     if await call.parts.waiters.has_news(request_id, call.caller.reach, hold_s):
-        response = await run_in_threadpool(_finished, call, request_id, accept, limit)
+        response = await to_thread.run_sync(_finished, call, request_id, accept, limit, limiter=call.parts.reading)
         if response is not None:
             return response
     return await _try_again(call, request_id)
