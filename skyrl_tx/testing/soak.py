@@ -66,6 +66,8 @@ class Plan:
     step_delay_s: float = 0.03
     slots: int = 2
     """Samples that are drawn at once."""
+    pass_tokens: int = 4096
+    """Tokens of the passes that are answered together; each has 4, so that by default all models' passes are."""
     row_s: float = 60.0
     """Time that a row tells of."""
     database_url: str | None = None
@@ -77,6 +79,7 @@ class Plan:
         flags += ["--backend-config.step-delay-s", str(self.step_delay_s)]
         flags += ["--backend-config.max-sample-tokens", str(self.slots * TOKENS_A_SAMPLE)]
         flags += ["--backend-config.max-models", str(self.num_sessions)]
+        flags += ["--backend-config.max-pass-tokens", str(self.pass_tokens)]
         return [*flags, "--database-url", self.database_url] if self.database_url is not None else flags
 
 
@@ -176,6 +179,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=plan.num_sessions)
     parser.add_argument("--futures", type=int, default=plan.num_futures, help="that wait at once")
     parser.add_argument("--step-delay-s", type=float, default=plan.step_delay_s, help="of the fake backend")
+    parser.add_argument("--pass-tokens", type=int, default=plan.pass_tokens, help="of passes that run together")
     parser.add_argument("--database-url", help="a database of PostgreSQL; by default a file")
     told = parser.parse_args()
     print(HEADER, flush=True)
@@ -185,6 +189,7 @@ def main() -> None:
             num_sessions=told.sessions,
             num_futures=told.futures,
             step_delay_s=told.step_delay_s,
+            pass_tokens=told.pass_tokens,
             database_url=told.database_url,
         )
     )
