@@ -49,17 +49,17 @@ def dense_attention(
 
 
 def extending_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, past: KeyValues, start: jax.Array
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, past: KeyValues, layer: jax.Array, start: jax.Array
 ) -> jax.Array:
     """Return attention of the positions from `start` on over themselves and what came before, float32 [B, T, N, H].
 
-    `past` is one layer's [B, K, C, H], of which positions < `start` are seen; their own keys and values come beside
-    it. The past is read in blocks, as many as there are: time follows `start`, not C.
+    `past` is all layers' [L, B, K, C, H], of which positions < `start` are seen; their own keys and values come beside
+    it. The past is read in blocks, as many as there are: time follows `start`, not C, and nothing of it is copied.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
-    size = math.gcd(past.k.shape[2], PAST_BLOCK)
+    size = math.gcd(past.k.shape[3], PAST_BLOCK)
 
     def fold(carry: Stats, k_BKUH: jax.Array, v_BKUH: jax.Array, visible_TU: jax.Array) -> Stats:
         highest, total, out = carry
@@ -72,7 +72,9 @@ def extending_attention(
         return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
 
     def past_block(j: jax.Array, carry: Stats) -> Stats:
-        k_BKUH, v_BKUH = (jax.lax.dynamic_slice_in_dim(x, j * size, size, axis=2) for x in (past.k, past.v))
+        k_BKUH, v_BKUH = (
+            jax.lax.dynamic_slice(x, (layer, 0, 0, j * size, 0), (1, B, K, size, H))[0] for x in (past.k, past.v)
+        )
         seen_U = j * size + jnp.arange(size) < start
         # What was never written may be anything, and 0 * NaN is NaN.
         return fold(carry, k_BKUH, jnp.where(seen_U[:, None], v_BKUH, 0), seen_U[None])

@@ -172,8 +172,7 @@ def extend(
     def block(x_BTD: jax.Array, layer: LayerParams, rows: LayerAdapters, index: jax.Array):
         x_BTD = layout.constrain(x_BTD, "batch", None, None)
         q_BTNH, k_BTKH, v_BTKH = _project_heads(x_BTD, layer, rows, config, angles)
-        own = kv_cache.read_layer(past, index, past.k.shape[3])
-        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, own, start)
+        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, past, index, start)
         mixed_BTNH = layout.constrain(mixed_BTNH, "batch", None, "heads", None)
         new = KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2))
         return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), new
