@@ -1,0 +1,78 @@
+"""Greedy decoding of hundreds of prompts side by side equals transformers' `generate`, token for token."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.models import FAMILIES
+from skyrl_tx.testing.client_environments import TORCH
+from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
+
+NEW = 24  # as in reference/greedy_reference.py
+PROMPTS = {7: 100, 32: 100, 90: 56}  # how many of each length
+VARIANTS = {
+    "LlamaForCausalLM": {"tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
+    "Qwen2ForCausalLM": {"head_dim": 8},
+    "Qwen3ForCausalLM": {},
+    "Qwen3MoeForCausalLM": {},
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
+    """All models with what the reference made of their prompts, in one process."""
+    environment = client_environment(TORCH)
+    draw, made = np.random.default_rng(3), {}
+    assert set(VARIANTS) == set(FAMILIES)
+    for name, variant in VARIANTS.items():
+        made[name] = write_model(tmp_path_factory.mktemp(name), name, std=0.2, **variant)
+        np.savez(
+            made[name] / "prompts.npz",
+            **{str(length): draw.integers(2, 256, (count, length)) for length, count in PROMPTS.items()},
+        )
+    environment.run(Path(__file__).parent / "reference" / "greedy_reference.py", *made.values())
+    return made
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_hundreds_of_prompts(directories, family):
+    directory = directories[family]
+    with np.load(directory / "prompts.npz") as prompts, np.load(directory / "greedy.npz") as answers:
+        asked = {f"{name}.{row}": prompt for name in prompts for row, prompt in enumerate(prompts[name])}
+        expected = {f"{name}.{row}": tokens for name in answers for row, tokens in enumerate(answers[name])}
+    config = JaxConfig(
+        compile_cache_dir=None,
+        dtype="float32",
+        sample_slots=32,
+        max_sample_tokens=32 * 128,
+        max_topk_logprobs=0,
+    )
+    backend = JaxBackend(str(directory), config)
+    backend.start()
+    requests = [
+        SampleRequest(
+            request_id=RequestId(name),
+            sampler=None,
+            prompt=prompt.astype(np.int32),
+            num_samples=1,
+            params=SamplingParams(seed=0, max_tokens=NEW, temperature=0.0, eos_stops=False),
+            options=PromptOptions(),
+        )
+        for name, prompt in asked.items()
+    ]
+    tokens: dict[str, list[int]] = {name: [] for name in asked}
+    backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
+    while deltas := backend.step_sample():
+        for delta in deltas:
+            tokens[delta.request_id].extend(delta.tokens.tolist())
+    backend.close()
+    assert len(tokens) == sum(PROMPTS.values())
+    assert [name for name in asked if tokens[name] != expected[name].tolist()] == []
+    assert len({tuple(each) for each in tokens.values()}) > 200, "not all alike"
