@@ -1,0 +1,78 @@
+"""The engine is killed while it trains a mixture of experts: no bit changes, and no step is compiled again."""
+
+import gc
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.testing.live_server import LiveServer
+from skyrl_tx.testing.tiny_models import write_model
+
+NUM_STEPS, KILL_AFTER = 4, 2
+ENGINE_STARTED = re.compile(r"engine process (\d+)")
+# The SDK leaves its connections to the garbage collector.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _client_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
+
+
+def datum(draw: np.random.Generator) -> types.Datum:
+    tokens = draw.integers(2, 256, 24)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)},
+    )
+
+
+def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
+    """Train a little, sample a little; return every loss, the norms and the log-probabilities of the sample."""
+    flags = ("--base-model", str(model), "--served-model-name", "experts", "--snapshot-effects", "3")
+    with LiveServer(data_dir, flags=flags, ready_within_s=120.0) as server:
+        service = tinker.ServiceClient(base_url=server.url)
+        training = service.create_lora_training_client("experts", rank=4, seed=1).result()
+        draw, numbers = np.random.default_rng(0), list[float]()
+        for step in range(NUM_STEPS):
+            passed = training.forward_backward([datum(draw), datum(draw)], "cross_entropy")
+            if kill and step == KILL_AFTER:
+                os.kill(server.engine_pid, signal.SIGKILL)
+                server.wait_for(ENGINE_STARTED, times=2)
+            stepped = training.optim_step(types.AdamParams(learning_rate=5e-3, weight_decay=0.01))
+            numbers += [passed.result().metrics["loss:sum"], stepped.result().metrics["unclipped_grad_l2:mean"]]
+        sampler = training.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=6, stop=[], seed=1)
+        prompt = types.ModelInput.from_ints([5, 6, 7])
+        (sequence,) = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences
+        return [*numbers, *(sequence.logprobs or [])]
+
+
+def compiled_under(cache: Path) -> set[str]:
+    """Return the names of all programs there, but for the broadcasts with which a restored state is filled up."""
+    return {program.name for program in cache.rglob("*-cache") if not program.name.startswith("jit_broadcast_in_dim-")}
+
+
+def test_a_killed_engine_changes_no_bit_and_compiles_no_step(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "Qwen3MoeForCausalLM", std=0.2, tied_embeddings=False)
+    undisturbed = train(model, tmp_path / "calm", kill=False)
+    compiled = compiled_under(tmp_path / "cache")
+    assert any("accumulate" in program for program in compiled), "every compilation leaves its program here"
+    assert train(model, tmp_path / "disturbed", kill=True) == undisturbed
+    assert compiled_under(tmp_path / "cache") == compiled
+    assert len(undisturbed) == 2 * NUM_STEPS + 6 and np.isfinite(undisturbed).all()
