@@ -47,6 +47,18 @@ def describe(client: tinker.SamplingClient, *, temperature: float = 1.0, **optio
     return client.sample(types.ModelInput.from_ints(PROMPT), 1, params, **options).result()
 
 
+@pytest.mark.parametrize("house", ["jax"], indirect=True, scope="session")
+def test_what_was_known_of_a_prompt_is_told_and_changes_nothing(base: tinker.SamplingClient):
+    prompt = types.ModelInput.from_ints([9, *PROMPT, 9, *PROMPT])
+    params = types.SamplingParams(max_tokens=4, stop=[], seed=3)
+    first, second = (base.sample(prompt, 2, params).result() for _ in range(2))
+    assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, prompt.length)
+    assert [each.tokens for each in first.sequences] == [each.tokens for each in second.sequences]
+    assert [each.logprobs for each in first.sequences] == [each.logprobs for each in second.sequences]
+    asked = base.sample(prompt, 1, params, include_prompt_logprobs=True).result()
+    assert asked.prompt_cache_hit_tokens == 0 and asked.prompt_logprobs[-1] is not None
+
+
 # Where a sample ends
 
 
