@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import threading
 import time
 from collections.abc import Generator, Iterable
@@ -19,6 +20,8 @@ _WAIT_S = 1.0
 _NOTE_FETCHED_EVERY_S = 5.0
 _LONGEST_PAUSE_S = 0.05
 _PAGE = 5000
+_SHORTEST = 0.75
+"""Of the time that a call may wait."""
 
 News = asyncio.Future[bool]
 """Resolved once: whether there is something to tell; False: the time is over."""
@@ -63,6 +66,7 @@ class Waiters:
         self._seen = store.read(completions.last_order)
         self._fetched: set[RequestId] = set()
         self._noted_at = time.monotonic()
+        self._dice = random.Random()
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="waiters", daemon=True)
@@ -114,7 +118,8 @@ class Waiters:
     async def has_news(self, request_id: RequestId, reach: str | None, timeout_s: float) -> bool:
         """Wait until there is something to tell of a request: its answer, or that there is none for this owner.
 
-        Thousands of calls share one look at the database; a call by itself would take a thread for it, twice.
+        No longer than was said, and not much less. Thousands of calls share one look at the
+        database; a call by itself would take a thread for it, twice.
         """
         with self.expecting(request_id) as news:
             with self._lock:
@@ -122,7 +127,8 @@ class Waiters:
                 is_first = len(self._new) == 1
             if is_first:
                 self._store.wake()
-            return await within(news, timeout_s)
+            # Calls that began together would for ever end together, and answers would wait for all of them.
+            return await within(news, timeout_s * self._dice.uniform(_SHORTEST, 1.0))
 
     def note_fetched(self, request_id: RequestId) -> None:
         """Remember that a client has its result; written now and then, because only pruning reads it."""

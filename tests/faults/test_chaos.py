@@ -24,6 +24,8 @@ from skyrl_tx.testing.postgresql_server import PostgresqlServer
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    # Threads of the SDK draw their pauses while hypothesis draws.
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
 ]
 _INSTANT = st.floats(0.05, 0.8)
 KILLS = st.one_of(
@@ -73,9 +75,16 @@ def test_a_kill_at_each_point(calm: dict[int, Outcome], point: Point) -> None:
 @pytest.mark.slow
 def test_kills_on_postgresql_change_no_bit(calm: dict[int, Outcome], postgresql: PostgresqlServer) -> None:
     """Not even one of those that a file as database gives."""
-    for num_tenants, seed in ((1, 7), (2, 8)):
-        found = run(fake_server(postgresql.new_database()), num_tenants, random_kills(seed, num_kills=6))
-        assert found.done.total() >= 4, found.done
+    kills = [
+        Kill("engine", "engine.answer", 4),
+        Kill("api", "store.commit", 6),
+        Kill("engine", "store.commit", 9),
+        Kill("both", None, after_s=0.4),
+        Kill("engine", "store.committed", 9),
+    ]
+    for num_tenants in (1, 2):
+        found = run(fake_server(postgresql.new_database()), num_tenants, kills)
+        assert found.done.total() >= 3, found.done
         assert differences(found, calm[num_tenants]) == []
 
 

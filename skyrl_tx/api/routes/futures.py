@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from http import HTTPStatus
 from typing import Literal
@@ -36,7 +35,6 @@ from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 1.0
-_SHORTEST_HOLD = 0.75
 _COMPLETIONS_A_POLL = 1000
 _CANCELLED = results.Failure(message="cancelled by the client", category=ErrorCategory.USER)
 router = APIRouter()
@@ -110,9 +108,7 @@ def cancel_future(call: Incoming) -> CancelFutureAnswer:
 
 async def _held(call: Call, request_id: RequestId, accept: str, limit: int | None) -> Response:
     """The answer, or a plea for patience after the time that a poll is held."""
-    # Calls that began together would for ever end together, and answers would wait for all of them.
-    hold_s = call.settings.retrieve_hold_s * random.uniform(_SHORTEST_HOLD, 1.0)
-    if await call.parts.waiters.has_news(request_id, call.caller.reach, hold_s):
+    if await call.parts.waiters.has_news(request_id, call.caller.reach, call.settings.retrieve_hold_s):
         response = await to_thread.run_sync(_finished, call, request_id, accept, limit, limiter=call.parts.reading)
         if response is not None:
             return response
