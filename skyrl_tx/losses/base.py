@@ -19,6 +19,8 @@ from skyrl_tx.contract.capabilities import LossInput, LossSpec
 
 MAX_LOG_RATIO = 60.0  # exp(60) = 1e26: far beyond any sane ratio, far below where float32 products overflow
 
+MAX_DISTANCE = 1e18  # its square is what float32 still holds
+
 TARGETS = LossInput(is_integer=True)
 REQUIRED = LossInput()
 ONES = LossInput(fill=1.0)
@@ -59,8 +61,14 @@ class LossInputs:
         Prompt positions carry q = 0 and A = 0: there r may overflow, and inf * 0 be NaN, in the value or, were the
         choice made after the exponential, in the gradient.
         """
-        difference = jnp.where(where, self.target_logprobs, 0.0) - jnp.where(where, self.sampling_logprobs, 0.0)
-        return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return jnp.clip(self._difference(where), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def distance(self, where: jax.Array) -> jax.Array:
+        """Return l - q to be squared, and 0 elsewhere: bounded only where its square would be infinite."""
+        return jnp.clip(self._difference(where), -MAX_DISTANCE, MAX_DISTANCE)
+
+    def _difference(self, where: jax.Array) -> jax.Array:
+        return jnp.where(where, self.target_logprobs, 0.0) - jnp.where(where, self.sampling_logprobs, 0.0)
 
     def counted_log_ratio(self) -> jax.Array:
         """Return l - q where the position counts, and 0 elsewhere."""

@@ -13,7 +13,7 @@ from skyrl_tx.losses.base import POLICY_INPUTS, Loss, LossConfig, LossInputs
 def dro(x: LossInputs, config: LossConfig) -> jax.Array:
     """Return -(l * A - beta / 2 * (l - q)^2). The penalty holds where A = 0 too; a weight of 0 switches it off."""
     target = jnp.where(x.counts, x.target_logprobs, 0.0)
-    distance = x.log_ratio(x.weights != 0)
+    distance = x.distance(x.weights != 0)
     return -(target * x.advantages - 0.5 * config["beta"] * jnp.square(distance))
 
 

@@ -20,7 +20,7 @@ def stable_reinforce(x: LossInputs, config: LossConfig) -> jax.Array:
     ratio = jnp.minimum(jnp.exp(x.log_ratio(earns)), config["clip_high_threshold"])
     gain = jax.lax.stop_gradient(ratio) * jnp.where(earns, x.target_logprobs, 0.0) * x.advantages
     pulled = is_sampled & (x.weights != 0) & (config["kl_coeff"] != 0)
-    return -gain + 0.5 * config["kl_coeff"] * jnp.square(x.log_ratio(pulled))
+    return -gain + 0.5 * config["kl_coeff"] * jnp.square(x.distance(pulled))
 
 
 STABLE_REINFORCE = Loss(

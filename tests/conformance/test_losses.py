@@ -212,6 +212,14 @@ def test_a_huge_ratio_stays_finite(name, target):
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize(("name", "config"), [("dro", {"beta": 0.3}), ("stable_reinforce", {"kl_coeff": 0.3})])
+def test_a_penalty_pulls_from_however_far(name, config):
+    _, inputs = batch(1, 1)
+    inputs |= {"logprobs": [[-1.0]], "advantages": [[0.0]], "weights": [[1.0]], "sampled": [[1.0]]}
+    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs, config).loss_BT.sum())(jnp.array([[-101.0]]))
+    np.testing.assert_allclose(gradient, [[0.3 * -100.0]], rtol=1e-6)
+
+
 def test_metrics_add_up_over_counting_positions():
     logp, inputs = batch()
     output = evaluate("ppo", jnp.asarray(logp, jnp.float32), inputs, CONFIGS["ppo"])
