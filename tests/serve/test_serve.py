@@ -126,6 +126,26 @@ def test_a_run_goes_on_after_the_server_was_started_anew(tmp_path: Path, undistu
     assert losses == undisturbed_losses
 
 
+def test_checkpoints_and_when_they_end_outlive_the_server(tmp_path: Path) -> None:
+    with LiveServer(tmp_path, flags=FAKE) as server:
+        training = training_client(server.url)
+        list(train(training, range(2)))
+        path = training.save_state("ends", ttl_seconds=7200).result().path
+        training.save_state("stays").result()
+        before = {each.tinker_path: each.expires_at for each in checkpoints_of(server.url, training.model_id)}
+        assert server.stop() == 0
+    with LiveServer(tmp_path, flags=FAKE) as server:
+        after = {each.tinker_path: each.expires_at for each in checkpoints_of(server.url, training.model_id)}
+        assert after == before and after[path] is not None and list(after.values()).count(None) == 1
+        service = tinker.ServiceClient(base_url=server.url)
+        assert service.create_training_client_from_state(path).result().model_id
+
+
+def checkpoints_of(url: str, model_id: str) -> list[types.Checkpoint]:
+    rest = tinker.RestClient(base_url=url)
+    return rest.list_checkpoints(model_id).result().checkpoints
+
+
 def test_a_run_goes_on_after_its_engine_was_killed(server: LiveServer, undisturbed_losses: list[float]) -> None:
     losses: list[float] = []
     for loss in train(training_client(server.url), range(NUM_STEPS)):
