@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,19 @@ from skyrl_tx.testing.postgresql_server import PostgresqlServer
 
 CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
+
+MOST_MAPPINGS = 30_000
+"""Linux gives a process 65,530 by default, and crashes XLA's compiler when there are no more."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_mappings() -> Iterator[None]:
+    """Forget compiled programs, each of which takes about 25 mappings of memory, before there are too many."""
+    yield
+    mappings = Path("/proc/self/maps")
+    jax = sys.modules.get("jax")
+    if jax is not None and mappings.exists() and mappings.read_text().count("\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
