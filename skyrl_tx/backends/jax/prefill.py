@@ -63,17 +63,17 @@ class Prefiller:
         self._params = params
         self._model = model_config
         self._pool = pool
-        self.chunk = min(config.prefill_chunk_tokens, next_power(max(max_length, SHORTEST)))
+        self._chunk = min(config.prefill_chunk_tokens, next_power(max(max_length, SHORTEST)))
         self._max_topk = config.max_topk_logprobs
-        self._longest = -(-max_length // self.chunk) * self.chunk
-        self.prefixes = PrefixCache(prefix_tokens, self.chunk)
+        self._longest = -(-max_length // self._chunk) * self._chunk
+        self.prefixes = PrefixCache(prefix_tokens, self._chunk)
 
     def begin(self, request: SampleRequest) -> Prefill:
         """Make room for a prompt, and fill it with what is known of it.
 
         What is asked of a prompt needs the hidden states of all of it, so nothing is spared.
         """
-        room = prompt_room(request.prompt.size, self.chunk, self._longest)
+        room = prompt_room(request.prompt.size, self._chunk, self._longest)
         wants_prompt = request.options.wants_prompt
         found = None if wants_prompt else self.prefixes.find(request.sampler, request.prompt)
         if found is None:
@@ -94,7 +94,7 @@ class Prefiller:
     def advance(self, prefill: Prefill) -> int:
         """Compute the next chunk; return how many tokens that were, padding included."""
         request, start = prefill.request, prefill.num_done
-        tokens = request.prompt[start : start + self.chunk]
+        tokens = request.prompt[start : start + self._chunk]
         size = chunk_size(tokens.size)
         place = self._pool.place_of(request.sampler)
         adapters = self._pool.adapters(any_used=request.sampler is not None)
@@ -121,7 +121,7 @@ class Prefiller:
         first = np.int32(0)
         for room in self.rooms():
             keys = self.empty(room)
-            for size in chunk_sizes(self.chunk):
+            for size in chunk_sizes(self._chunk):
                 token_T = np.zeros(size, np.int32)
                 _, _, keys = decode.extend(self._params, self._model, adapters, place, token_T, first, first, keys)
             for other in self.rooms():
@@ -129,11 +129,7 @@ class Prefiller:
 
     def rooms(self) -> Iterator[int]:
         """Yield every number of positions that a prompt may take."""
-        return ascending(lambda size: prompt_room(size, self.chunk, self._longest), self._longest)
-
-    def num_left(self, request: SampleRequest) -> int:
-        """Return how many tokens a prompt that is not begun takes at most, padding included."""
-        return -(-request.prompt.size // SHORTEST) * SHORTEST
+        return ascending(lambda size: prompt_room(size, self._chunk, self._longest), self._longest)
 
     def empty(self, room: int) -> KeyValues:
         """Return a prompt of so many positions, none of which is written."""

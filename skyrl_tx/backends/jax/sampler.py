@@ -164,7 +164,7 @@ class Sampler:
     def _next(self, lane: Lane, budget: int) -> SampleRequest | None:
         """Return the request whose prompt is next: the oldest, or while one is under way the oldest that is short."""
         for request in lane.waiting.values():
-            if lane.current is None or self._prefiller.num_left(request) <= budget:
+            if lane.current is None or request.prompt.size <= budget:
                 return request if lane is self._scored or self._can_place(request) else None
         return None
 
@@ -204,7 +204,7 @@ class Sampler:
         request = prompt.request if isinstance(prompt, Prefill) else prompt
         try:
             prefill = prompt if isinstance(prompt, Prefill) else self._prefiller.begin(prompt)
-            while not prefill.is_done and (num_tokens < budget):
+            while not prefill.is_done and num_tokens < budget:
                 num_tokens += self._prefiller.advance(prefill)
             if prefill.is_done:
                 deltas += self._draw_first(prefill)
