@@ -10,6 +10,7 @@ import click
 import pytest
 import tinker
 from click.testing import CliRunner
+from huggingface_hub import HfApi
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 
@@ -175,8 +176,25 @@ def checkpoint_unpublish(place: Place) -> None:
 
 
 def checkpoint_push_hf(place: Place) -> None:
-    """It asks the hub who is there before it asks us for anything."""
+    """The hub itself is played: what is ours is the adapter that reaches it, from either kind of path."""
     assert "Not logged in" in place.tinker("checkpoint", "push-hf", place.external, succeeds=False).error
+    pushed: dict[str, dict[str, bytes]] = {}
+
+    def upload_folder(_: HfApi, *, folder_path: str, repo_id: str, **options: object) -> None:
+        pushed[repo_id] = {file.name: file.read_bytes() for file in Path(folder_path).iterdir()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HfApi, "whoami", lambda _: {"name": "user"})
+        patch.setattr(HfApi, "create_repo", lambda _, **options: None)
+        patch.setattr(HfApi, "upload_folder", upload_folder)
+        place.tinker("checkpoint", "push-hf", place.external, "--repo", "user/external")
+        place.tinker("checkpoint", "push-hf", place.state, "--repo", "user/state")
+        assert "cannot be downloaded" in place.tinker("checkpoint", "push-hf", place.sampler, succeeds=False).error
+    for path, files in zip((place.external, place.state), pushed.values(), strict=True):
+        assert set(files) == ADAPTER | {"README.md"}
+        assert path in files["README.md"].decode() and "- LoRA rank: 8" in files["README.md"].decode()
+        assert json.loads(files["adapter_config.json"])["r"] == 8
+    assert pushed["user/external"]["adapter_model.safetensors"] == pushed["user/state"]["adapter_model.safetensors"]
 
 
 def auth_status(place: Place) -> None:
