@@ -15,8 +15,8 @@ contracts:
 test:
 	pytest
 
-chaos:  ## hundreds of kills while clients train; prints the table of docs/reliability.md
-	python -u -W ignore -m skyrl_tx.testing.chaos --kills 220 --jax-kills 24 --bf16-kills 12
+chaos:  ## hundreds of kills while clients train; prints the tables of docs/reliability.md; FLAGS=--postgresql has them there
+	python -u -W ignore -m skyrl_tx.testing.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)
 
 fuzz:  ## hundreds of thousands of inputs for routes and decoders; prints the table of docs/reliability.md
 	python -u -W ignore -m skyrl_tx.testing.fuzz

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from skyrl_tx import failpoints
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.failpoints import Point, reach
-from skyrl_tx.testing.chaos import Outcome, differences, fake_server, jax_server, run
-from skyrl_tx.testing.chaos_halves import API_POINTS, ENGINE_POINTS, Kill, random_kills
+from skyrl_tx.testing.chaos.halves import API_POINTS, ENGINE_POINTS, Kill, random_kills
+from skyrl_tx.testing.chaos.runs import Outcome, differences, fake_server, jax_server, run
 from skyrl_tx.testing.postgresql_server import PostgresqlServer
 
 # The SDK leaves its connections to the garbage collector, and warns of names of its own that it will drop.
@@ -103,6 +103,15 @@ def test_the_comparison_sees_what_differs() -> None:
     assert differences(one, one) == []
     said = "\n".join(differences(other, one))
     assert "tenant 0, line 0" in said and "weights" in said and "1 futures open, 1 models" in said
+
+
+def test_a_schedule_names_each_place_once_before_any_twice() -> None:
+    kills = random_kills(seed=5, num_kills=200)
+    points = [kill.point for kill in kills if kill.victim == "engine" and kill.point is not None]
+    rounds = [points[start : start + len(ENGINE_POINTS)] for start in range(0, len(points), len(ENGINE_POINTS))]
+    assert len(rounds) > 3 and all(set(each) == set(ENGINE_POINTS) for each in rounds[:-1])
+    assert {kill.victim for kill in kills} == {"engine", "api", "both"}
+    assert all(kill.point is None or kill.point in API_POINTS for kill in kills if kill.victim == "api")
 
 
 def test_a_point_counts_down_and_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:

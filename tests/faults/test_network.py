@@ -21,7 +21,7 @@ from skyrl_tx.api.schemas.service import ClientConfigAnswer
 from skyrl_tx.api.wire import PROTOBUF, Body
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import futures
-from skyrl_tx.testing.chaos import Line, Outcome, differences, fake_server, run
+from skyrl_tx.testing.chaos.runs import Line, Outcome, differences, fake_server, run
 from skyrl_tx.testing.faulty_line import FAULTS, Fault, FaultyLine, Schedule, faulty_line, seeded
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
 

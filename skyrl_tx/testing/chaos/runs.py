@@ -1,15 +1,11 @@
-"""`make chaos`: hundreds of kills while clients train, and what came of it as a table.
+"""A run: a server that dies by a schedule, and one client or two that train on it.
 
-Each run makes a server that dies by a schedule, lets one client or two train on it, and compares all that they saw, the
-weights that they saved and the log on disk with those of the same clients on a server that nobody disturbed.
+All that they saw, the weights that they saved and the log on disk are compared with those of the same clients on a
+server that nobody disturbed.
 """
 
-import argparse
 import hashlib
-import logging
-import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,13 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyrl_tx.testing.chaos_client import Transcript, run_tenants
-from skyrl_tx.testing.chaos_halves import Halves, Kill, Victim, random_kills
+from skyrl_tx.testing.chaos.client import Transcript, run_tenants
+from skyrl_tx.testing.chaos.halves import Halves, Kill, Victim
 from skyrl_tx.testing.database_look import rows
 from skyrl_tx.testing.tiny_models import write_model
 
-KILLS_A_RUN = 12
-_TRIES = "1000"  # a run kills one request more often than a server would bear with it
+_OFTEN = (
+    "--snapshot-effects",
+    "5",
+    "--snapshot-interval-s",
+    "0.5",
+    "--snapshot-max-share",
+    "1",
+    "--max-attempts",
+    "1000",
+)
+"""Snapshots, and tries of one request, which a run kills more often than a server would bear with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,8 @@ class Server:
     engine_flags: Sequence[str] = ()
     database_url: str | None = None
     """A database of PostgreSQL, with empty tables; None: a file in the data directory."""
+    slowness: float = 1.0
+    """How long it takes to start and to do its work, compared with the fake backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +65,7 @@ def fake_server(database_url: str | None = None) -> Server:
     """The fake backend, a little slowed, so that instants fall into its work."""
     common = ("--base-model", "fake", "--backend", "fake")
     slowed = ("--backend-config.step-delay-s", "0.01", "--backend-config.slice-tokens", "4")
-    often = (
-        "--snapshot-effects",
-        "5",
-        "--snapshot-interval-s",
-        "0.5",
-        "--snapshot-max-share",
-        "1",
-        "--max-attempts",
-        _TRIES,
-    )
-    flags = (*common, *slowed, *often)
+    flags = (*common, *slowed, *_OFTEN)
     name = "fake" if database_url is None else "fake, PostgreSQL"
     return Server(name=name, base_model="fake", api_flags=common, engine_flags=flags, database_url=database_url)
 
@@ -88,17 +85,13 @@ def jax_server(directory: Path, dtype: str = "float32") -> Server:
         "max-sample-tokens": "512",
     }
     flags = [word for name, value in sizes.items() for word in (f"--backend-config.{name}", value)]
-    often = (
-        "--snapshot-effects",
-        "5",
-        "--snapshot-interval-s",
-        "0.5",
-        "--snapshot-max-share",
-        "1",
-        "--max-attempts",
-        _TRIES,
+    return Server(
+        name=f"jax {dtype}",
+        base_model="small",
+        api_flags=common,
+        engine_flags=(*common, *flags, *_OFTEN),
+        slowness=4.0,
     )
-    return Server(name=f"jax {dtype}", base_model="small", api_flags=common, engine_flags=(*common, *flags, *often))
 
 
 Line = Callable[[str], AbstractContextManager[str]]
@@ -109,7 +102,7 @@ def run(server: Server, num_tenants: int, kills: Sequence[Kill], line: Line = nu
     """Let clients train while a server dies as told, and their line to it is as it is."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         directory = Path(name)
-        halves = Halves(directory, kills, server.api_flags, server.engine_flags, server.database_url)
+        halves = Halves(directory, kills, server.api_flags, server.engine_flags, server.database_url, server.slowness)
         try:
             with halves, line(halves.url) as url:
                 transcripts = run_tenants(url, server.base_model, num_tenants)
@@ -168,58 +161,3 @@ def differences(found: Outcome, calm: Outcome) -> list[str]:
             f"{found.changed_answers} answers changed"
         )
     return said
-
-
-def main() -> None:
-    """Kill until the number is reached; print each run, then the table."""
-    parser = argparse.ArgumentParser(description="Kill API and engine while clients train, and compare bit by bit.")
-    parser.add_argument("--kills", type=int, default=200, help="on the fake backend")
-    parser.add_argument("--jax-kills", type=int, default=20, help="on the JAX backend, float32")
-    parser.add_argument("--bf16-kills", type=int, default=0, help="on the JAX backend, bfloat16: reported only")
-    parser.add_argument("--seed", type=int, default=1, help="of the first run; each next one's is one more")
-    told = parser.parse_args()
-    os.environ["TINKER_TELEMETRY"] = "0"
-    logging.disable()  # the SDK tells at length of servers that are gone
-    with tempfile.TemporaryDirectory(prefix="chaos-jax-") as name:
-        total: Counter[tuple[str, Victim, str]] = Counter()
-        bad = _kill(fake_server(), told.kills, told.seed, total) if told.kills else 0
-        if told.jax_kills:
-            bad += _kill(jax_server(Path(name)), told.jax_kills, told.seed, total)
-        if told.bf16_kills:
-            _kill(jax_server(Path(name, "bf16"), "bfloat16"), told.bf16_kills, told.seed, total)
-    print("\n| backend | killed | where | kills |\n|---|---|---|---|")
-    for (backend, victim, place), number in sorted(total.items()):
-        print(f"| {backend} | {victim} | {place} | {number} |")
-    print(f"| | | **all** | **{total.total()}** |")
-    raise SystemExit(1 if bad else 0)
-
-
-def _kill(server: Server, num_kills: int, seed: int, total: Counter[tuple[str, Victim, str]]) -> int:
-    """Run until there were so many kills; return how many runs were not as undisturbed."""
-    calm = {num_tenants: run(server, num_tenants, []) for num_tenants in (1, 2)}
-    lost = repeated = unequal = num_runs = num_done = num_compared = 0
-    while num_done < num_kills:
-        num_tenants, started = 1 + num_runs % 2, time.monotonic()
-        found = run(server, num_tenants, random_kills(seed, KILLS_A_RUN))
-        said = differences(found, calm[num_tenants])
-        here = found.done.total()
-        num_done, num_runs = num_done + here, num_runs + 1
-        lost, repeated = lost + found.num_open, repeated + found.num_repeated
-        unequal += bool(said)
-        num_compared += sum(map(len, found.transcripts)) + len(found.weights)
-        total.update({(server.name, *what): number for what, number in found.done.items()})
-        elapsed = time.monotonic() - started
-        print(
-            f"{server.name}, seed {seed}, {num_tenants} tenants: {here} kills, {elapsed:.0f} s", *said[:5], sep="\n  "
-        )
-        seed += 1
-    print(
-        f"{server.name}: {num_runs} runs, {num_done} kills, {lost} futures lost, {repeated} models with repeated "
-        f"effects, {num_compared} results and saved weights compared, {unequal} runs not bit-equal",
-        flush=True,
-    )
-    return unequal
-
-
-if __name__ == "__main__":
-    main()

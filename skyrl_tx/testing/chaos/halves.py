@@ -1,6 +1,7 @@
 """API and engine as two processes of a fork server's, each killed as its list says and started again at once.
 
-A fork of a process that has imported everything is there in milliseconds, so that hundreds of kills take minutes.
+A fork of a process that has imported everything is there in milliseconds, so that hundreds of kills take minutes. But
+each process imports the main module of the first one again: where that imports much, lives begin late.
 """
 
 import multiprocessing
@@ -25,11 +26,25 @@ from skyrl_tx.testing.database_look import rows
 Half = Literal["api", "engine"]
 Victim = Literal["api", "engine", "both"]
 
-_PRELOADED = ["skyrl_tx.testing.chaos_halves", "skyrl_tx.supervisor", "skyrl_tx.backends.fake.backend"]
+_PRELOADED = [
+    "skyrl_tx.testing.chaos.halves",
+    "skyrl_tx.supervisor",
+    "skyrl_tx.backends.fake.backend",
+    "skyrl_tx.backends.jax.backend",
+]
 _PATIENCE_S = 4.0
+NOT_REACHED = "a place not reached in time"
 API_POINTS: tuple[Point, ...] = ("store.commit", "store.committed")
 ENGINE_POINTS: tuple[Point, ...] = tuple(point for point in get_args(Point) if point != "artifact.collect")
 """All but the one that a file has to be ten minutes old for."""
+_MOST_TIMES = 6
+_FEW_TIMES: dict[Point | None, int] = {
+    "replay.restored": 1,
+    "replay.effect": 3,
+    "snapshot.capture": 3,
+    "snapshot.written": 3,
+}
+"""Places that a short life comes to less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +58,22 @@ class Kill:
 
 
 def random_kills(seed: int, num_kills: int) -> list[Kill]:
-    """A schedule: most kills are the engine's, half of all are at fail points."""
+    """A schedule: most kills are the engine's; three in five of a half's are at places, once each before any twice."""
     dice = random.Random(seed)
+    decks: dict[Victim, list[Point]] = {"engine": [], "api": []}
     kills: list[Kill] = []
     for _ in range(num_kills):
         victim: Victim = dice.choices(("engine", "api", "both"), (8, 1, 1))[0]
-        points = API_POINTS if victim == "api" else ENGINE_POINTS
-        point = dice.choice(points) if victim != "both" and dice.random() < 0.6 else None
-        kills.append(Kill(victim, point, dice.randint(1, 6), dice.uniform(0.05, 0.8)))
+        point = None
+        if victim != "both" and dice.random() < 0.6:
+            decks[victim] = decks[victim] or _shuffled(API_POINTS if victim == "api" else ENGINE_POINTS, dice)
+            point = decks[victim].pop()
+        kills.append(Kill(victim, point, dice.randint(1, _FEW_TIMES.get(point, _MOST_TIMES)), dice.uniform(0.05, 0.8)))
     return kills
+
+
+def _shuffled(points: Sequence[Point], dice: random.Random) -> list[Point]:
+    return dice.sample(points, len(points))
 
 
 class Halves:
@@ -64,8 +86,13 @@ class Halves:
         api_flags: Sequence[str],
         engine_flags: Sequence[str],
         database_url: str | None = None,
+        slowness: float = 1.0,
     ) -> None:
-        """Make a data directory in `directory`; both commands get their flags and this directory."""
+        """Make a data directory in `directory`; both commands get their flags and this directory.
+
+        All that a kill waits for takes `slowness` times as long as it says.
+        """
+        self._slowness = slowness
         self.data_dir = directory / "data"
         self.database_url = database_url
         self.log_path = directory / "log"
@@ -124,7 +151,7 @@ class Halves:
             if has_died and life.exitcode != -signal.SIGKILL:
                 continue  # it could not start, or ended otherwise: the log says why
             left.pop(0)
-            place = kill.point if kill.point and has_died else "random instant"
+            place = "random instant" if kill.point is None else kill.point if has_died else NOT_REACHED
             with self._lock:
                 self.done[kill.victim, place] += 1
                 if not has_died:
@@ -146,7 +173,7 @@ class Halves:
 
     def _let_live(self, life: BaseProcess, kill: Kill) -> bool:
         """Wait for the moment of the kill; whether the process is dead already."""
-        end = time.monotonic() + (_PATIENCE_S if kill.point else kill.after_s)
+        end = time.monotonic() + (_PATIENCE_S if kill.point else kill.after_s) * self._slowness
         while time.monotonic() < end and not self._end.is_set():
             life.join(0.05)
             if life.exitcode is not None:
