@@ -95,8 +95,8 @@ class AdaptedMap:
     """A linear map with one adapter for all rows, and its gradient, for many rows.
 
     In float32 and for enough rows the update is added to the weight, once, instead of to every row: a product of
-    [I, R] and [R, O] in place of M rows times I and O by R. A bfloat16 weight would swallow a small update, so there
-    the two stay apart.
+    [I, R] and [R, O] in place of M rows times I and O by R, from where on that is no more arithmetic. A bfloat16 weight
+    would swallow a small update, so there the two stay apart.
     """
 
     weight_IO: jax.Array  # with the update, if that is merged
@@ -108,7 +108,7 @@ class AdaptedMap:
     def of(cls, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, num_rows: int) -> "AdaptedMap":
         """Prepare the map for `num_rows` rows in all."""
         inputs, outputs = weight_IO.shape
-        is_merged = weight_IO.dtype == jnp.float32 and num_rows * (inputs + outputs) >= 2 * inputs * outputs
+        is_merged = weight_IO.dtype == jnp.float32 and num_rows * (inputs + outputs) >= inputs * outputs
         pair = LoraPair(a=pair.a.astype(weight_IO.dtype), b=pair.b.astype(weight_IO.dtype))
         weight = weight_IO + multiply(pair.a * scale, pair.b) if is_merged else weight_IO
         return cls(weight_IO=weight, pair=pair, scale=scale, is_merged=is_merged)
