@@ -21,8 +21,8 @@ from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, Pro
 from skyrl_tx.losses import LOSSES
 
 MODEL, SAMPLER = ModelId("m"), SamplerId("s")
-LENGTHS = (70, 49, 64, 50, 66, 96)  # of one micro-batch, long enough for attention in blocks
 LOSS_OF_STEP = ("cross_entropy", "ppo")
+LENGTHS = (70, 49, 64, 50, 66, 96)  # of one micro-batch, long enough for attention in blocks
 PARTS = {StatePart.WEIGHTS, StatePart.OPTIMIZER, StatePart.GRADIENT}
 
 
@@ -80,7 +80,20 @@ def train(backend: JaxBackend) -> dict[str, np.ndarray]:
         metrics = backend.optim_step(MODEL, OptimizerParams(learning_rate=0.5, eps=1.0, grad_clip_norm=5.0))
         found[f"{step}.norm"] = np.array(metrics["unclipped_grad_l2:mean"])
         found |= state(backend, f"{step}.after")
+        if step == 0:  # B is no longer zero, and rounding has not yet grown from step to step
+            found |= every_other_loss(backend)
     assert all(map(lie_alike, before, leaves(backend))), "a step moved the arrays of an adapter"
+    return found
+
+
+def every_other_loss(backend: JaxBackend) -> dict[str, np.ndarray]:
+    """Return each loss's sums and gradient, and leave the model as it was."""
+    found: dict[str, np.ndarray] = {}
+    for loss in sorted(LOSSES.keys() - set(LOSS_OF_STEP)):
+        results = backend.forward_backward(batch(1, loss))
+        found[f"{loss}.loss"] = np.array([result.sums["loss"] for result in results])
+        found |= state(backend, loss)
+        backend.clear_gradient(MODEL)
     return found
 
 

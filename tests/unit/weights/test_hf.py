@@ -1,13 +1,16 @@
 """Checkpoints: every format read, every fault named."""
 
 import json
+import tracemalloc
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.backends.jax.backend import JaxBackend
@@ -101,6 +104,22 @@ def test_shards_equal_the_single_file(directory):
     whole = load(directory)
     split(directory, 3)
     jax.tree.map(np.testing.assert_array_equal, whole, load(directory))
+
+
+def test_the_host_never_holds_a_second_copy(tmp_path, monkeypatch):
+    """One parameter is held, and the one before until the device has let go of it; all tensors read first took 1.6."""
+    directory = write_model(tmp_path, num_layers=8, hidden_size=128, mlp_size=256)
+    put = jax.device_put  # which on CPU may take the host's memory for the device's
+    monkeypatch.setattr(hf.jax, "device_put", lambda host, *_: jax.block_until_ready(put(host).copy()))
+    on_device = partial(load, directory, placement=lambda _: SingleDeviceSharding(jax.devices()[0]))
+    on_device()  # what the first call imports and compiles is not counted
+    tracemalloc.start()
+    try:
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(on_device()))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.75 * num_bytes
 
 
 def test_bfloat16_files_load_into_either_type(directory):
