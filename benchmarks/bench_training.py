@@ -253,14 +253,15 @@ def ragged(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[
 
 def tenants(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
     """One tenant with one request or with many, and many tenants, equal or mixed in their ranks: the same tokens."""
-    backend = setup.backend(3 + 2 * NUM_TENANTS)
+    num_tenants = options.tenants
+    backend = setup.backend(2 + 2 * num_tenants)
     small = (options.tenant_length,) * options.tenant_rows
-    mixed = [Tenant(TENANT_RANKS[number % len(TENANT_RANKS)], (small,)) for number in range(NUM_TENANTS)]
+    mixed = [Tenant(TENANT_RANKS[number % len(TENANT_RANKS)], (small,)) for number in range(num_tenants)]
     kinds = {
-        "1 tenant, 1 request": [Tenant(setup.rank, (small * NUM_TENANTS,))],
-        f"1 tenant, {NUM_TENANTS} requests": [Tenant(setup.rank, (small,) * NUM_TENANTS)],
-        f"{NUM_TENANTS} tenants": [Tenant(setup.rank, (small,))] * NUM_TENANTS,
-        f"{NUM_TENANTS} tenants, ranks mixed": mixed,
+        "1 tenant, 1 request": [Tenant(setup.rank, (small * num_tenants,))],
+        f"1 tenant, {num_tenants} requests": [Tenant(setup.rank, (small,) * num_tenants)],
+        f"{num_tenants} tenants": [Tenant(setup.rank, (small,))] * num_tenants,
+        f"{num_tenants} tenants, ranks mixed": mixed,
     }
     return measure([setup.contestant(name, backend, kind) for name, kind in kinds.items()])
 
@@ -322,6 +323,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8x256", help="steady, slots: rows x tokens")
     parser.add_argument("--against-peft", action="store_true", help="steady: transformers and peft take turns with us")
     parser.add_argument("--datums", type=int, default=64, help="ragged: how many sequences")
+    parser.add_argument("--tenants", type=int, default=NUM_TENANTS, help="tenants: how many")
     parser.add_argument("--tenant-rows", type=int, default=4, help="tenants: sequences of each request")
     parser.add_argument("--tenant-length", type=int, default=128, help="tenants: tokens of each sequence")
     options = parser.parse_args()
