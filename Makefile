@@ -13,7 +13,7 @@ contracts:
 	lint-imports
 
 test:
-	pytest
+	pytest -n 2
 
 chaos:  ## hundreds of kills while clients train; prints the tables of docs/reliability.md; FLAGS=--postgresql has them there
 	python -u -W ignore -m skyrl_tx.testing.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)

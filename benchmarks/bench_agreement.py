@@ -18,9 +18,10 @@ from common import machine, quantile, report
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.testing.backend_bench import scoring
 from skyrl_tx.testing.tiny_models import write_model
 
 BASE, MODEL, SAMPLER = ModelId("base"), ModelId("m"), SamplerId("s")
@@ -50,22 +51,6 @@ def start(model: Path, dtype: str, slots: int) -> JaxBackend:
         backend.optim_step(MODEL, OptimizerParams(learning_rate=0.02))
     backend.load_sampler(SAMPLER, backend.capture(MODEL, {StatePart.WEIGHTS}))
     return backend
-
-
-def scoring(model: ModelId, rows: Sequence[np.ndarray]) -> PreparedModelPassBatch:
-    return PreparedModelPassBatch(
-        examples=tuple(
-            PassExample(
-                request_id=RequestId("scored"),
-                model_id=model,
-                tokens=row[:-1],
-                loss="cross_entropy",
-                loss_inputs={"target_tokens": row[1:], "weights": np.ones(row.size - 1, np.float32)},
-                loss_config={},
-            )
-            for row in rows
-        )
-    )
 
 
 def requests(count: int, new: int) -> list[SampleRequest]:

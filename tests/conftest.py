@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from skyrl_tx.testing.client_environments import (
     ClientEnvironment,
@@ -22,6 +24,31 @@ CANCEL_ROUNDS = 8
 
 MOST_MAPPINGS = 30_000
 """Linux gives a process 65,530 by default, and crashes XLA's compiler when there are no more."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs in pytest's cache: processes, parts of a run and the next run share most of theirs.
+
+    And let clients of the SDK, here and in child processes, know all that they must to speak to a server of ours.
+    """
+    os.environ |= {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
+    cache = getattr(config, "cache", None)
+    if cache is not None:  # it is with -p no:cacheprovider
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+class DirectoryScheduling(LoadScopeScheduling):
+    """With `-n`, what lies in one directory runs in one process: there tests share servers, models, programs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0].rpartition("/")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> DirectoryScheduling:
+    """Begin with the first directories, which hold what takes longest, so that no process ends long after the other."""
+    config.option.loadscopereorder = False
+    return DirectoryScheduling(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

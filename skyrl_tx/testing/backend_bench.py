@@ -168,6 +168,44 @@ def drawn_of(deltas: Sequence[SampleDelta], request_id: RequestId, index: int) -
     )
 
 
+def drawn_examples(
+    model_id: ModelId, *shapes: tuple[int, ...], seed: int = 0, request: str = "r", vocab_size: int = 256
+) -> tuple[PassExample, ...]:
+    """One request's examples for cross-entropy, random but for the seed: tokens, and targets of these shapes."""
+    draw = np.random.default_rng(seed)
+    return tuple(
+        PassExample(
+            request_id=RequestId(request),
+            model_id=model_id,
+            tokens=draw.integers(0, vocab_size, shape[0], dtype=np.int32),
+            loss="cross_entropy",
+            loss_inputs={
+                "target_tokens": draw.integers(0, vocab_size, shape, dtype=np.int32),
+                "weights": draw.random(shape, np.float32),
+            },
+            loss_config={},
+        )
+        for shape in shapes
+    )
+
+
+def scoring(model_id: ModelId, rows: Sequence[NDArray[np.int32]]) -> PreparedModelPassBatch:
+    """A pass that tells of each row's tokens, but for the first, how likely they are."""
+    return PreparedModelPassBatch(
+        examples=tuple(
+            PassExample(
+                request_id=RequestId("scored"),
+                model_id=model_id,
+                tokens=row[:-1],
+                loss="cross_entropy",
+                loss_inputs={"target_tokens": row[1:], "weights": np.ones(row.size - 1, np.float32)},
+                loss_config={},
+            )
+            for row in rows
+        )
+    )
+
+
 def same_bits(left: PassResult, right: PassResult) -> bool:
     """Whether two results are equal to the last bit."""
     return left.logprobs.tobytes() == right.logprobs.tobytes() and dict(left.sums) == dict(right.sums)

@@ -42,10 +42,8 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def service(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[tinker.ServiceClient]:
+def service(house: House) -> Iterator[tinker.ServiceClient]:
     """A client of a house; a test may bring its own."""
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with tinker.ServiceClient(base_url=house.url, user_metadata={"a": "b"}) as client:
         yield client
 

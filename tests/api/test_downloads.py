@@ -26,9 +26,7 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
 
 @pytest.fixture
-def rest(house: House, monkeypatch: pytest.MonkeyPatch) -> tinker.RestClient:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def rest(house: House) -> tinker.RestClient:
     return tinker.RestClient(base_url=house.url)
 
 

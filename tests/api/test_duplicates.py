@@ -3,7 +3,6 @@
 All are sent to one API and engine, and once more to those that come after them on the same data directory.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sqlmodel import Session, col, func, select
 
@@ -21,6 +21,7 @@ from skyrl_tx.store.tables import RequestRow, SamplingSessionRow
 from skyrl_tx.testing.live_api import Server, live_api
 from skyrl_tx.testing.live_engine import live_engine
 from skyrl_tx.testing.live_house import PUBLIC_NAME, small_backend
+from skyrl_tx.testing.waiting import until
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 DATUM = {"model_input": PROMPT, "loss_fn_inputs": {"target_tokens": {"data": [2, 3, 4], "dtype": "int64"}}}
@@ -207,10 +208,15 @@ def test_a_number_whose_request_is_forgotten_is_refused_for_good(tmp_path: Path)
         body: dict[str, Any] = {"model_id": server.model(), "adam_params": {"learning_rate": 0.01}}
         first = server.post("optim_step", **body, seq_id=1)
         assert "error" not in server.result(first)
-        end = time.monotonic() + 20
-        while (again := server.post("optim_step", **body, seq_id=1)).status_code == HTTPStatus.OK:
-            assert again.json() == first.json() and time.monotonic() < end
-            time.sleep(0.02)
+
+        def posted_until_refused() -> httpx.Response | None:
+            again = server.post("optim_step", **body, seq_id=1)
+            if again.status_code != HTTPStatus.OK:
+                return again
+            assert again.json() == first.json()
+
+        again = until(posted_until_refused)
+        assert again is not None
         other = server.post("optim_step", **{**body, "adam_params": {}}, seq_id=1)
         for refused in (again, other):
             assert refused.status_code == HTTPStatus.GONE and "its number is used up" in refused.text

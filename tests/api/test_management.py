@@ -21,8 +21,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """A house that asks for keys."""
-    with pytest.MonkeyPatch.context() as patch, live_house("fake", tmp_path_factory.mktemp("house")) as house:
-        patch.setenv("TINKER_TELEMETRY", "0")
+    with live_house("fake", tmp_path_factory.mktemp("house")) as house:
         key_for(house, "root")
         time.sleep(1.1)  # until then the server may remember that it asks for none
         yield house

@@ -18,6 +18,7 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.testing.live_api import Server, live_api
 from skyrl_tx.testing.live_engine import live_engine
 from skyrl_tx.testing.live_house import House
+from skyrl_tx.testing.waiting import until
 from skyrl_tx.testing.wiretap import Wiretap
 
 BASE_MODEL = "Qwen/Qwen3-8B"
@@ -41,22 +42,12 @@ class Slow(FakeBackend):
 
 
 @pytest.fixture
-def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[House, Slow]]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def slow(tmp_path: Path) -> Iterator[tuple[House, Slow]]:
     backend, wiretap = Slow(), Wiretap()
     api = ApiSettings(port=0, data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL)
     engine = EngineSettings(data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL)
     with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):
         yield House(server=server, backend=backend, wiretap=wiretap), backend
-
-
-def until(is_true: object, within_s: float = 10.0) -> None:
-    assert callable(is_true)
-    end = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def long(max_tokens: int = 4000) -> types.SamplingParams:
@@ -107,10 +98,8 @@ def test_copies_of_a_client_sample_side_by_side(slow: tuple[House, Slow]) -> Non
 
 
 @pytest.fixture
-def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+def narrow(tmp_path: Path) -> Iterator[House]:
     """A server with room for twenty samples that wait."""
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     backend, wiretap = (
         FakeBackend("fake", FakeConfig(vocab_size=1024, max_context_length=2**16, step_delay_s=0.02)),
         Wiretap(),
@@ -120,8 +109,7 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
         data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL, max_waiting_sample_bytes=20 * 4400
     )
     with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):
-        while server.client.get("/api/v1/healthz").status_code != 200:
-            time.sleep(0.01)
+        until(lambda: server.client.get("/api/v1/healthz").status_code == 200)
         yield House(server=server, backend=backend, wiretap=wiretap)
 
 

@@ -78,9 +78,7 @@ def polled(calls: list[Call]) -> dict[str, str]:
     return {call.headers["x-tinker-request-type"]: call.answer_type for call in polls}
 
 
-def test_the_first_run_is_sent_and_answered_as_the_protocol_says(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def test_the_first_run_is_sent_and_answered_as_the_protocol_says(house: House) -> None:
     service = tinker.ServiceClient(base_url=house.url, user_metadata={"a": "b"})
     with sends(house, *HELLO, "GET get_server_capabilities") as calls:
         (served,) = service.get_server_capabilities().supported_models

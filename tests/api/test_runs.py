@@ -15,9 +15,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def rest(server: Server, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tinker.RestClient]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def rest(server: Server, engine: ScriptedEngine) -> Iterator[tinker.RestClient]:
     yield tinker.RestClient(base_url=server.url)
 
 

@@ -19,9 +19,7 @@ BASE_MODEL = "Qwen/Qwen3-8B"
 
 
 @pytest.fixture
-def service(server: Server, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tinker.ServiceClient]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def service(server: Server, engine: ScriptedEngine) -> Iterator[tinker.ServiceClient]:
     with tinker.ServiceClient(base_url=server.url, user_metadata={"a": "b"}) as client:
         yield client
 

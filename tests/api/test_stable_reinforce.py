@@ -44,9 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def service(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tinker.ServiceClient]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def service(server: Server) -> Iterator[tinker.ServiceClient]:
     with tinker.ServiceClient(base_url=server.url) as client:
         yield client
 

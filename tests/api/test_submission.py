@@ -14,6 +14,7 @@ from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.tensors import to_proto
 from skyrl_tx.contract import requests
 from skyrl_tx.testing.live_api import Server
+from skyrl_tx.testing.waiting import until
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]}
@@ -223,10 +224,7 @@ def test_a_body_that_ends_too_early_is_of_no_effect(server: Server, caplog: pyte
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head + half)
         time.sleep(0.1)
-    until = time.monotonic() + 5
-    while "went away amid the body" not in caplog.text:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: "went away amid the body" in caplog.text)
     assert "ERROR" not in caplog.text
     whole = server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 0.1})
     assert whole.status_code == 200

@@ -36,8 +36,7 @@ Users = dict[str, User]
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Users]:
     folder: Path = tmp_path_factory.mktemp("house")
-    with live_house("fake", folder) as house, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
+    with live_house("fake", folder) as house:
         made: Users = {}
         for owner in ("ann", "bob"):
             key, _ = house.server.store.write(

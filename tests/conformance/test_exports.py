@@ -2,8 +2,7 @@
 
 import json
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,33 +114,29 @@ def traveller(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     client_environment: Callable[[ClientEnvironment], PreparedEnvironment],
-) -> Iterator[Traveller]:
+) -> Traveller:
     environment = client_environment(TORCH)
     folder = tmp_path_factory.mktemp(request.param)
     model = str(write_model(folder / "model", num_layers=2, **MODELS[request.param]))
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("TINKER_API_KEY", "tml-local")
-        patch.setenv("TINKER_TELEMETRY", "0")
-        making = {
-            name: {"model": model, "make": str(folder / name), "config": config | OF_PEFT.get(request.param, {})}
-            for name, config in ADAPTERS.items()
+    making = {
+        name: {"model": model, "make": str(folder / name), "config": config | OF_PEFT.get(request.param, {})}
+        for name, config in ADAPTERS.items()
+    }
+    expected = run_torch(environment, folder, making)
+    data_dir = tmp_path_factory.mktemp("data")
+    outputs = travel(folder, data_dir)
+    loading: dict[str, dict[str, Any]] = {"base": {"model": model}}
+    for name in ("further", "fresh"):
+        loading |= {
+            f"{name}-{kind}": {"model": model, "adapter": str(folder / "adapters" / name / kind)}
+            for kind in ("weights", "external_weights")
         }
-        expected = run_torch(environment, folder, making)
-        data_dir = tmp_path_factory.mktemp("data")
-        outputs = travel(folder, data_dir)
-        loading: dict[str, dict[str, Any]] = {"base": {"model": model}}
-        for name in ("further", "fresh"):
-            loading |= {
-                f"{name}-{kind}": {"model": model, "adapter": str(folder / "adapters" / name / kind)}
-                for kind in ("weights", "external_weights")
-            }
-            loading[f"{name}-merged"] = {"model": str(folder / "merged" / name)}
-            # As downloaded experts are stacked, for the cookbook; see tests/recipes/test_weights.py.
-            if request.param == "untied" or (request.param == "tied" and name == "further"):
-                loading[f"{name}-downloaded"] = {"model": model, "adapter": str(folder / "external" / name)}
-        expected |= run_torch(environment, folder, loading)
-        yield Traveller(folder, outputs, expected)
+        loading[f"{name}-merged"] = {"model": str(folder / "merged" / name)}
+        # As downloaded experts are stacked, for the cookbook; see tests/recipes/test_weights.py.
+        if request.param == "untied" or (request.param == "tied" and name == "further"):
+            loading[f"{name}-downloaded"] = {"model": model, "adapter": str(folder / "external" / name)}
+    expected |= run_torch(environment, folder, loading)
+    return Traveller(folder, outputs, expected)
 
 
 def test_what_is_imported_says_what_it_said(traveller: Traveller) -> None:

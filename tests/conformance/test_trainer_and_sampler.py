@@ -12,10 +12,11 @@ import pytest
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.models import FAMILIES
+from skyrl_tx.testing.backend_bench import scoring
 from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 
 VOCAB_SIZE = 256
@@ -62,23 +63,6 @@ def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
             backend.load_sampler(SamplerId(name), backend.capture(ModelId(name), {StatePart.WEIGHTS}))
     yield backend
     backend.close()
-
-
-def scoring(model: ModelId, rows: list[np.ndarray]) -> PreparedModelPassBatch:
-    """Each row's own tokens as targets."""
-    return PreparedModelPassBatch(
-        examples=tuple(
-            PassExample(
-                request_id=RequestId("scored"),
-                model_id=model,
-                tokens=row[:-1],
-                loss="cross_entropy",
-                loss_inputs={"target_tokens": row[1:], "weights": np.ones(row.size - 1, np.float32)},
-                loss_config={},
-            )
-            for row in rows
-        )
-    )
 
 
 def ask(name: str, number: int, length: int) -> SampleRequest:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tinker.lib import api_future_impl, internal_client_holder
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import sessions
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
+from skyrl_tx.testing.waiting import until
 
 # The SDK leaves its connections to the garbage collector, and warns of names of its own that it will drop.
 pytestmark = [
@@ -40,24 +41,11 @@ class Clock:
         await asyncio.sleep(seconds / HASTE)
 
 
-@pytest.fixture(autouse=True)
-def _client_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     directory: Path = tmp_path_factory.mktemp("house")
     with live_house("fake", directory) as house:
         yield house
-
-
-def until(is_so: Callable[[], bool], within_s: float = 10.0) -> None:
-    end = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def new_client(house: House) -> tinker.TrainingClient:

@@ -31,9 +31,7 @@ def resident_bytes(pid: int) -> int:
 
 
 @pytest.fixture(params=[2**30, 2**21], ids=["room for all", "room for a quarter"])
-def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LiveServer]:
     flags = ["--base-model", "fake", "--backend", "fake", "--max-waiting-sample-bytes", str(request.param)]
     flags += ["--backend-config.step-delay-s", "0.01", "--backend-config.max-sample-tokens", "8192"]
     with LiveServer(tmp_path / "data", flags=flags) as server:

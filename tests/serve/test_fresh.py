@@ -1,8 +1,6 @@
 """`serve --fresh`: what it says, what it leaves behind, and what stays."""
 
-import gc
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -21,14 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    yield
-    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
 
 
 def datum() -> types.Datum:

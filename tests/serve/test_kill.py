@@ -1,10 +1,9 @@
 """The engine is killed in the middle of supervised training on the JAX backend: the SDK's loop never notices."""
 
-import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    yield
-    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
 
 
 def served(data_dir: Path, *flags: str) -> LiveServer:
@@ -81,8 +72,7 @@ def datum(tokens: list[int]) -> types.Datum:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """What the run gives where nothing happens."""
-    with pytest.MonkeyPatch.context() as patch, served(tmp_path_factory.mktemp("calm")) as server:
-        patch.setenv("TINKER_API_KEY", "tml-local")
+    with served(tmp_path_factory.mktemp("calm")) as server:
         return train(server.url, lambda step: None)
 
 

@@ -1,10 +1,8 @@
 """The engine is killed while it trains a mixture of experts: no bit changes, and no step is compiled again."""
 
-import gc
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _client_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield
-    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
 
 
 def datum(draw: np.random.Generator) -> types.Datum:

@@ -23,9 +23,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def server(tmp_path: Path) -> Iterator[LiveServer]:
     with LiveServer(tmp_path / "data") as server:
         yield server
 

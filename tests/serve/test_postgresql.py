@@ -1,12 +1,11 @@
 """`skyrl-tx serve` on PostgreSQL: several APIs, one engine, kills, and a database that goes away and comes back."""
 
-import gc
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,14 +27,6 @@ FAKE = ("--base-model", "fake", "--backend", "fake")
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
 STARTS_AGAIN = re.compile(r"the engine starts again when it is back")
 NUM_STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    yield
-    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
 
 
 def datum(seed: int) -> types.Datum:
@@ -79,8 +70,7 @@ def beside(work: Callable[[], list[float]]) -> Future[list[float]]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     """What two runs give on SQLite where nothing happens."""
-    with pytest.MonkeyPatch.context() as patch, LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
-        patch.setenv("TINKER_API_KEY", "tml-local")
+    with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         return [train(server.url, seed) for seed in (1, 2)]
 
 

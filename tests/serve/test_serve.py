@@ -1,6 +1,5 @@
 """`skyrl-tx serve` as its users meet it: a command, two processes, signals, and the real SDK on the other side."""
 
-import gc
 import os
 import re
 import signal
@@ -8,7 +7,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +16,9 @@ import tinker
 from tinker import types
 
 from skyrl_tx import __version__
+from skyrl_tx.testing.database_look import rows
 from skyrl_tx.testing.live_server import LiveServer, ServerFailed
+from skyrl_tx.testing.waiting import until
 
 # The SDK leaves its connections to the garbage collector.
 pytestmark = [
@@ -28,14 +28,6 @@ pytestmark = [
 FAKE = ("--base-model", "fake", "--backend", "fake")
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
 NUM_STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    yield
-    gc.collect()  # here, where its warnings are the SDK's, and not after the last test
 
 
 @pytest.fixture
@@ -68,8 +60,7 @@ def train(training: tinker.TrainingClient, steps: range) -> Iterator[float]:
 @pytest.fixture(scope="module")
 def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """What the run gives where nothing happens."""
-    with pytest.MonkeyPatch.context() as patch, LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
-        patch.setenv("TINKER_API_KEY", "tml-local")
+    with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         losses = list(train(training_client(server.url), range(NUM_STEPS)))
     assert losses[-1] < losses[0]
     return losses
@@ -80,13 +71,6 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def wait_until_gone(pid: int, within_s: float = 10.0) -> None:
-    end = time.monotonic() + within_s
-    while not is_gone(pid):
-        assert time.monotonic() < end, f"process {pid} still runs"
-        time.sleep(0.01)
 
 
 def test_train_sample_stop(server: LiveServer, tmp_path: Path) -> None:
@@ -160,19 +144,19 @@ def test_a_run_goes_on_after_its_engine_was_killed(server: LiveServer, undisturb
 def test_the_engine_dies_with_its_parent(server: LiveServer) -> None:
     engine = server.engine_pid
     server.signal(signal.SIGKILL)
-    wait_until_gone(engine)
+    until(lambda: is_gone(engine))
 
 
 def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
-    slow = (*FAKE, "--backend-config.step-delay-s", "30")
+    slow = (*FAKE, "--backend-config.step-delay-s", "300")
     with LiveServer(tmp_path, flags=slow) as server:
         training_client(server.url).forward([datum(0)], "cross_entropy")
-        time.sleep(0.5)  # so that the engine is at it
+        until(lambda: rows(tmp_path, None, "SELECT 1 FROM requests WHERE attempts > 0"))  # the engine is at it
         server.signal(signal.SIGINT)
         server.wait_for(re.compile("(stopping)"))
         server.signal(signal.SIGTERM)
-        assert server.wait(5.0) == 128 + signal.SIGTERM
-        wait_until_gone(server.engine_pid)
+        assert server.wait(60.0) == 128 + signal.SIGTERM
+        until(lambda: is_gone(server.engine_pid))
 
 
 @pytest.mark.parametrize("shared", ["data directory", "port"])

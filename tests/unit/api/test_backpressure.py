@@ -1,8 +1,6 @@
 """When samples are told to come later."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +12,6 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
 
 LIMIT = 10 * REQUEST_BYTES
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path, role="api")
-    yield store
-    store.close()
 
 
 @pytest.fixture

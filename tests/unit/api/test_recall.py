@@ -2,8 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,8 +29,7 @@ def sent(length: int = 2) -> Translated:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path, role="api")
+def store(store: Store) -> Store:
     session_id = store.write(
         lambda tx: sessions.create(
             tx,
@@ -47,8 +44,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     )
     drawn = {"seq": np.array([-0.5, -1.5], np.float32)}
     store.write(lambda tx: stability.record(tx, session_id, 3, drawn, time.time()))
-    yield store
-    store.close()
+    return store
 
 
 def test_the_owner_gets_what_was_recorded(store: Store) -> None:

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,6 @@ from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.futures import NewRequest
 
 SAMPLER = SamplingSessionId("s:sample:0")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path, role="api")
-    yield store
-    store.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A bit that the disk changed inside a stored value: its future fails by name, and nothing wrong is served."""
 
 import os
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from skyrl_tx.store import checkpoints, futures
 from skyrl_tx.store.tables import CheckpointRow, RequestRow
 from skyrl_tx.testing.engine_house import SPEC, House, forward_backward, optim_step, sample
 from skyrl_tx.testing.live_engine import live_engine
+from skyrl_tx.testing.waiting import until
 
 
 def flip(house: House, request_id: RequestId, column: str) -> None:
@@ -81,11 +81,8 @@ def test_a_damaged_load_stops_no_housekeeping(tmp_path, is_open: bool) -> None:
     flip(house, loaded, "body")
     assert house.api.read(checkpoints.referenced_artifacts) == (None if is_open else set())
     os.utime(house.artifacts.open(artifact_id), (0, 0))
-    end = time.monotonic() + 20
     with live_engine(house.settings, house.backend()):
-        while house.artifacts.has(artifact_id):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: not house.artifacts.has(artifact_id))
     if is_open:
         failure = house.result(loaded)
         assert failure.category == ErrorCategory.SERVER and "the stored request is damaged" in failure.message

@@ -14,6 +14,7 @@ from skyrl_tx.store.pruning import RequestForgotten
 from skyrl_tx.store.tables import RequestRow
 from skyrl_tx.testing.engine_house import OWNER, House, forward_backward, optim_step, sample
 from skyrl_tx.testing.live_engine import live_engine
+from skyrl_tx.testing.waiting import until
 
 SAMPLER = SamplingSessionId("s:sample:0")
 A_ROUND = 60
@@ -60,13 +61,8 @@ def size(house: House) -> int:
 
 def settled(house: House) -> int:
     """The database's size once all that may go has gone."""
-    end = time.monotonic() + 30
-    while num_rows(house) > 1:
-        assert time.monotonic() < end, f"{num_rows(house)} rows are left"
-        time.sleep(0.02)
-    while house.api.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA freelist_count").scalar_one()) > 0:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: num_rows(house) <= 1)
+    until(lambda: house.api.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA freelist_count").scalar_one()) == 0)
     return size(house)
 
 

@@ -1,7 +1,5 @@
 """Unnamed samplers: usable before their files are written, and there again whatever happens to those."""
 
-import time
-
 import pytest
 
 from skyrl_tx.backends.fake.backend import FakeBackend
@@ -11,6 +9,7 @@ from skyrl_tx.contract.requests import SaveWeights, UnloadModel
 from skyrl_tx.contract.results import Failure, SaveWeightsOutput
 from skyrl_tx.store import futures, samplers, snapshots
 from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
+from skyrl_tx.testing.waiting import until
 
 
 class Disk:
@@ -76,15 +75,9 @@ def test_a_sampler_is_used_before_anything_is_written(house):
     disk, sampled = Disk(house), []
 
     def until_sampled():
-        end = time.monotonic() + 10
-        while not (ids := house.api.read(lambda tx: futures.statuses(tx, [saved]))):
-            assert time.monotonic() < end
-            time.sleep(0.005)
-        assert ids == {saved: "done"}
+        assert until(lambda: house.api.read(lambda tx: futures.statuses(tx, [saved]))) == {saved: "done"}
         sampled.append(house.submit(sample(sampler=row_of(house, 0).sampler_id)))
-        while not house.api.read(lambda tx: futures.statuses(tx, sampled)):
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        until(lambda: house.api.read(lambda tx: futures.statuses(tx, sampled)))
 
     disk.before = until_sampled
     named = house.submit(SaveWeights(kind="weights", name="later"), model_id=model_id, seq_id=4)

@@ -10,6 +10,7 @@ import pytest
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.doorbell import Doorbell
+from skyrl_tx.testing.waiting import until
 
 ECHO = """
 import sys
@@ -45,7 +46,7 @@ def ask(store: Store, text: str) -> None:
 
 
 def await_text(store: Store, text: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         row = store.read(engine_state.get)
         if row is not None and row.detail == text:
@@ -128,10 +129,7 @@ def test_a_living_peer_is_told_from_a_dead_or_absent_one(tmp_path: Path, open_st
     engine = open_store("engine")
     assert api.peer_lives() and engine.peer_lives()
     engine.close()
-    until = time.monotonic() + 5  # a database server may take a moment to let go of a lock
-    while api.peer_lives() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not api.peer_lives()
+    until(lambda: not api.peer_lives())  # a database server may take a moment to let go of a lock
 
 
 @pytest.mark.parametrize("database_url", [None])

@@ -17,6 +17,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.testing.backend_bench import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 
 MODEL = ModelId("m")
@@ -27,24 +28,7 @@ def spec(rank: int = 4) -> ModelSpec:
 
 
 def batch(*shapes: tuple[int, ...], seed: int = 0) -> PreparedModelPassBatch:
-    """One request with random examples of these shapes of targets."""
-    draw = np.random.default_rng(seed)
-    return PreparedModelPassBatch(
-        examples=tuple(
-            PassExample(
-                request_id=RequestId("r"),
-                model_id=MODEL,
-                tokens=draw.integers(0, 256, shape[0], dtype=np.int32),
-                loss="cross_entropy",
-                loss_inputs={
-                    "target_tokens": draw.integers(0, 256, shape, dtype=np.int32),
-                    "weights": draw.random(shape, np.float32),
-                },
-                loss_config={},
-            )
-            for shape in shapes
-        )
-    )
+    return PreparedModelPassBatch(examples=drawn_examples(MODEL, *shapes, seed=seed))
 
 
 @pytest.fixture(scope="module")

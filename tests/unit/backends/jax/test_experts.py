@@ -9,10 +9,11 @@ import pytest
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import ALL_PARTS
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
-from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.batches import PreparedModelPassBatch
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.models.adapters import EXPERT_TARGETS
+from skyrl_tx.testing.backend_bench import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 
 MODEL, AGAIN = ModelId("m"), ModelId("again")
@@ -42,23 +43,7 @@ def start(directory: Path, *, remat: bool = False) -> JaxBackend:
 
 
 def batch(model_id: ModelId, seed: int) -> PreparedModelPassBatch:
-    draw = np.random.default_rng(seed)
-    return PreparedModelPassBatch(
-        examples=tuple(
-            PassExample(
-                request_id=RequestId("r"),
-                model_id=model_id,
-                tokens=draw.integers(0, 256, length, dtype=np.int32),
-                loss="cross_entropy",
-                loss_inputs={
-                    "target_tokens": draw.integers(0, 256, length, dtype=np.int32),
-                    "weights": draw.random(length, np.float32),
-                },
-                loss_config={},
-            )
-            for length in (30, 19, 11)
-        )
-    )
+    return PreparedModelPassBatch(examples=drawn_examples(model_id, (30,), (19,), (11,), seed=seed))
 
 
 def train(backend: JaxBackend, lora: LoraSpec) -> None:

@@ -23,9 +23,10 @@ from skyrl_tx.backends.jax.memory import (
 )
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
-from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.testing.backend_bench import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 
@@ -107,21 +108,7 @@ def test_what_is_told_is_what_the_compiled_program_takes(tmp_path, remat):
 
 
 def request(name: str, *lengths: int) -> tuple[PassExample, ...]:
-    draw = np.random.default_rng(len(name))
-    return tuple(
-        PassExample(
-            request_id=RequestId(name),
-            model_id=MODEL,
-            tokens=draw.integers(0, 256, length, dtype=np.int32),
-            loss="cross_entropy",
-            loss_inputs={
-                "target_tokens": draw.integers(0, 256, length, dtype=np.int32),
-                "weights": draw.random(length, np.float32),
-            },
-            loss_config={},
-        )
-        for length in lengths
-    )
+    return drawn_examples(MODEL, *((length,) for length in lengths), seed=len(name), request=name)
 
 
 BATCH = PreparedModelPassBatch(examples=request("a", 30, 30, 20) + request("bb", 31, 9, 12))

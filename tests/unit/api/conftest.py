@@ -1,0 +1,15 @@
+"""A store as the API opens it, on a fresh directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.store.database import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path, role="api")
+    yield store
+    store.close()
