@@ -1,4 +1,3 @@
-import statistics
 import subprocess
 import sys
 import threading
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.store import engine_state
+from skyrl_tx.store import engine_state, sqlite
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.doorbell import Doorbell
 from skyrl_tx.testing.waiting import until
@@ -15,8 +14,10 @@ from skyrl_tx.testing.waiting import until
 ECHO = """
 import sys
 from pathlib import Path
-from skyrl_tx.store import engine_state
+from skyrl_tx.store import engine_state, sqlite
 from skyrl_tx.store.database import Store
+
+sqlite._FALLBACK_S = 60.0
 
 def say(detail):
     store.write(lambda tx: engine_state.publish(
@@ -26,7 +27,7 @@ store = Store.open(Path(sys.argv[1]), role="engine", url=sys.argv[2] or None)
 say("started")
 heard = ""
 while heard != "stop":
-    store.wait(5)
+    store.wait(60)
     said = store.read(engine_state.get).detail
     if said.startswith("ask") and said != heard:
         heard = said
@@ -46,19 +47,15 @@ def ask(store: Store, text: str) -> None:
 
 
 def await_text(store: Store, text: str) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        row = store.read(engine_state.get)
-        if row is not None and row.detail == text:
-            return
-        store.wait(1)
-    raise AssertionError(f"never heard {text!r}")
+    while (row := store.read(engine_state.get)) is None or row.detail != text:
+        assert store.wait(60), f"never heard {text!r}"
 
 
 @pytest.mark.parametrize("depth", [1, 4], ids=["short path", "path beyond a socket address"])
 def test_two_processes_answer_each_other_at_once(
-    tmp_path: Path, open_store, database_url: str | None, depth: int
+    tmp_path: Path, open_store, database_url: str | None, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sqlite, "_FALLBACK_S", 60.0)  # who is not rung hears nothing
     data_dir = tmp_path.joinpath(*["long-name-" * 4] * (depth - 1), "data")
     assert (len(str(data_dir)) > 108) == (depth > 1)
     store = open_store("api", data_dir)
@@ -72,9 +69,7 @@ def test_two_processes_answer_each_other_at_once(
             durations.append(time.perf_counter() - begun)
         ask(store, "stop")
         assert engine.wait(20) == 0
-    # The slow fallback alone would take 100 ms a leg. The median leaves room for a busy machine.
-    assert min(durations) < 0.010
-    assert statistics.median(durations) < 0.050
+    assert min(durations) < 0.010, "the least disturbed of them, on a busy machine"
 
 
 def test_waiting_costs_no_processor_time(store: Store) -> None:

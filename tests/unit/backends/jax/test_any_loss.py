@@ -10,6 +10,7 @@ from skyrl_tx.losses import LOSSES
 
 CASES = [(name, 2) for name in LOSSES] + [("cross_entropy", 3)]
 evaluate = jax.jit(any_loss.evaluate)
+slope = jax.jit(any_loss.slope)
 
 
 @pytest.mark.parametrize(("name", "ndim"), CASES)
@@ -23,20 +24,17 @@ def test_the_number_chooses_the_loss(name, ndim):
     config_BC = config_BC[:, : any_loss.NUM_COLUMNS].astype(np.float32)
     number = any_loss.number_of(name, ndim)
 
-    def ours(x):
-        return evaluate(number, x, inputs, config_BC)
-
     def theirs(x):
         own = {each: inputs[each] for each in loss.spec.inputs if each != any_loss.TARGETS}
         return loss.evaluate(x, own, config_BC[:, : len(loss.columns)])
 
     expected = theirs(logprobs)
-    got = ours(logprobs)
+    got = evaluate(number, logprobs, inputs, config_BC)
     np.testing.assert_allclose(got.loss_BT, expected.loss_BT, rtol=1e-6)
     assert any_loss.mean_names(name) == set(expected.means)
     for each, mean in expected.means.items():
         np.testing.assert_allclose(got.means[each].total_BT, mean.total_BT, rtol=1e-6)
-    gradient = jax.grad(lambda x: ours(x).loss_BT.sum())(jnp.asarray(logprobs))
+    gradient = slope(number, logprobs, inputs, config_BC)
     wanted = jax.grad(lambda x: theirs(x).loss_BT.sum())(jnp.asarray(logprobs))
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
@@ -50,9 +48,9 @@ def test_a_local_loss_has_the_same_slope_alone_as_in_its_row(name, ndim):
     columns = [LOSSES[name].spec.config[c] for c in LOSSES[name].columns]
     config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : any_loss.NUM_COLUMNS]
     number = any_loss.number_of(name, ndim)
-    whole = any_loss.slope(number, logprobs, inputs, config_BC)
+    whole = slope(number, logprobs, inputs, config_BC)
     halves = [
-        any_loss.slope(number, logprobs[:, part], {each: x[:, part] for each, x in inputs.items()}, config_BC)
+        slope(number, logprobs[:, part], {each: x[:, part] for each, x in inputs.items()}, config_BC)
         for part in (slice(3), slice(3, 6))
     ]
     is_same = np.array_equal(whole, np.concatenate(halves, axis=1))
