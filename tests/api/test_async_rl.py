@@ -12,11 +12,6 @@ from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
 PROMPT = [5, 6, 7]
 NUM_PROMPTS = 4
 NUM_STEPS = 3
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 Rollout = list[types.SampledSequence]
 
 

@@ -13,11 +13,7 @@ BODY: dict[str, Any] = {
     "sampling_params": {"max_tokens": 4, "stop": [], "seed": 3},
     "num_samples": 2,
 }
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.parametrize("house", ["fake"], indirect=True, scope="session"),
-]
+pytestmark = pytest.mark.parametrize("house", ["fake"], indirect=True, scope="session")
 
 
 def draw(house: House, **weights: str) -> list[list[int]]:

@@ -18,10 +18,6 @@ from safetensors.numpy import load
 from skyrl_tx.api.routes import downloads
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
 

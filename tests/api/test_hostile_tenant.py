@@ -19,8 +19,6 @@ from skyrl_tx.testing.live_house import VOCAB_SIZE, House
 
 STEPS = 6
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings(r"ignore:DEPRECATED. TrainingClient.load_state:FutureWarning"),
     pytest.mark.parametrize(
         "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"

@@ -12,11 +12,6 @@ from tinker import types
 from skyrl_tx.store import keys
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:

@@ -23,11 +23,6 @@ from skyrl_tx.testing.wiretap import Wiretap
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 
 class Slow(FakeBackend):

@@ -24,10 +24,8 @@ JSON = "application/json"
 HELLO = ["POST client/config", "POST auth/token", "POST client/dynamic_config"]
 POLL = "POST retrieve_future"
 NEWS = "POST retrieve_futures"  # on a thread of its own, as often as there is some
-# The SDK leaves its connections to the garbage collector.
+# Some of what is tried here the SDK will drop, and warns of.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]

@@ -8,11 +8,6 @@ import tinker
 from skyrl_tx.testing.live_api import Server
 from skyrl_tx.testing.scripted_engine import ScriptedEngine
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 
 @pytest.fixture
 def rest(server: Server, engine: ScriptedEngine) -> Iterator[tinker.RestClient]:

@@ -17,11 +17,6 @@ from skyrl_tx.testing.live_house import CONTEXT, VOCAB_SIZE, House
 from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
 
 PROMPT = [5, 6, 7, 300, 8, 900]
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 # What says little about a backend, or costs it much, is left to the long run.
 jax_is_slow = pytest.mark.parametrize(

@@ -10,11 +10,6 @@ from tinker import types
 from skyrl_tx.testing.live_api import Server
 from skyrl_tx.testing.scripted_engine import ScriptedEngine
 
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 BASE_MODEL = "Qwen/Qwen3-8B"
 
 

@@ -14,11 +14,6 @@ from skyrl_tx.testing.live_house import VOCAB_SIZE, House
 
 PROMPT = [5, 6, 7]
 FAILURES = [HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE]
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 # What says little about a backend, or costs it much, is left to the long run.
 jax_is_slow = pytest.mark.parametrize(

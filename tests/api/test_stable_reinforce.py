@@ -25,11 +25,6 @@ from skyrl_tx.testing.live_engine import live_engine
 BASE_MODEL = "Qwen/Qwen3-8B"
 ENVIRONMENT = [9, 8]
 Spans = list[types.PromptProvenanceSpan | types.SampledProvenanceSpan]
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,6 @@ from tinker.cli.exceptions import TinkerCliError
 
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 TIMEOUT_S = 60.0
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 

@@ -13,11 +13,6 @@ from tinker import types
 from skyrl_tx.store import keys
 from skyrl_tx.testing.live_house import PUBLIC_NAME, live_house
 
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 TOKENS = [5, 6, 7, 8, 9, 10]
 
 

@@ -16,10 +16,6 @@ from skyrl_tx.testing.client_environments import TORCH, ClientEnvironment, Prepa
 from skyrl_tx.testing.live_house import live_model
 from skyrl_tx.testing.tiny_models import write_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 NAME = "Qwen/Qwen3-8B"
 TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
 SCRIPT = Path(__file__).parent / "reference" / "exported_weights.py"

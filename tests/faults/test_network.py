@@ -25,11 +25,6 @@ from skyrl_tx.testing.chaos.runs import Line, Outcome, differences, fake_server,
 from skyrl_tx.testing.faulty_line import FAULTS, Fault, FaultyLine, Schedule, faulty_line, seeded
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
 
-# The SDK leaves its connections to the garbage collector, and warns of names of its own that it will drop.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 EACH = {
     ("create_session", 1): "lose answer",
     ("create_model", 1): "lose answer",

@@ -18,11 +18,6 @@ from skyrl_tx.store import sessions
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
 from skyrl_tx.testing.waiting import until
 
-# The SDK leaves its connections to the garbage collector, and warns of names of its own that it will drop.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 BEAT_S = 10  # between two heartbeats
 HASTE = 100
 

@@ -31,7 +31,7 @@ EXPERT_CONFIG = {
     "intermediate_size": 24,
     "tie_word_embeddings": False,
 }
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
+pytestmark = pytest.mark.slow
 NAME = "Qwen/Qwen3-8B"
 TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
 

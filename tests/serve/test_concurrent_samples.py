@@ -15,12 +15,7 @@ from skyrl_tx.testing.live_server import LiveServer
 
 NUM_SAMPLES = 2000
 MAX_GROWTH_BYTES = 256 * 2**20
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 def resident_bytes(pid: int) -> int:

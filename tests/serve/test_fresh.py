@@ -14,11 +14,6 @@ from skyrl_tx.testing.live_server import LiveServer, ServerFailed
 FAKE = ("--base-model", "fake", "--backend", "fake")
 OTHER_BASE = (*FAKE, "--backend-config.vocab-size", "300")
 FRESH = re.compile(r"(fresh start: .*)")
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 
 def datum() -> types.Datum:

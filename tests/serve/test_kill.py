@@ -18,12 +18,7 @@ NUM_STEPS = 10
 BATCH_SIZE = 4
 KILL_AFTER = (3, 7)  # steps
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 def served(data_dir: Path, *flags: str) -> LiveServer:

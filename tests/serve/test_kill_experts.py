@@ -15,12 +15,7 @@ from skyrl_tx.testing.tiny_models import write_model
 
 NUM_STEPS, KILL_AFTER = 4, 2
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,6 @@ from skyrl_tx.testing.live_server import LiveServer
 
 TOKENS = [5, 9, 2, 7, 30, 31]
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 
 
 @pytest.fixture

@@ -18,11 +18,6 @@ from tinker import types
 from skyrl_tx.testing.live_server import LiveServer, ServerFailed
 from skyrl_tx.testing.postgresql_server import PASSWORD, PostgresqlServer
 
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 FAKE = ("--base-model", "fake", "--backend", "fake")
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
 STARTS_AGAIN = re.compile(r"the engine starts again when it is back")

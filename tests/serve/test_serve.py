@@ -20,11 +20,6 @@ from skyrl_tx.testing.database_look import rows
 from skyrl_tx.testing.live_server import LiveServer, ServerFailed
 from skyrl_tx.testing.waiting import until
 
-# The SDK leaves its connections to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 FAKE = ("--base-model", "fake", "--backend", "fake")
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
 NUM_STEPS = 12
