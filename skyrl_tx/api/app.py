@@ -95,7 +95,11 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         include_in_schema=False,
     )
     app.add_middleware(
-        Shortcut, path=_PREFIX + "/retrieve_future", endpoint=futures.retrieve_future, answer_error=_answer_error
+        Shortcut,
+        path=_PREFIX + "/retrieve_future",
+        endpoint=futures.retrieve_future,
+        answer_error=_answer_error,
+        give_way=context.precedence.give_way,
     )
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)

@@ -9,6 +9,7 @@ from fastapi import Depends, Query, Request
 from skyrl_tx.api.backpressure import SampleBudget
 from skyrl_tx.api.engine_watch import EngineWatch
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.precedence import Precedence
 from skyrl_tx.api.principal import Caller, Gate, Principal
 from skyrl_tx.api.recall import Recall
 from skyrl_tx.api.schemas.base import WireModel
@@ -39,6 +40,7 @@ class ApiContext:
     sample_budget: SampleBudget
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     recall: Recall = field(default_factory=Recall)
+    precedence: Precedence = field(default_factory=Precedence)
     reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
     """Results are read and written out so many at a time: hundreds that come at once would else all be last."""
 

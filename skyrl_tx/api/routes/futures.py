@@ -109,7 +109,8 @@ def cancel_future(call: Incoming) -> CancelFutureAnswer:
 async def _held(call: Call, request_id: RequestId, accept: str, limit: int | None) -> Response:
     """The answer, or a plea for patience after the time that a poll is held."""
     if await call.parts.waiters.has_news(request_id, call.caller.reach, call.settings.retrieve_hold_s):
-        response = await to_thread.run_sync(_finished, call, request_id, accept, limit, limiter=call.parts.reading)
+        with call.parts.precedence.answering():
+            response = await to_thread.run_sync(_finished, call, request_id, accept, limit, limiter=call.parts.reading)
         if response is not None:
             return response
     return await _try_again(call, request_id)
