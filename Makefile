@@ -22,7 +22,7 @@ fuzz:  ## hundreds of thousands of inputs for routes and decoders; prints the ta
 	python -u -W ignore -m skyrl_tx.testing.fuzz
 
 soak:  ## ten thousand futures wait for fifteen minutes; prints the table of docs/reliability.md
-	python -u -W ignore -m skyrl_tx.testing.soak --minutes 15
+	python -u -W ignore -m skyrl_tx.testing.soak --minutes 15 $(FLAGS)
 
 format:
 	ruff format .

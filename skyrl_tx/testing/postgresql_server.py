@@ -25,7 +25,9 @@ _TEMPLATE = "template_skyrl"
 _PORT = 5432  # only part of the socket's name
 _UNTIL_INPUT_ENDS = 'exec 3<&0; "$@" <&- & read _ <&3; kill -QUIT $!; wait $!'
 """Runs a command for as long as the process that started it is there, however that ends."""
-_FASTER = ("fsync=off", "full_page_writes=off", "listen_addresses=", "max_connections=200", "shared_buffers=32MB")
+_SETTINGS = ("listen_addresses=", "max_connections=200", "shared_buffers=32MB")
+_FASTER = ("fsync=off", "full_page_writes=off")
+"""What dies in tests is a process, not the machine."""
 
 
 def find_binaries() -> Path:
@@ -43,7 +45,9 @@ def find_binaries() -> Path:
 class PostgresqlServer:
     """A running server; leaving the context ends it and removes what it stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_durable: bool = False) -> None:
+        """Start; `is_durable`: it waits for the disk, as one in earnest does."""
+        self._settings = _SETTINGS if is_durable else (*_SETTINGS, *_FASTER)
         self._binaries = find_binaries()
         self._home = Path(tempfile.mkdtemp(prefix="skyrl_tx-pg-"))
         self._as_user: dict[str, Any] = {}
@@ -82,7 +86,7 @@ class PostgresqlServer:
 
     def start(self) -> None:
         """Start it, and wait until it can be reached."""
-        settings = [word for setting in _FASTER for word in ("-c", setting)]
+        settings = [word for setting in self._settings for word in ("-c", setting)]
         with (self._home / "log").open("ab") as log:
             server = [self._binaries / "postgres", "-D", self._data, "-k", self._home, "-p", str(_PORT), *settings]
             process = self._process = subprocess.Popen[bytes](

@@ -8,9 +8,12 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,7 @@ import numpy as np
 from skyrl_tx.listening import raise_file_limit
 from skyrl_tx.testing.database_look import rows, size_bytes
 from skyrl_tx.testing.live_server import LiveServer
+from skyrl_tx.testing.postgresql_server import PostgresqlServer
 from skyrl_tx.testing.soak_clients import TOKENS_A_SAMPLE, Arrival, Crowd
 
 HEADER = (
@@ -66,8 +70,8 @@ class Plan:
     step_delay_s: float = 0.03
     slots: int = 2
     """Samples that are drawn at once."""
-    pass_tokens: int = 4096
-    """Tokens of the passes that are answered together; each has 4, so that by default all models' passes are."""
+    datum_tokens: int = 256
+    """Of the one datum of a pass. A batch takes 4,096: passes of 4 tokens are taken, and answered, all at once."""
     row_s: float = 60.0
     """Time that a row tells of."""
     database_url: str | None = None
@@ -79,7 +83,6 @@ class Plan:
         flags += ["--backend-config.step-delay-s", str(self.step_delay_s)]
         flags += ["--backend-config.max-sample-tokens", str(self.slots * TOKENS_A_SAMPLE)]
         flags += ["--backend-config.max-models", str(self.num_sessions)]
-        flags += ["--backend-config.max-pass-tokens", str(self.pass_tokens)]
         return [*flags, "--database-url", self.database_url] if self.database_url is not None else flags
 
 
@@ -99,7 +102,7 @@ def soak(plan: Plan) -> list[Minute]:
 
 
 async def _watch(plan: Plan, server: LiveServer, data_dir: Path) -> list[Minute]:
-    crowd = Crowd(server.url, "fake", plan.num_sessions, plan.num_futures)
+    crowd = Crowd(server.url, "fake", plan.num_sessions, plan.num_futures, plan.datum_tokens)
     work = asyncio.create_task(crowd.run())
     minutes: list[Minute] = []
     try:
@@ -179,20 +182,22 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=plan.num_sessions)
     parser.add_argument("--futures", type=int, default=plan.num_futures, help="that wait at once")
     parser.add_argument("--step-delay-s", type=float, default=plan.step_delay_s, help="of the fake backend")
-    parser.add_argument("--pass-tokens", type=int, default=plan.pass_tokens, help="of passes that run together")
-    parser.add_argument("--database-url", help="a database of PostgreSQL; by default a file")
+    parser.add_argument("--datum-tokens", type=int, default=plan.datum_tokens, help="of which a pass has one")
+    parser.add_argument("--postgresql", action="store_true", help="keep requests in one, which is started for it")
     told = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # and to end the server before
     print(HEADER, flush=True)
-    minutes = soak(
-        Plan(
-            minutes=told.minutes,
-            num_sessions=told.sessions,
-            num_futures=told.futures,
-            step_delay_s=told.step_delay_s,
-            pass_tokens=told.pass_tokens,
-            database_url=told.database_url,
+    with PostgresqlServer(is_durable=True) if told.postgresql else nullcontext() as postgresql:
+        minutes = soak(
+            Plan(
+                minutes=told.minutes,
+                num_sessions=told.sessions,
+                num_futures=told.futures,
+                step_delay_s=told.step_delay_s,
+                datum_tokens=told.datum_tokens,
+                database_url=None if postgresql is None else postgresql.new_database(),
+            )
         )
-    )
     raise SystemExit(1 if any(minute.num_5xx or minute.failures for minute in minutes) else 0)
 
 

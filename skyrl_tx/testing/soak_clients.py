@@ -11,6 +11,11 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
+from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.api.wire import PROTOBUF
+
 _PAUSE_S = 1.0
 _HEARTBEAT_S = 10.0
 _CONNECTING = 50
@@ -19,13 +24,22 @@ _TOKENS = [5, 6, 7]
 _NEW_TOKENS = 16
 TOKENS_A_SAMPLE = len(_TOKENS) + _NEW_TOKENS
 _PROMPT = {"chunks": [{"type": "encoded_text", "tokens": _TOKENS}]}
-_DATUM = {
-    "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}]},
-    "loss_fn_inputs": {
-        "target_tokens": {"data": [2, 3, 4, 5], "dtype": "int64"},
-        "weights": {"data": [1.0, 1.0, 1.0, 1.0], "dtype": "float32"},
-    },
-}
+_JSON = "application/json"
+
+
+def _one_pass(num_tokens: int) -> wire_pb2.ForwardBackwardRequest:
+    """A pass of one datum, as the SDK writes it; of no model yet."""
+    tokens = np.arange(num_tokens + 1) % 250 + 1
+    asked = wire_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")
+    datum = asked.data.add()
+    datum.model_input.add().encoded_text.tokens = tokens[:-1].astype(np.int32).tobytes()
+    for name, values, dtype in (
+        ("target_tokens", tokens[1:].astype(np.int64), wire_pb2.DTYPE_INT64),
+        ("weights", np.ones(num_tokens, np.float32), wire_pb2.DTYPE_FLOAT32),
+    ):
+        tensor = wire_pb2.Tensor(dense=values.tobytes(), dtype=dtype, shape=[num_tokens])
+        datum.loss_fn_inputs[name].CopyFrom(tensor)
+    return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +80,20 @@ class Connection:
 
     async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         """Send JSON, and give status and JSON of the answer; sent again while the server is busy or in trouble."""
-        data = json.dumps(body).encode()
-        head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\ncontent-length: "
+        return await self.send(path, json.dumps(body).encode(), _JSON)
+
+    async def send(self, path: str, data: bytes, content_type: str) -> tuple[int, dict[str, Any]]:
+        """As `post`, what is in bytes already. An answer in protobuf, which a failure is not, is given as nothing."""
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: soak\r\naccept: {PROTOBUF}\r\ncontent-type: {content_type}\r\n"
         while True:
             try:
-                status, answer = await self._call(f"{head}{len(data)}\r\n\r\n".encode() + data)
+                status, answer = await self._call(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
             except (OSError, asyncio.IncompleteReadError):
                 await self.close()
                 self._streams, status, answer = None, 0, b""
             self._seen.statuses[status] += 1
             if status in (200, 408):
-                return status, json.loads(answer)
+                return status, json.loads(answer) if answer.startswith(b"{") else {}
             if 400 <= status < 500 and status != 429:
                 raise AssertionError(f"{path}: {status} {answer!r}")
             await asyncio.sleep(_PAUSE_S)
@@ -124,6 +141,7 @@ class Crowd:
     base_model: str
     num_sessions: int
     num_futures: int
+    datum_tokens: int
     seen: Seen = field(default_factory=Seen)
     _connections: list[Connection] = field(default_factory=list[Connection])
     _opening: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CONNECTING))
@@ -164,14 +182,14 @@ class Crowd:
 
     async def _train(self, model_id: str, turn: asyncio.Lock, seq_ids: Iterator[int]) -> None:
         """Passes and steps in turn, each waited for by whoever sent it."""
-        line = self._connection()
+        line, asked = self._connection(), _one_pass(self.datum_tokens)
         while True:
             async with turn:  # requests of a model are sent in their order
                 seq_id = next(seq_ids)
                 about = {"model_id": model_id, "seq_id": seq_id}
                 if seq_id % 2:
-                    asked = {"data": [_DATUM], "loss_fn": "cross_entropy"}
-                    _, made = await line.post("forward_backward", **about, forward_backward_input=asked)
+                    asked.model_id, asked.seq_id = model_id, seq_id
+                    _, made = await line.send("forward_backward", asked.SerializeToString(), PROTOBUF)
                 else:
                     _, made = await line.post("optim_step", **about, adam_params={"learning_rate": 1e-3})
             await line.result(made["request_id"])
