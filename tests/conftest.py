@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ |= {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
     cache = getattr(config, "cache", None)
-    if cache is not None:  # it is with -p no:cacheprovider
+    if cache is not None:  # there is none with -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
@@ -41,7 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where clients of the SDK run, ignore that they leave their connections to the garbage collector."""
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item.module, "tinker") and "unit" not in item.path.parts:
+        if (
+            isinstance(item, pytest.Function)
+            and hasattr(item.module, "tinker")
+            and not item.nodeid.startswith("tests/unit/")
+        ):
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
 

@@ -20,7 +20,7 @@ NUM_STEPS = 4
 def test_losing_the_device_changes_no_bit(tmp_path):
     model = str(write_model(tmp_path / "model", vocab_size=128, num_layers=1, max_context_length=64))
     config = JaxConfig(
-        compile_cache_dir=str(tmp_path / "cache"),
+        compile_cache_dir=None,
         max_lora_adapters=2,
         max_lora_rank=2,
         max_sampler_adapters=1,
