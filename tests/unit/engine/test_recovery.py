@@ -107,6 +107,36 @@ def test_a_good_stop_leaves_nothing_to_repeat(house):
     assert house.result(last).metrics["unclipped_grad_l2:mean"] > 0
 
 
+def test_a_full_disk_costs_snapshots_and_nothing_else(tmp_path, caplog):
+    house, twin = (House(tmp_path / name, snapshot_effects=1, snapshot_interval_s=0) for name in ("full", "roomy"))
+
+    def trained(house, model_id, first, last):
+        """Results of passes and steps with these numbers."""
+        requests = {number: forward_backward(number) if number % 2 else optim_step() for number in range(first, last)}
+        names = [house.submit(request, model_id=model_id, seq_id=number) for number, request in requests.items()]
+        house.run(*names)
+        return [shape_of(house.result(name)) for name in names]
+
+    (model_id, _), (twin_id, _) = house.create(), twin.create()
+    assert trained(house, model_id, 1, 4) == trained(twin, twin_id, 1, 4)
+    kept = house.api.read(lambda tx: snapshots.get(tx, model_id))
+    create = house.artifacts.create
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    house.artifacts.create = refuse
+    for first in (4, 8):  # the second engine repeats what the first could not keep
+        assert trained(house, model_id, first, first + 4) == trained(twin, twin_id, first, first + 4)
+    assert house.api.read(lambda tx: snapshots.get(tx, model_id)) == kept
+    assert "No space left" in caplog.text
+    house.artifacts.create = create
+    assert trained(house, model_id, 12, 14) == trained(twin, twin_id, 12, 14)
+    assert house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order == kept.effect_order + 10
+    house.close()
+    twin.close()
+
+
 def test_a_load_that_was_not_kept_is_repeated(house):
     model_id, _ = house.create()
     house.submit(forward_backward(), model_id=model_id, seq_id=1)
