@@ -40,7 +40,7 @@ from skyrl_tx.testing.client_environments import TORCH, prepare
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
 
-SCENARIOS = ("steady", "ragged", "tenants", "slots", "host")
+SCENARIOS = ("steady", "ragged", "tenants", "slots", "optim", "host")
 RAGGED_LENGTHS = (20, 700)
 EQUAL_LENGTH = 384  # near the mean of random lengths, and free of padding
 NUM_TENANTS = 32
@@ -272,6 +272,35 @@ def slots(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[s
     return measure([setup.contestant(f"{num} slots", setup.backend(num), [tenant]) for num in (2, 64)])
 
 
+def optim(setup: Setup, _: Measure, options: argparse.Namespace) -> dict[str, Any]:
+    """One adapter's optimizer step, where it is the only model and where many are beside it."""
+    num_rows, length = map(int, options.shape.split("x"))
+    model, draw = ModelId("model 0"), np.random.default_rng(0)
+    lora = LoraSpec(rank=setup.rank, seed=0, train_unembed=setup.train_unembed)
+    examples = tuple(example(RequestId("r"), model, length, setup.shape.vocab_size, draw) for _ in range(num_rows))
+    backends: dict[str, JaxBackend] = {}
+    for num in (1, options.tenants):
+        backends[f"{num} models"] = backend = setup.backend(num)
+        for number in range(num):
+            backend.create_model(ModelId(f"model {number}"), ModelSpec(lora=lora))
+
+    def step(backend: JaxBackend) -> Cost:
+        backend.forward_backward(PreparedModelPassBatch(examples=examples))
+        return timed(lambda: backend.optim_step(model, OptimizerParams()))
+
+    costs: dict[str, list[Cost]] = {name: [] for name in backends}
+    for repeat in range(2 + options.repeats):  # two to warm up
+        for name, backend in backends.items():
+            cost = step(backend)
+            costs[name] += [cost] if repeat >= 2 else []
+    alone, beside = costs.values()
+    return {
+        **{f"{name}, ms": quartiles([1e3 * cost.wall_s for cost in found]) for name, found in costs.items()},
+        **{f"{name}, CPU ms": quartiles([1e3 * cost.cpu_s for cost in found]) for name, found in costs.items()},
+        "ratio": quartiles([one.wall_s / many.wall_s for one, many in zip(alone, beside, strict=True)]),
+    }
+
+
 def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
     """What Python does in a step, from a stored request to a stored result: its thread's CPU time beside the clock.
 
@@ -320,10 +349,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--unembed", action=argparse.BooleanOptionalAction, default=True, help="train the unembedding")
     parser.add_argument("--micro-batch-tokens", type=int, default=UNKNOWN_MEMORY_TOKENS)
-    parser.add_argument("--shape", default="8x256", help="steady, slots: rows x tokens")
+    parser.add_argument("--shape", default="8x256", help="steady, slots, optim, host: rows x tokens")
     parser.add_argument("--against-peft", action="store_true", help="steady: transformers and peft take turns with us")
     parser.add_argument("--datums", type=int, default=64, help="ragged: how many sequences")
-    parser.add_argument("--tenants", type=int, default=NUM_TENANTS, help="tenants: how many")
+    parser.add_argument("--tenants", type=int, default=NUM_TENANTS, help="tenants, optim: how many")
     parser.add_argument("--tenant-rows", type=int, default=4, help="tenants: sequences of each request")
     parser.add_argument("--tenant-length", type=int, default=128, help="tenants: tokens of each sequence")
     options = parser.parse_args()
@@ -331,9 +360,8 @@ def main() -> None:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
         setup = Setup(model, options.rank, options.unembed, options.micro_batch_tokens)
         watch = CompileWatch()
-        scenario = {"steady": steady, "ragged": ragged, "tenants": tenants, "slots": slots, "host": host}[
-            options.scenario
-        ]
+        scenarios = (steady, ragged, tenants, slots, optim, host)
+        scenario = {each.__name__: each for each in scenarios}[options.scenario]
         results = scenario(setup, lambda each: measure(each, options.repeats, watch), options)
     report("training", machine("jax", "jaxlib", "numpy"), results)
 
