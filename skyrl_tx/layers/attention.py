@@ -88,25 +88,27 @@ def extending_attention(
 
 
 def cached_attention(
-    q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, cache: KeyValues, position_S: jax.Array
+    q_SNH: jax.Array, past: KeyValues, recent: KeyValues, start_S: jax.Array, num_recent: jax.Array
 ) -> jax.Array:
-    """Return attention of one new token per slot over its cached past and itself, [S, N, H].
+    """Return attention of one new token per slot over its cached past and what came since, [S, N, H].
 
-    `cache` is one layer's [S, K, C, H]; of it slot s may see positions < `position_S[s]`. The new token's own key and
-    value come beside it: so the cache is only read here, and all layers are written at once afterwards.
+    Both are one layer's: of `past`, values [S, K, C, H] and keys [S, K, H, C], slot s may see positions < `start_S[s]`,
+    and of `recent` [S, K, T, H] every slot the first `num_recent`, the new token among them.
     """
     S, N, H = q_SNH.shape
-    K = k_SKH.shape[1]
+    K = recent.k.shape[1]
     q_SKGH = q_SNH.reshape(S, K, N // K, H)
-    past = _scores("skgh,skch->skgc", q_SKGH, cache.k)
-    visible_SC = jnp.arange(cache.k.shape[2]) < position_S[:, None]
-    past = jnp.where(visible_SC[:, None, None, :], past, -jnp.inf)
-    own = _scores("skgh,skh->skg", q_SKGH, k_SKH.astype(cache.k.dtype))[..., None]
-    weights = jax.nn.softmax(jnp.concatenate([past, own], axis=-1), axis=-1)
-    dtype = cache.v.dtype
-    out = jnp.einsum("skgc,skch->skgh", weights[..., :-1].astype(dtype), cache.v, preferred_element_type=jnp.float32)
-    out = out + weights[..., -1:] * v_SKH[:, :, None, :].astype(dtype).astype(jnp.float32)
-    return out.reshape(S, N, H)
+    seen_SC = jnp.arange(past.v.shape[2]) < start_S[:, None]
+    seen_T = jnp.arange(recent.v.shape[2]) < num_recent
+    old = jnp.where(seen_SC[:, None, None], _scores("skgh,skhc->skgc", q_SKGH, past.k), -jnp.inf)
+    new = jnp.where(seen_T, _scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf)
+    highest = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
+    out, total = 0.0, 0.0
+    for scores, v in ((old, past.v), (new, recent.v)):
+        weights = jnp.exp(scores - highest)
+        out += jnp.einsum("skgc,skch->skgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        total += weights.sum(-1, keepdims=True)
+    return (out / total).reshape(S, N, H)
 
 
 def _scores(equation: str, q: jax.Array, k: jax.Array) -> jax.Array:

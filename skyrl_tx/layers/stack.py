@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowAdapters, select_rows
 
 Output = TypeVar("Output")
-Block = Callable[[jax.Array, Any, RowAdapters, jax.Array], tuple[jax.Array, Output]]
+Block = Callable[[jax.Array, Any, RowAdapters, Any], tuple[jax.Array, Output]]
 """(x, one layer's parameters, one layer's adapters, its number) -> (x, what the layer gives besides)."""
 
 
@@ -22,21 +22,24 @@ def apply_stack(
     targets: Mapping[str, int],
     *,
     remat: bool = False,
-) -> tuple[jax.Array, Output]:
+) -> tuple[jax.Array, Any]:
     """Run `x` through all layers; return it and each layer's other output, stacked over L.
 
     `layers` is a tree whose leaves have a leading L, numbered from 0. `targets` are the adapter's maps in them, with
     the place of the first of these layers in the map's own stack. A shared adapter is sliced layer by layer like the
     parameters, so its gradient comes back stacked; of slots each layer gathers its rows' own. With `remat` the
     backward pass runs each layer's forward again instead of keeping what is inside.
+
+    Of layers in a tuple, each with parameters of its own, one is computed after the other without a loop, and the
+    other outputs are a tuple too: a larger program, that copies nothing out of a stack.
     """
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    num_layers = len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
     shared = adapter is not None and adapter.scale.ndim == 0
     pairs: dict[str, LoraPair] = {}
     if adapter is not None and shared:
         pairs = {name: cut(adapter.weights[name], first, num_layers) for name, first in targets.items()}
 
-    def step(x: jax.Array, sliced: tuple[Any, dict[str, LoraPair], jax.Array]) -> tuple[jax.Array, Output]:
+    def step(x: jax.Array, sliced: tuple[Any, dict[str, LoraPair], Any]) -> tuple[jax.Array, Output]:
         parameters, layer_pairs, layer = sliced
         if adapter is None:
             rows: RowAdapters = {}
@@ -48,6 +51,13 @@ def apply_stack(
 
     if remat:
         step = jax.checkpoint(step, prevent_cse=False)  # a scan already keeps the two computations apart
+    if isinstance(layers, tuple):
+        outputs: list[Output] = []
+        for layer, parameters in enumerate(layers):
+            layer_pairs = jax.tree.map(lambda leaf, layer=layer: leaf[layer], pairs)
+            x, output = step(x, (parameters, layer_pairs, layer))
+            outputs.append(output)
+        return x, tuple(outputs)
     return jax.lax.scan(step, x, (layers, pairs, jnp.arange(num_layers, dtype=jnp.int32)))
 
 

@@ -6,9 +6,7 @@ from skyrl_tx.models.adapters import ALPHA, AdapterSpec, adapter_axes, adapter_s
 from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import HfConfig, ModelConfig, UnsupportedModel
 from skyrl_tx.models.decoder import (
-    DecoderParams,
     decode_step,
-    describe_params,
     extend,
     forward,
     logits,
@@ -16,6 +14,7 @@ from skyrl_tx.models.decoder import (
     target_logprobs_and_gradient,
 )
 from skyrl_tx.models.llama import LLAMA
+from skyrl_tx.models.params import DecoderParams, by_layer, describe_params
 from skyrl_tx.models.qwen2 import QWEN2
 from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.models.qwen3_moe import QWEN3_MOE
@@ -42,6 +41,7 @@ __all__ = [
     "UnsupportedModel",
     "adapter_axes",
     "adapter_shapes",
+    "by_layer",
     "decode_step",
     "describe_params",
     "extend",

@@ -10,12 +10,13 @@ slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, log
                                                                          -> log p, d hidden, d unembedding pair
     logits(params, hidden, adapter, adapter_B)                           -> [B, ..., V]
     extend(params, config, tokens_BT, start, past, adapter, adapter_B)   -> hidden [B, T, D], KeyValues [L, B, K, C, H]
-    decode_step(params, config, token_S, position_S, cache, adapter, adapter_S, bucket=None)
-                                                                         -> hidden [S, D], cache
+    decode_step(params, config, token_S, cache, adapter, adapter_S)      -> hidden [S, D], SliceCache
+    by_layer(params, config)                                             -> DecoderParams, each layer by itself
     describe_params(config)                                              -> DecoderParams of Parameter
     adapter_shapes(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
 
 Prompts and cache are `kv_cache.allocate(...)`; one goes into the other by `kv_cache.insert(cache, prompts, size, ...)`.
+Steps of decoding lie between `kv_cache.open_slice(cache, ...)` and `kv_cache.close_slice(cache, ...)`.
 Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
 """
 

@@ -6,123 +6,26 @@ The interface is described in `skyrl_tx.models.base`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from skyrl_tx.layers import kv_cache, logprobs
 from skyrl_tx.layers.attention import cached_attention, causal_attention, extending_attention
-from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers.kv_cache import KeyValues, SliceCache
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, RowAdapter, RowAdapters, linear, select_rows
 from skyrl_tx.layers.mlp import gated_mlp
 from skyrl_tx.layers.moe import ExpertAdapters, ExpertWeights, mixture, pool_experts, share_experts
 from skyrl_tx.layers.norm import rms_norm
-from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.rope import rotate
-from skyrl_tx.layers.sharding import WHOLE, Layout
-from skyrl_tx.layers.stack import apply_stack, cut
+from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.layers.stack import apply_stack
 from skyrl_tx.models.adapters import ATTENTION_TARGETS, EXPERT_PREFIX, EXPERT_TARGETS, MLP_TARGETS
 from skyrl_tx.models.config import LayerRun, ModelConfig
-
-
-@struct.dataclass
-class LayerParams:
-    """The layers' parameters, each with a leading L, of those layers that have it; of one layer inside the loop.
-
-    Linear maps are [in, out]. A layer has a dense feed-forward or experts.
-    """
-
-    attn_norm: Any
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
-    o_proj: Any
-    mlp_norm: Any
-    gate_proj: Any = None
-    up_proj: Any = None
-    down_proj: Any = None
-    router: Any = None  # [E, D]
-    expert_gate_proj: Any = None  # these three: [E, in, out]
-    expert_up_proj: Any = None
-    expert_down_proj: Any = None
-    q_bias: Any = None
-    k_bias: Any = None
-    v_bias: Any = None
-    q_norm: Any = None
-    k_norm: Any = None
-
-
-DENSE_FIELDS = frozenset({"gate_proj", "up_proj", "down_proj"})
-SPARSE_FIELDS = frozenset({"router", "expert_gate_proj", "expert_up_proj", "expert_down_proj"})
-
-
-@struct.dataclass
-class DecoderParams:
-    """All base weights: arrays, or `Parameter`s that describe them."""
-
-    embed: Any  # [V, D]
-    layers: LayerParams
-    final_norm: Any  # [D]
-    unembed: Any = None  # [V, D]; None when tied to `embed`
-    layout: Layout = struct.field(pytree_node=False, default=WHOLE)  # of these arrays and all that is computed of them
-
-    @property
-    def unembed_VD(self) -> Any:
-        """The matrix that turns hidden states into logits."""
-        return self.embed if self.unembed is None else self.unembed
-
-
-def describe_params(config: ModelConfig) -> DecoderParams:
-    """Return shape, logical axes and initialisation of every parameter, as a tree of `Parameter`."""
-    L, D, V, H = config.num_layers, config.hidden_size, config.vocab_size, config.head_dim
-    NH, KH = config.num_heads * H, config.num_kv_heads * H
-
-    def norm(size: int, axis: Any) -> Parameter:
-        return Parameter((L, size), ("layers", axis), "ones")
-
-    def bias(size: int, axis: Any) -> Parameter | None:
-        return Parameter((L, size), ("layers", axis), "zeros") if config.qkv_bias else None
-
-    layers = LayerParams(
-        attn_norm=norm(D, "embed"),
-        q_proj=Parameter((L, D, NH), ("layers", "embed", "heads")),
-        k_proj=Parameter((L, D, KH), ("layers", "embed", "kv_heads")),
-        v_proj=Parameter((L, D, KH), ("layers", "embed", "kv_heads")),
-        o_proj=Parameter((L, NH, D), ("layers", "heads", "embed")),
-        mlp_norm=norm(D, "embed"),
-        q_bias=bias(NH, "heads"),
-        k_bias=bias(KH, "kv_heads"),
-        v_bias=bias(KH, "kv_heads"),
-        q_norm=norm(H, "head_dim") if config.qk_norm else None,
-        k_norm=norm(H, "head_dim") if config.qk_norm else None,
-        **_describe_feed_forward(config),
-    )
-    return DecoderParams(
-        embed=Parameter((V, D), ("vocab", "embed")),
-        layers=layers,
-        final_norm=Parameter((D,), ("embed",), "ones"),
-        unembed=None if config.tied_embeddings else Parameter((V, D), ("vocab", "embed")),
-    )
-
-
-def _describe_feed_forward(config: ModelConfig) -> dict[str, Parameter]:
-    D, found = config.hidden_size, {}
-    if config.dense_layers:
-        L, F = len(config.dense_layers), config.mlp_size
-        for name in ("gate_proj", "up_proj"):
-            found[name] = Parameter((L, D, F), ("layers", "embed", "mlp"), layers=config.dense_layers)
-        found["down_proj"] = Parameter((L, F, D), ("layers", "mlp", "embed"), layers=config.dense_layers)
-    if config.experts is not None:
-        experts = config.experts
-        L, E, F = len(experts.layers), experts.routing.num_experts, experts.mlp_size
-        found["router"] = Parameter((L, E, D), ("layers", "expert", "embed"), layers=experts.layers)
-        for name in ("expert_gate_proj", "expert_up_proj"):
-            found[name] = Parameter((L, E, D, F), ("layers", "expert", "embed", "mlp"), layers=experts.layers)
-        found["expert_down_proj"] = Parameter((L, E, F, D), ("layers", "expert", "mlp", "embed"), layers=experts.layers)
-    return found
+from skyrl_tx.models.params import DecoderParams, LayerParams, Layers, layers_of
 
 
 def forward(
@@ -224,7 +127,7 @@ Block = Callable[[jax.Array, LayerParams, LayerAdapters, jax.Array], tuple[jax.A
 def _apply_layers(
     block: Block,
     x: jax.Array,
-    layers: LayerParams,
+    layers: Layers,
     config: ModelConfig,
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
@@ -238,13 +141,15 @@ def _apply_layers(
         outputs.append(output)
     if len(outputs) == 1:
         return x, outputs[0]
+    if isinstance(layers, tuple):
+        return x, tuple(chain.from_iterable(outputs))
     return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
 def _apply_run(
     block: Block,
     x: jax.Array,
-    layers: LayerParams,
+    layers: Layers,
     run: LayerRun,
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
@@ -252,14 +157,6 @@ def _apply_run(
     remat: bool,
 ) -> tuple[jax.Array, Any]:
     is_pool = adapter is not None and adapter.scale.ndim > 0
-    own, others = (SPARSE_FIELDS, DENSE_FIELDS) if run.is_sparse else (DENSE_FIELDS, SPARSE_FIELDS)
-    present = {field.name: getattr(layers, field.name) for field in fields(layers) if field.name not in others}
-    cut_layers = LayerParams(
-        **{
-            name: cut(leaf, (run.of_kind if name in own else run.layers).start, len(run.layers))
-            for name, leaf in present.items()
-        }
-    )
     targets: dict[str, int] = dict.fromkeys(ATTENTION_TARGETS, run.layers.start)
     if not run.is_sparse:
         targets |= dict.fromkeys(MLP_TARGETS, run.of_kind.start)
@@ -275,40 +172,38 @@ def _apply_run(
             experts = share_experts(rows, EXPERT_PREFIX)
         return block(x, layer, LayerAdapters(rows, experts), run.layers.start + index)
 
-    return apply_stack(one, x, cut_layers, adapter, adapter_B, targets, remat=remat)
+    return apply_stack(one, x, layers_of(layers, run), adapter, adapter_B, targets, remat=remat)
 
 
 def decode_step(
     params: DecoderParams,
     config: ModelConfig,
     token_S: jax.Array,
-    position_S: jax.Array,
-    cache: KeyValues,
+    cache: SliceCache,
     adapter: Adapter | None = None,
     adapter_S: jax.Array | None = None,
-    *,
-    bucket: int | None = None,
-) -> tuple[jax.Array, KeyValues]:
-    """Run one token per slot: return hidden states [S, D] and the cache with the token written at its position.
+) -> tuple[jax.Array, SliceCache]:
+    """Run one token per slot: return hidden states [S, D] and the cache with the token after what it held.
 
-    Slot s sees what the cache holds before `position_S[s]`, and its token. `bucket` (static) bounds how much of the
-    cache is read; it must be at least the largest position in use.
+    Slot s sees what was before its place, and its token. Where the cache has each layer by itself, so must `params`.
     """
-    length, layout = cache.k.shape[3] if bucket is None else bucket, params.layout
-    angles = config.rope.angles(position_S, config.head_dim)
+    layout = params.layout
+    angles = config.rope.angles(cache.start_S + cache.num_recent, config.head_dim)
 
     def block(x_SD: jax.Array, layer: LayerParams, rows: LayerAdapters, index: jax.Array):
         x_SD = layout.constrain(x_SD, "batch", None)
         q_SNH, k_SKH, v_SKH = _project_heads(x_SD, layer, rows, config, angles)
-        past = kv_cache.read_layer(cache, index, length)
-        mixed_SNH = layout.constrain(cached_attention(q_SNH, k_SKH, v_SKH, past, position_S), "batch", "heads", None)
-        return _finish_block(x_SD, mixed_SNH, layer, rows, config, layout), (k_SKH, v_SKH)
+        past, recent = cache.layer(index)
+        recent = kv_cache.append(recent, KeyValues(k=k_SKH, v=v_SKH), cache.num_recent)
+        mixed_SNH = cached_attention(q_SNH, past, recent, cache.start_S, cache.num_recent + 1)
+        mixed_SNH = layout.constrain(mixed_SNH, "batch", "heads", None)
+        return _finish_block(x_SD, mixed_SNH, layer, rows, config, layout), recent
 
-    x_SD = _embed(params, token_S)
-    x_SD, (k_LSKH, v_LSKH) = _apply_layers(block, x_SD, params.layers, config, adapter, adapter_S)
+    x_SD, recent = _apply_layers(block, _embed(params, token_S), params.layers, config, adapter, adapter_S)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
-    cache = kv_cache.append(cache, k_LSKH, v_LSKH, position_S)
-    return hidden_SD, jax.tree.map(lambda leaf: layout.constrain(leaf, *kv_cache.AXES), cache)
+    if layout.is_split:
+        recent = jax.tree.map(lambda leaf: layout.constrain(leaf, *kv_cache.AXES), recent)
+    return hidden_SD, replace(cache, recent=recent, num_recent=cache.num_recent + 1)
 
 
 def logits(

@@ -6,6 +6,7 @@ Shapes depend on the config and a few sizes: of a chunk, of a prompt's room, and
 is data.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,6 +19,8 @@ from skyrl_tx.layers import kv_cache
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig
+
+Recent = KeyValues | tuple[KeyValues, ...]
 
 
 @struct.dataclass
@@ -96,7 +99,7 @@ def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot_S: jax.Arr
     return jax.lax.fori_loop(0, count, one, cache)
 
 
-@partial(jax.jit, static_argnames=("config", "bucket", "length", "max_topk"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("config", "stretch", "length", "max_topk", "by_layer"), donate_argnames="cache")
 def decode_slice(
     params: DecoderParams,
     config: ModelConfig,
@@ -105,24 +108,28 @@ def decode_slice(
     rows: SliceRows,
     num_steps: jax.Array,
     *,
-    bucket: int,
+    stretch: int,
     length: int,
     max_topk: int,
+    by_layer: bool = False,
 ) -> tuple[KeyValues, Drawn]:
     """Run `num_steps` <= `length` steps of every slot; the result's leaves have a leading N, filled up to there.
 
-    `bucket` must be at least `position + num_steps - 1` of every row that counts, or the cache's length. A row that
-    goes on past its own end, or the cache's, harms none but itself.
+    `stretch` must be at least the `position` of every row that counts. A row that goes on past its own end, or the
+    cache's, harms none but itself. `by_layer` takes weights and cache out of their stacks first, once for all steps,
+    instead of in each: a larger program and more memory, but on CPU much less copying.
     """
+    if by_layer:
+        params = models.by_layer(params, config)
+    opened = kv_cache.open_slice(cache, rows.position_S, stretch=stretch, max_tokens=length, by_layer=by_layer)
 
-    def step(n: jax.Array, carry: tuple[KeyValues, jax.Array, Drawn]) -> tuple[KeyValues, jax.Array, Drawn]:
-        cache, token_S, kept = carry
-        hidden_SD, cache = models.decode_step(
-            params, config, token_S, rows.position_S + n, cache, pool, rows.adapter_G, bucket=bucket
-        )
+    def step(n: jax.Array, carry: tuple[Recent, jax.Array, Drawn]) -> tuple[Recent, jax.Array, Drawn]:
+        recent, token_S, kept = carry
+        now = replace(opened, recent=recent, num_recent=n)
+        hidden_SD, now = models.decode_step(params, config, token_S, now, pool, rows.adapter_G)
         logits_SV = models.logits(params, hidden_SD, pool, rows.adapter_G)
         drawn = draw(logits_SV, rows.draws, rows.num_drawn_S + n, max_topk=max_topk, wants_topk=rows.wants_topk)
-        return cache, drawn.token_S, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
+        return now.recent, drawn.token_S, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
 
     S, K = rows.token_S.shape[0], min(max_topk, config.vocab_size)
     kept = Drawn(
@@ -131,5 +138,6 @@ def decode_slice(
         topk_token_SK=jnp.zeros((length, S, K), jnp.int32),
         topk_logprob_SK=jnp.zeros((length, S, K), jnp.float32),
     )
-    cache, _, kept = jax.lax.fori_loop(0, num_steps, step, (cache, rows.token_S, kept))
-    return cache, kept
+    recent, _, kept = jax.lax.fori_loop(0, num_steps, step, (opened.recent, rows.token_S, kept))
+    cache = kv_cache.close_slice(cache, replace(opened, recent=recent, num_recent=num_steps))
+    return jax.tree.map(lambda leaf: params.layout.constrain(leaf, *kv_cache.AXES), cache), kept

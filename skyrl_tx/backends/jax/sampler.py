@@ -80,6 +80,7 @@ class Sampler:
         self._prefiller = Prefiller(
             params, model_config, config, self._pool, max_length=self.max_length, prefix_tokens=self.room.prefix_tokens
         )
+        self._by_layer = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         self._shape = self._shape_for(1)
         self._cache = self._empty_cache()
         self._slots = Slots(self._shape.num_slots)
@@ -273,7 +274,7 @@ class Sampler:
         if not live:
             return []
         num_steps = min(self._config.decode_slice_tokens, max(sample.num_left for sample in live.values()))
-        longest = max(sample.position for sample in live.values()) + num_steps
+        longest = max(sample.position for sample in live.values())
         any_adapter = any(sample.adapter != BASE for sample in live.values())
         drawn = self._run_slice(slice_rows(self._slots), num_steps, self._stretch(longest), any_adapter)
         deltas: list[SampleDelta] = []
@@ -292,14 +293,15 @@ class Sampler:
                 self._cache,
                 rows,
                 np.int32(num_steps),
-                bucket=stretch,
+                stretch=stretch,
                 length=self._config.decode_slice_tokens,
                 max_topk=self._config.max_topk_logprobs,
+                by_layer=self._by_layer,
             )
             return jax.device_get(drawn)
 
     def _stretch(self, longest: int) -> int:
-        """Return how much of the cache is read when that many positions are in use."""
+        """Return how much of the cache is read when that many positions are in use as a slice begins."""
         return min(max(next_power(longest), CACHE_BUCKET), self._shape.length)
 
     def rehearse(self, sampler: SamplerId) -> None:

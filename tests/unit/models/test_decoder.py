@@ -13,7 +13,18 @@ from skyrl_tx.layers import kv_cache
 
 forward = jax.jit(models.forward, static_argnames=("config", "remat"))
 extend = jax.jit(models.extend, static_argnames="config")
-decode_step = jax.jit(models.decode_step, static_argnames=("config", "bucket"))
+
+
+@partial(jax.jit, static_argnames=("config", "bucket", "by_layer"))
+def decode_step(
+    params, config, token, position, cache, adapter=None, rows=None, *, bucket: int = 12, by_layer: bool = False
+):
+    """Decode a slice of one step."""
+    if by_layer:
+        params = models.by_layer(params, config)
+    opened = kv_cache.open_slice(cache, position, stretch=bucket, max_tokens=4, by_layer=by_layer)
+    hidden, ended = models.decode_step(params, config, token, opened, adapter, rows)
+    return hidden, kv_cache.close_slice(cache, ended)
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
@@ -72,7 +83,8 @@ def test_sequences_in_a_row_equal_rows_of_their_own(each_family):
         np.testing.assert_allclose(together[start : start + length], each[:length], atol=2e-5)
 
 
-def test_decoding_equals_the_whole_row(each_family):
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_decoding_equals_the_whole_row(each_family, by_layer):
     config = each_family.config
     first = each_family.adapter(1)
     slots = stack(jax.tree.map(np.zeros_like, first), first)
@@ -89,7 +101,15 @@ def test_decoding_equals_the_whole_row(each_family):
     for position in range(6, 14):
         positions = jnp.full(3, position)
         hidden, cache = decode_step(
-            each_family.params, config, x[rows, position], positions, cache, slots, slot_adapters, bucket=16
+            each_family.params,
+            config,
+            x[rows, position],
+            positions,
+            cache,
+            slots,
+            slot_adapters,
+            bucket=16,
+            by_layer=by_layer,
         )
         np.testing.assert_allclose(hidden, whole[rows, position], atol=1e-5)
 
