@@ -16,6 +16,7 @@ targets that are not trained, stay zero for ever.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,16 @@ class RowAdapter:
 
 
 RowAdapters = Mapping[str, RowAdapter]
+
+RowsByLayer = dict[str, tuple[RowAdapter, ...]]
+"""What rows see of each linear map, in each layer that has it."""
+
+
+@struct.dataclass
+class GatheredAdapter(Adapter):
+    """A stack of slots, and what the rows see of it: gathered once, for a loop that would gather it each time."""
+
+    rows: RowsByLayer
 
 
 def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -161,8 +172,21 @@ def _adapted_backward(kept: tuple[jax.Array, jax.Array, LoraPair, jax.Array], d_
 _adapted.defvjp(_adapted_forward, _adapted_backward)
 
 
-def select_rows(adapter: Adapter, name: str, adapter_G: jax.Array | None, layer: jax.Array | None) -> RowAdapter:
+def gather_rows(adapter: Adapter, adapter_G: jax.Array) -> RowsByLayer:
+    """Return what the rows see of a *slots* adapter, layer by layer; what experts have stays where it is."""
+    rows: RowsByLayer = {}
+    for name, pair in adapter.weights.items():
+        if pair.a.ndim == 3:
+            rows[name] = (select_rows(adapter, name, adapter_G, None),)
+        elif pair.a.ndim == 4:
+            rows[name] = tuple(select_rows(adapter, name, adapter_G, layer) for layer in range(pair.a.shape[1]))
+    return rows
+
+
+def select_rows(adapter: Adapter, name: str, adapter_G: jax.Array | None, layer: Any) -> RowAdapter:
     """Return what the rows see of one target of a *slots* adapter; `layer` is None for the unembedding."""
+    if isinstance(adapter, GatheredAdapter) and name in adapter.rows:
+        return adapter.rows[name][layer or 0]
     assert adapter_G is not None, "an adapter with slots needs the slot of each row, or group of rows"
     index = adapter_G if layer is None else (adapter_G, layer)
     pair = adapter.weights[name]

@@ -99,7 +99,7 @@ def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot_S: jax.Arr
     return jax.lax.fori_loop(0, count, one, cache)
 
 
-@partial(jax.jit, static_argnames=("config", "stretch", "length", "max_topk", "by_layer"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("config", "stretch", "length", "max_topk"), donate_argnames="cache")
 def decode_slice(
     params: DecoderParams,
     config: ModelConfig,
@@ -111,16 +111,14 @@ def decode_slice(
     stretch: int,
     length: int,
     max_topk: int,
-    by_layer: bool = False,
 ) -> tuple[KeyValues, Drawn]:
     """Run `num_steps` <= `length` steps of every slot; the result's leaves have a leading N, filled up to there.
 
     `stretch` must be at least the `position` of every row that counts. A row that goes on past its own end, or the
-    cache's, harms none but itself. `by_layer` takes weights and cache out of their stacks first, once for all steps,
-    instead of in each: a larger program and more memory, but on CPU much less copying.
+    cache's, harms none but itself. With each layer of `params` by itself, the stretch of the cache is taken apart too,
+    once for all steps instead of in each: a larger program and more memory, but on CPU much less copying.
     """
-    if by_layer:
-        params = models.by_layer(params, config)
+    by_layer = isinstance(params.layers, tuple)
     opened = kv_cache.open_slice(cache, rows.position_S, stretch=stretch, max_tokens=length, by_layer=by_layer)
 
     def step(n: jax.Array, carry: tuple[Recent, jax.Array, Drawn]) -> tuple[Recent, jax.Array, Drawn]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from skyrl_tx import models
 from skyrl_tx.backends.jax import decode
 from skyrl_tx.backends.jax.buckets import ascending, next_power
 from skyrl_tx.backends.jax.config import JaxConfig
@@ -80,7 +81,8 @@ class Sampler:
         self._prefiller = Prefiller(
             params, model_config, config, self._pool, max_length=self.max_length, prefix_tokens=self.room.prefix_tokens
         )
-        self._by_layer = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
+        self._layers: DecoderParams | None = None  # each by itself: a copy, made when there is something to decode
+        self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         self._shape = self._shape_for(1)
         self._cache = self._empty_cache()
         self._slots = Slots(self._shape.num_slots)
@@ -285,18 +287,21 @@ class Sampler:
         return deltas
 
     def _run_slice(self, rows: SliceRows, num_steps: int, stretch: int, any_adapter: bool) -> Drawn:
+        params, adapters = self._params, self._pool.adapters(any_used=any_adapter)
+        if self._is_one_cpu:
+            self._layers = params = self._layers or models.by_layer(params, self._model)
+            adapters = self._pool.gathered(np.asarray(rows.adapter_G).tolist()) if any_adapter else None
         with self._cache_at_risk():
             self._cache, drawn = decode.decode_slice(
-                self._params,
+                params,
                 self._model,
-                self._pool.adapters(any_used=any_adapter),
+                adapters,
                 self._cache,
                 rows,
                 np.int32(num_steps),
                 stretch=stretch,
                 length=self._config.decode_slice_tokens,
                 max_topk=self._config.max_topk_logprobs,
-                by_layer=self._by_layer,
             )
             return jax.device_get(drawn)
 

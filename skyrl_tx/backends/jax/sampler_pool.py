@@ -3,6 +3,7 @@
 Place 0 stays zero: it is the base model.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from skyrl_tx.backends.jax.mesh import adapter_place
 from skyrl_tx.backends.jax.slots import BASE
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.layers.lora import Adapter, GatheredAdapter, RowsByLayer, gather_rows
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models import ModelConfig
 
@@ -37,6 +38,7 @@ class SamplerPool:
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(FEWEST, LOWEST_RANK))
         self._places: Adapter = self._place(empty)
         self._place_of: dict[SamplerId, int] = {}
+        self._gathered: tuple[tuple[int, ...], RowsByLayer] | None = None
 
     def load(self, sampler: SamplerId, adapter: Adapter) -> None:
         """Copy an adapter of any padded rank; of no effect when it is there already. Raises CapacityError."""
@@ -49,6 +51,7 @@ class SamplerPool:
         fitting = self._shapes(
             max(num_places, next_power(place + 1)), max(rank, adapter.weights["unembed"].a.shape[-1])
         )
+        self._gathered = None
         larger = self._place(jax.tree.map(_pad, self._places, fitting))
         self._places = self._place(_put(larger, np.int32(place), adapter))
         self._place_of[sampler] = place
@@ -65,9 +68,20 @@ class SamplerPool:
         """Return all places, or None when only the base model is used: programs without adapters are faster."""
         return self._places if any_used else None
 
+    def gathered(self, places: Sequence[int]) -> GatheredAdapter:
+        """Return all places, and a copy of what rows see that are in these; kept until others are asked for."""
+        key = tuple(places)
+        if self._gathered is None or self._gathered[0] != key:
+            self._gathered = None  # before there is another
+            self._gathered = key, _gather(self._places, np.asarray(places, np.int32))
+        return GatheredAdapter(weights=self._places.weights, scale=self._places.scale, rows=self._gathered[1])
+
     def _shapes(self, num_places: int, rank: int) -> Adapter:
         shapes = models.adapter_shapes(self._model, rank)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_places, *leaf.shape), leaf.dtype), shapes)
+
+
+_gather = jax.jit(gather_rows)
 
 
 def _pad(leaf: jax.Array, fitting: jax.ShapeDtypeStruct) -> jax.Array:
