@@ -135,9 +135,8 @@ def sample_room(config: JaxConfig, params: models.DecoderParams, model: models.M
     free = free_bytes(params)
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - sum(
-            leaf.nbytes for leaf in jax.tree.leaves(params)
-        )
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))  # decoding has layers apart
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights
         most = min(most, UNKNOWN_SAMPLE_TOKENS)
         shards = 1  # all devices are this host
     fitting = int(SAMPLE_SHARE * max(free, 0) / token * shards)

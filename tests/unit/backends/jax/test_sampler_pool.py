@@ -42,3 +42,23 @@ def test_loading_again_changes_nothing(tiny):
     pool.load(SamplerId("s"), full(tiny.config, 4, 2.0))
     assert values(pool, "s", 4) == {1.0}
     assert pool.adapters(any_used=False) is None
+
+
+def test_what_rows_see_is_gathered_again_when_it_changes(tiny):
+    pool = SamplerPool(tiny.config, max_samplers=5)
+    for number in (1, 2):
+        pool.load(SamplerId(f"s{number}"), full(tiny.config, 4, float(number)))
+
+    def seen(*samplers: str | None) -> list[float]:
+        places = [pool.place_of(None if each is None else SamplerId(each)) for each in samplers]
+        gathered = pool.gathered(places)
+        assert pool.gathered(places).rows is gathered.rows
+        for rows in gathered.rows["q_proj"]:
+            np.testing.assert_array_equal(rows.pair.a[:, 0, 0], gathered.rows["unembed"][0].pair.a[:, 0, 0])
+        return gathered.rows["q_proj"][0].pair.a[:, 0, 0].tolist()
+
+    assert seen("s2", None, "s1") == [2.0, 0.0, 1.0]
+    assert seen("s1", "s1", "s1") == [1.0, 1.0, 1.0]
+    pool.drop(SamplerId("s1"))
+    pool.load(SamplerId("s3"), full(tiny.config, 4, 3.0))  # into the same place
+    assert seen("s3", "s3", "s3") == [3.0, 3.0, 3.0]
