@@ -35,6 +35,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
+from skyrl_tx.huge_pages import restart_with_huge_pages
 from skyrl_tx.models.adapters import target_sizes
 from skyrl_tx.testing.client_environments import TORCH, prepare
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
@@ -394,4 +395,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_with_huge_pages()  # as the server's engine
     main()
