@@ -40,6 +40,9 @@ def take_adapter(pool: Adapter | None, place: jax.Array) -> Adapter | None:
     return None if pool is None else jax.tree.map(lambda leaf: leaf[place], pool)
 
 
+by_layer = jax.jit(models.by_layer, static_argnames="config")
+
+
 @partial(jax.jit, static_argnames="config", donate_argnames="keys")
 def extend(
     params: DecoderParams,
@@ -118,8 +121,8 @@ def decode_slice(
     cache's, harms none but itself. With each layer of `params` by itself, the stretch of the cache is taken apart too,
     once for all steps instead of in each: a larger program and more memory, but on CPU much less copying.
     """
-    by_layer = isinstance(params.layers, tuple)
-    opened = kv_cache.open_slice(cache, rows.position_S, stretch=stretch, max_tokens=length, by_layer=by_layer)
+    are_apart = isinstance(params.layers, tuple)
+    opened = kv_cache.open_slice(cache, rows.position_S, stretch=stretch, max_tokens=length, by_layer=are_apart)
 
     def step(n: jax.Array, carry: tuple[Recent, jax.Array, Drawn]) -> tuple[Recent, jax.Array, Drawn]:
         recent, token_S, kept = carry

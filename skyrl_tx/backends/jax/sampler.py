@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx import models
 from skyrl_tx.backends.jax import decode
 from skyrl_tx.backends.jax.buckets import ascending, next_power
 from skyrl_tx.backends.jax.config import JaxConfig
@@ -289,7 +288,7 @@ class Sampler:
     def _run_slice(self, rows: SliceRows, num_steps: int, stretch: int, any_adapter: bool) -> Drawn:
         params, adapters = self._params, self._pool.adapters(any_used=any_adapter)
         if self._is_one_cpu:
-            self._layers = params = self._layers or models.by_layer(params, self._model)
+            self._layers = params = self._layers or decode.by_layer(params, self._model)
             adapters = self._pool.gathered(np.asarray(rows.adapter_G).tolist()) if any_adapter else None
         with self._cache_at_risk():
             self._cache, drawn = decode.decode_slice(
