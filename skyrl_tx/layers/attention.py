@@ -5,6 +5,8 @@ S decode slots, C cache positions.
 """
 
 import math
+from collections.abc import Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -88,23 +90,28 @@ def extending_attention(
 
 
 def cached_attention(
-    q_SNH: jax.Array, past: KeyValues, recent: KeyValues, start_S: jax.Array, num_recent: jax.Array
+    q_SNH: jax.Array, past: Sequence[KeyValues], recent: KeyValues, start_S: jax.Array, num_recent: jax.Array
 ) -> jax.Array:
     """Return attention of one new token per slot over its cached past and what came since, [S, N, H].
 
-    Both are one layer's: of `past`, values [S, K, C, H] and keys [S, K, H, C], slot s may see positions < `start_S[s]`,
-    and of `recent` [S, K, T, H] every slot the first `num_recent`, the new token among them.
+    All is of one layer. The past lies in segments, one behind the other, values [S, K, C, H] and keys [S, K, H, C];
+    slot s may see positions < `start_S[s]`. Of `recent` [S, K, T, H] every slot may see the first `num_recent`, the
+    new token among them. Segments that a slot does not see change none of its bits.
     """
     S, N, H = q_SNH.shape
     K = recent.k.shape[1]
     q_SKGH = q_SNH.reshape(S, K, N // K, H)
-    seen_SC = jnp.arange(past.v.shape[2]) < start_S[:, None]
     seen_T = jnp.arange(recent.v.shape[2]) < num_recent
-    old = jnp.where(seen_SC[:, None, None], _scores("skgh,skhc->skgc", q_SKGH, past.k), -jnp.inf)
-    new = jnp.where(seen_T, _scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf)
-    highest = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
-    out, total = 0.0, 0.0
-    for scores, v in ((old, past.v), (new, recent.v)):
+    scored = [(jnp.where(seen_T, _scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf), recent.v)]
+    first = 0
+    for segment in past:
+        seen_SC = first + jnp.arange(segment.v.shape[2]) < start_S[:, None]
+        scores = _scores("skgh,skhc->skgc", q_SKGH, segment.k)
+        scored.append((jnp.where(seen_SC[:, None, None], scores, -jnp.inf), segment.v))
+        first += segment.v.shape[2]
+    highest = reduce(jnp.maximum, [scores.max(-1, keepdims=True) for scores, _ in scored])
+    out, total = jnp.float32(0), jnp.float32(0)
+    for scores, v in scored:
         weights = jnp.exp(scores - highest)
         out += jnp.einsum("skgc,skch->skgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         total += weights.sum(-1, keepdims=True)

@@ -18,6 +18,9 @@ from skyrl_tx.layers.parameter import Axis
 AXES: tuple[Axis | None, ...] = ("layers", "batch", "kv_heads", None, "head_dim")
 """The logical axes of both forms of `KeyValues`."""
 
+SEGMENT = 128
+"""Positions that are read together, at least."""
+
 
 @struct.dataclass
 class KeyValues:
@@ -68,26 +71,30 @@ def extend(cache: KeyValues, new: KeyValues, start: jax.Array) -> KeyValues:
     return KeyValues(k=write(cache.k, new.k), v=write(cache.v, new.v))
 
 
+Segments = tuple[KeyValues, ...]
+"""One layer's positions, one stretch behind the other: values [S, K, C, H] and keys [S, K, H, C]."""
+
+
 @struct.dataclass
 class SliceCache:
     """The cache while a slice is decoded: what there was before, which is only read, and what all slots added since.
 
-    Both are stacks [L, S, K, C or T, H]; or tuples, each layer by itself, whose past is a stretch with keys
-    [S, K, H, C]. A step that takes its layer out of a stack copies it: on CPU that took longer than attention.
+    Both are stacks [L, S, K, C or T, H]; or tuples, each layer by itself, its past in segments. A step that takes its
+    layer out of a stack copies it: on CPU that took longer than attention.
     """
 
-    past: KeyValues | tuple[KeyValues, ...]
+    past: KeyValues | tuple[Segments, ...]
     recent: KeyValues | tuple[KeyValues, ...]
     start_S: jax.Array  # int32: positions that each slot's past has
     num_recent: jax.Array  # int32 scalar
     stretch: int = struct.field(pytree_node=False)  # how many positions of the past are read
 
-    def layer(self, index: Any) -> tuple[KeyValues, KeyValues]:
-        """Return one layer's past, values [S, K, C, H] and keys [S, K, H, C], and what it has added [S, K, T, H]."""
+    def layer(self, index: Any) -> tuple[Segments, KeyValues]:
+        """Return one layer's past, and what it has added [S, K, T, H]."""
         if isinstance(self.past, tuple) and isinstance(self.recent, tuple):
             return self.past[index], self.recent[index]
         assert isinstance(self.past, KeyValues)
-        return _stretch(self.past, index, self.stretch), jax.tree.map(lambda leaf: leaf[index], self.recent)
+        return _segments(self.past, index, self.stretch), jax.tree.map(lambda leaf: leaf[index], self.recent)
 
 
 def open_slice(
@@ -99,7 +106,7 @@ def open_slice(
     none = jnp.int32(0)
     if not by_layer:
         return SliceCache(cache, empty, start_S, none, stretch)
-    past = tuple(_stretch(cache, layer, stretch) for layer in range(L))
+    past = tuple(_segments(cache, layer, stretch) for layer in range(L))
     return SliceCache(past, (jax.tree.map(lambda leaf: leaf[0], empty),) * L, start_S, none, stretch)
 
 
@@ -128,15 +135,23 @@ def close_slice(cache: KeyValues, ended: SliceCache) -> KeyValues:
     return jax.tree.map(write, cache, recent)
 
 
-def _stretch(cache: KeyValues, layer: Any, length: int) -> KeyValues:
-    """Return one layer's first `length` positions: values [S, K, length, H] and keys [S, K, H, length].
+def _segments(cache: KeyValues, layer: Any, length: int) -> Segments:
+    """Return one layer's first `length` positions.
 
-    A dot of few queries with such keys was measured 1.5 times as fast on CPU.
+    The first segment has `SEGMENT` positions and each other as many as there are before it. So a position's segment is
+    as long however much is read beside it, and its products round alike: longer company changes no bit. A dot of few
+    queries with keys [H, C] was measured 1.5 times as fast on CPU as with [C, H].
     """
     _, num_slots, num_kv_heads, _, head_dim = cache.k.shape
 
-    def read(source: jax.Array) -> jax.Array:
-        size = (1, num_slots, num_kv_heads, length, head_dim)
-        return jax.lax.dynamic_slice(source, (layer, 0, 0, 0, 0), size)[0]
+    def read(source: jax.Array, first: int, last: int) -> jax.Array:
+        size = (1, num_slots, num_kv_heads, last - first, head_dim)
+        return jax.lax.dynamic_slice(source, (layer, 0, 0, first, 0), size)[0]
 
-    return KeyValues(k=jnp.swapaxes(read(cache.k), 2, 3), v=read(cache.v))
+    found: list[KeyValues] = []
+    first, last = 0, min(SEGMENT, length)
+    while first < length:
+        keys = jnp.swapaxes(read(cache.k, first, last), 2, 3)
+        found.append(KeyValues(k=keys, v=read(cache.v, first, last)))
+        first, last = last, min(2 * last, length)
+    return tuple(found)

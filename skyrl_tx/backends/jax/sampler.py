@@ -29,13 +29,12 @@ from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.results import PromptResult, SampleDelta
-from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers.kv_cache import SEGMENT, KeyValues
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig
 
 log = logging.getLogger(__name__)
 
-CACHE_BUCKET = 128  # the shortest stretch of the cache to be read; another stretch may round otherwise
 FIRST_ROWS = (1, 8, 64)  # samples whose first tokens are drawn at once; more take turns
 
 
@@ -306,7 +305,7 @@ class Sampler:
 
     def _stretch(self, longest: int) -> int:
         """Return how much of the cache is read when that many positions are in use as a slice begins."""
-        return min(max(next_power(longest), CACHE_BUCKET), self._shape.length)
+        return min(max(next_power(longest), SEGMENT), self._shape.length)
 
     def rehearse(self, sampler: SamplerId) -> None:
         """Run every program that samples run in once, on nothing, so that none is compiled later.

@@ -1,5 +1,7 @@
 """A slice of decoding reads the cache, and adds to it when it ends."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,7 @@ def test_what_a_slice_added_is_in_the_cache(by_layer):
     cache = KeyValues(k=some(L, S, K, C, H), v=some(L, S, K, C, H, seed=1))
     start_S = jnp.array([0, 4, 7])
     opened = kv_cache.open_slice(cache, start_S, stretch=7, max_tokens=3, by_layer=by_layer)
-    past, _ = opened.layer(1)
+    (past,), _ = opened.layer(1)
     np.testing.assert_array_equal(past.k, jnp.swapaxes(cache.k[1, :, :, :7], 2, 3))
     np.testing.assert_array_equal(past.v, cache.v[1, :, :, :7])
 
@@ -45,18 +47,28 @@ def test_what_a_slice_added_is_in_the_cache(by_layer):
         np.testing.assert_array_equal(getattr(closed, name), expected)
 
 
-def test_how_much_of_the_cache_is_read_changes_no_bit():
+def test_segments_double():
+    cache = KeyValues(k=some(1, 1, 1, 700, 2), v=some(1, 1, 1, 700, 2, seed=1))
+    past, _ = kv_cache.open_slice(cache, jnp.array([600]), stretch=700, max_tokens=3).layer(0)
+    assert [each.v.shape[2] for each in past] == [128, 128, 256, 188]
+    np.testing.assert_array_equal(jnp.concatenate([each.v for each in past], 2), cache.v[0])
+    np.testing.assert_array_equal(jnp.concatenate([each.k for each in past], 3), jnp.swapaxes(cache.k[0], 2, 3))
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 16), (2, 64), (8, 128)])
+def test_how_much_of_the_cache_is_read_changes_no_bit(kv_heads, head_dim):
     """A row reads a longer stretch when there is a longer row beside it."""
-    q_SNH, recent = some(S, 2 * K, 64), KeyValues(k=some(S, K, 16, 64, seed=1), v=some(S, K, 16, 64, seed=2))
-    keys, values = some(S, K, 64, 60, seed=3), some(S, K, 60, 64, seed=4)
-    attend = jax.jit(cached_attention)
+    shape = (1, 4, kv_heads, 1024, head_dim)
+    written = (jnp.arange(1024) < 120)[:, None]
+    cache = KeyValues(k=jnp.where(written, some(*shape), 0), v=jnp.where(written, some(*shape, seed=1), 0))
+    q_SNH, start_S = some(4, 2 * kv_heads, head_dim, seed=2), jnp.array([60, 1, 33, 120])
 
-    def read(length: int) -> np.ndarray:
-        past = KeyValues(
-            k=jnp.pad(keys, ((0, 0), (0, 0), (0, 0), (0, length - 60))),
-            v=jnp.pad(values, ((0, 0), (0, 0), (0, length - 60), (0, 0))),
-        )
-        return np.asarray(attend(q_SNH, past, recent, jnp.array([60, 1, 33]), jnp.int32(5)))
+    @partial(jax.jit, static_argnames="stretch")
+    def read(stretch: int) -> jax.Array:
+        opened = kv_cache.open_slice(cache, start_S, stretch=stretch, max_tokens=16, by_layer=True)
+        past, _ = opened.layer(0)
+        recent = KeyValues(k=some(4, kv_heads, 16, head_dim, seed=3), v=some(4, kv_heads, 16, head_dim, seed=4))
+        return cached_attention(q_SNH, past, recent, start_S, jnp.int32(5))
 
-    for longer in (192, 256, 512):
+    for longer in (256, 512, 1024):
         np.testing.assert_array_equal(read(128), read(longer))
