@@ -24,28 +24,30 @@ def test_sl_loop_learns_gsm8k(workplace, server):
     assert workplace.last_checkpoint("sl_loop").startswith("tinker://")
 
 
-# None: its own default, which is stable_reinforce.
-@pytest.mark.parametrize("loss", ["importance_sampling", None])
-def test_rl_loop_trains_what_sl_loop_taught(workplace, server, loss):
+def test_rl_loop_trains_what_sl_loop_taught(workplace, server):
     questions = load_excerpt().train[:NUM_QUESTIONS]
     workplace.write_conversations([workplace.boxed(question) for question in questions] * 60)
     workplace.write_questions(questions * NUM_RL_STEPS)
     workplace.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
 
-    workplace.start_from("rl_loop", workplace.last_checkpoint("sl_loop"))
-    metrics = workplace.run(
-        "rl_loop",
-        server.url,
-        f"batch_size={NUM_QUESTIONS}",
-        "group_size=8",
-        "max_tokens=24",
-        "learning_rate=1e-3",
-        *([] if loss is None else [f"loss_fn={loss}"]),
-    )
-    steps = [row for row in metrics if "reward/total" in row]
-    assert len(steps) == NUM_RL_STEPS
-    assert any(0 < row["reward/total"] < 1 for row in steps), "the checkpoint answers some questions, not all"
-    # rl_loop sends a training step for batches whose rewards differ; only the server's answer holds a gradient norm.
-    trained = [row for row in steps if "unclipped_grad_l2:mean" in row]
-    assert trained and all(row["unclipped_grad_l2:mean"] > 0 for row in trained)
-    assert workplace.last_checkpoint("rl_loop") != workplace.last_checkpoint("sl_loop")
+    taught = workplace.last_checkpoint("sl_loop")
+    for loss in ("importance_sampling", None):  # None: its own default, which is stable_reinforce
+        log = f"rl_loop-{loss}"
+        workplace.start_from(log, taught)
+        metrics = workplace.run(
+            "rl_loop",
+            server.url,
+            f"batch_size={NUM_QUESTIONS}",
+            "group_size=8",
+            "max_tokens=24",
+            "learning_rate=1e-3",
+            *([] if loss is None else [f"loss_fn={loss}"]),
+            log=log,
+        )
+        steps = [row for row in metrics if "reward/total" in row]
+        assert len(steps) == NUM_RL_STEPS
+        assert any(0 < row["reward/total"] < 1 for row in steps), "the checkpoint answers some questions, not all"
+        # rl_loop sends a training step for batches whose rewards differ; only the server's answer has a gradient norm.
+        trained = [row for row in steps if "unclipped_grad_l2:mean" in row]
+        assert trained and all(row["unclipped_grad_l2:mean"] > 0 for row in trained)
+        assert workplace.last_checkpoint(log) != taught

@@ -1,6 +1,8 @@
 """Downloads with the cookbook, builds what it builds of an adapter, and says what that computes, as JSON.
 
-python use_weights.py BASE_MODEL TINKER_PATH FOLDER TOKEN…
+python use_weights.py BASE_MODEL TOKENS TINKER_PATH FOLDER [TINKER_PATH FOLDER…]
+
+TOKENS are separated by commas; what is built of a path, and what it says, lies in its folder.
 """
 
 import json
@@ -24,7 +26,7 @@ def load(path: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
-def main(base_model: str, tinker_path: str, folder: Path, tokens: list[int]) -> None:
+def use(base_model: str, tokens: list[int], tinker_path: str, folder: Path) -> None:
     adapter = str(folder / "adapter")
     weights.download(tinker_path=tinker_path, output_dir=adapter)
     built = {"base_model": base_model, "adapter_path": adapter}
@@ -40,4 +42,6 @@ def main(base_model: str, tinker_path: str, folder: Path, tokens: list[int]) -> 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), [int(token) for token in sys.argv[4:]])
+    asked_tokens = [int(token) for token in sys.argv[2].split(",")]
+    for asked_path, asked_folder in zip(sys.argv[3::2], sys.argv[4::2], strict=True):
+        use(sys.argv[1], asked_tokens, asked_path, Path(asked_folder))
