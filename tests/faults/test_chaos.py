@@ -111,6 +111,8 @@ def test_a_schedule_names_each_place_once_before_any_twice() -> None:
     rounds = [points[start : start + len(ENGINE_POINTS)] for start in range(0, len(points), len(ENGINE_POINTS))]
     assert len(rounds) > 3 and all(set(each) == set(ENGINE_POINTS) for each in rounds[:-1])
     assert {kill.victim for kill in kills} == {"engine", "api", "both"}
+    first = [next(kill for kill in random_kills(seed, 20) if kill.victim == "engine").point for seed in range(200)]
+    assert not any(point and point.startswith("replay") for point in first), "nothing was done that could be replayed"
     assert all(kill.point is None or kill.point in API_POINTS for kill in kills if kill.victim == "api")
 
 

@@ -67,6 +67,8 @@ def random_kills(seed: int, num_kills: int) -> list[Kill]:
         point = None
         if victim != "both" and dice.random() < 0.6:
             decks[victim] = decks[victim] or _shuffled(API_POINTS if victim == "api" else ENGINE_POINTS, dice)
+            if not any(kill.victim == victim for kill in kills):  # what is replayed was done before a death
+                decks[victim].sort(key=lambda each: not each.startswith("replay"))
             point = decks[victim].pop()
         kills.append(Kill(victim, point, dice.randint(1, _FEW_TIMES.get(point, _MOST_TIMES)), dice.uniform(0.05, 0.8)))
     return kills
