@@ -69,11 +69,15 @@ class SamplerPool:
         return self._places if any_used else None
 
     def gathered(self, places: Sequence[int]) -> GatheredAdapter:
-        """Return all places, and a copy of what rows see that are in these; kept until others are asked for."""
+        """Return all places, and a copy of what rows see that are in these; valid until others are asked for."""
         key = tuple(places)
         if self._gathered is None or self._gathered[0] != key:
-            self._gathered = None  # before there is another
-            self._gathered = key, _gather(self._places, np.asarray(places, np.int32))
+            place_G, former = np.asarray(places, np.int32), self._gathered
+            self._gathered = None  # its memory is taken for the next
+            if former is None or len(former[0]) != len(key):
+                shapes = jax.eval_shape(gather_rows, self._places, place_G)
+                former = (), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            self._gathered = key, _gather(self._places, place_G, former[1])
         return GatheredAdapter(weights=self._places.weights, scale=self._places.scale, rows=self._gathered[1])
 
     def _shapes(self, num_places: int, rank: int) -> Adapter:
@@ -81,7 +85,10 @@ class SamplerPool:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_places, *leaf.shape), leaf.dtype), shapes)
 
 
-_gather = jax.jit(gather_rows)
+@partial(jax.jit, donate_argnames="former", keep_unused=True)
+def _gather(places: Adapter, place_G: jax.Array, former: RowsByLayer) -> RowsByLayer:
+    """Gather rows into the memory of others: on CPU memory that is new to the process costs more than the copy."""
+    return gather_rows(places, place_G)
 
 
 def _pad(leaf: jax.Array, fitting: jax.ShapeDtypeStruct) -> jax.Array:
