@@ -17,9 +17,9 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store import pruning
+from skyrl_tx.store.parts import in_parts, is_some
 from skyrl_tx.store.tables import AnswerCounterRow, RequestRow
 
-_IDS_A_QUERY = 1000
 _FORM = re.compile("req-[a-z2-7]{32}")
 
 
@@ -120,7 +120,21 @@ _RESULT = select(
     or_(bindparam("owner", type_=String).is_(None), col(RequestRow.owner) == bindparam("owner", type_=String)),
 )
 _OWNERS_OF_OPEN = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
-    col(RequestRow.request_id).in_(bindparam("some", expanding=True)), col(RequestRow.status) == "open"
+    is_some(col(RequestRow.request_id)), col(RequestRow.status) == "open"
+)
+_OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(
+    is_some(col(RequestRow.request_id)), col(RequestRow.status) != "open"
+)
+_MOST_ATTEMPTS = select(func.max(col(RequestRow.attempts))).where(is_some(col(RequestRow.request_id)))
+_ATTEMPTED = (
+    update(RequestRow)
+    .where(is_some(col(RequestRow.request_id)))
+    .values(attempts=col(RequestRow.attempts) + bindparam("more"))
+)
+_FETCHED = (
+    update(RequestRow)
+    .where(is_some(col(RequestRow.request_id)), col(RequestRow.fetched_at).is_(None))
+    .values(fetched_at=bindparam("now"))
 )
 _OPEN_AFTER = (
     select(*_PENDING)
@@ -224,26 +238,23 @@ def effects_since(tx: Session, model_id: ModelId, effect_order: int) -> list[Pen
 
 def mark_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
     """Note, before it is tried, that a request is tried once more."""
-    attempted = {"attempts": col(RequestRow.attempts) + 1}
-    for some in _in_parts(request_ids):
-        tx.connection().execute(update(RequestRow).where(col(RequestRow.request_id).in_(some)).values(attempted))
+    for some in in_parts(request_ids):
+        tx.connection().execute(_ATTEMPTED, {"some": some, "more": 1})
 
 
 def attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
     """How often the one of these that was tried most was tried."""
-    most = func.max(col(RequestRow.attempts))
     found = [
-        tx.connection().execute(select(most).where(col(RequestRow.request_id).in_(some))).scalar_one_or_none() or 0
-        for some in _in_parts(request_ids)
+        tx.connection().execute(_MOST_ATTEMPTS, {"some": some}).scalar_one_or_none() or 0
+        for some in in_parts(request_ids)
     ]
     return max(found, default=0)
 
 
 def release_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
     """Take an attempt back: it was given up in good order, and the request is not to blame."""
-    released = {"attempts": col(RequestRow.attempts) - 1}
-    for some in _in_parts(request_ids):
-        tx.connection().execute(update(RequestRow).where(col(RequestRow.request_id).in_(some)).values(released))
+    for some in in_parts(request_ids):
+        tx.connection().execute(_ATTEMPTED, {"some": some, "more": -1})
 
 
 def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
@@ -291,10 +302,8 @@ def result(tx: Session, request_id: RequestId, owner: str | None) -> FutureState
 def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, Literal["done", "failed"]]:
     """Those of the requests that are answered, and how."""
     answered: dict[RequestId, Literal["done", "failed"]] = {}
-    columns = col(RequestRow.request_id), col(RequestRow.status)
-    for some in _in_parts(request_ids):
-        wanted = select(*columns).where(columns[0].in_(some), columns[1] != "open")
-        for name, status in tx.connection().execute(wanted):
+    for some in in_parts(request_ids):
+        for name, status in tx.connection().execute(_OUTCOMES, {"some": some}):
             answered[name] = "failed" if status == "failed" else "done"
     return answered
 
@@ -302,7 +311,7 @@ def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, L
 def owners_of_open(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
     """Those of the requests that are still to be answered, and whose they are."""
     owners: dict[RequestId, str] = {}
-    for some in _in_parts(request_ids):
+    for some in in_parts(request_ids):
         owners.update((name, owner) for name, owner in tx.connection().execute(_OWNERS_OF_OPEN, {"some": some}))
     return owners
 
@@ -315,14 +324,5 @@ def any_answered_since(tx: Session, since: float) -> bool:
 
 def mark_fetched(tx: Session, request_ids: Iterable[RequestId], now: float) -> None:
     """Note that clients have their results; the first time counts."""
-    for some in _in_parts(request_ids):
-        tx.connection().execute(
-            update(RequestRow)
-            .where(col(RequestRow.request_id).in_(some), col(RequestRow.fetched_at).is_(None))
-            .values(fetched_at=now)
-        )
-
-
-def _in_parts(request_ids: Iterable[RequestId]) -> Iterable[list[RequestId]]:
-    ids = list(request_ids)
-    return (ids[start : start + _IDS_A_QUERY] for start in range(0, len(ids), _IDS_A_QUERY))
+    for some in in_parts(request_ids):
+        tx.connection().execute(_FETCHED, {"some": some, "now": now})

@@ -11,12 +11,14 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId
 from skyrl_tx.store.completions import CLONE_STRIDE
+from skyrl_tx.store.parts import in_parts, is_some
 from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SessionRow, SnapshotRow
 
 AT_ONCE = 1000
 """Rows of one transaction, so that answers do not wait behind it for long."""
 _CREATIONS = ("create_model", "load_weights")
 _HAS_RESULT = col(RequestRow.result).is_not(None)
+_FORGET = delete(RequestRow).where(is_some(col(RequestRow.position)))
 _IS_PRUNED = col(RequestRow.result).is_(None) & (col(RequestRow.status) != literal_column("'open'"))
 
 
@@ -33,6 +35,7 @@ def numbered_by(
     return f"model/{model_id}" if model_id is not None and seq_id else None
 
 
+_FORGET_MARKS = delete(PrunedRow).where(is_some(col(PrunedRow.numbered_by)))
 _MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("numbered_by"))
 
 
@@ -106,10 +109,12 @@ def forget_requests(
         if mark(tx, name) < up_to:
             tx.merge(PrunedRow(numbered_by=name, up_to=up_to))
     tx.flush()
-    tx.connection().execute(delete(RequestRow).where(col(RequestRow.position).in_(positions)))
+    for some in in_parts(positions):
+        tx.connection().execute(_FORGET, {"some": some})
     return len(positions)
 
 
 def forget_marks(tx: Session, names: Collection[str]) -> None:
     """Forget that numbers were used, where what they numbered is gone."""
-    tx.connection().execute(delete(PrunedRow).where(col(PrunedRow.numbered_by).in_(names)))
+    for some in in_parts(names):
+        tx.connection().execute(_FORGET_MARKS, {"some": some})

@@ -1,21 +1,27 @@
 """What samplers recorded of the sequences they drew, for training on them (`record_stability_info`)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from sqlalchemy import bindparam, delete, insert, select, true, update
+from sqlalchemy import String, bindparam, delete, insert, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.arrays import Float32Array
 from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store.parts import in_parts, is_some
 from skyrl_tx.store.tables import SessionRow, StabilityRow
 
 KEPT_UNUSED_S = 86_400.0
 """How long a record is kept after its last use; being made is the first."""
-_IDS_A_QUERY = 1000
 _DTYPE = np.dtype("<f4")
 _NEW = insert(StabilityRow)
+_DRAWN_AGAIN = delete(StabilityRow).where(is_some(col(StabilityRow.sequence_id)))
+_KEPT = select(col(StabilityRow.sequence_id), col(StabilityRow.prompt_length), col(StabilityRow.logprobs)).where(
+    is_some(col(StabilityRow.sequence_id)),
+    or_(bindparam("owner", type_=String).is_(None), col(StabilityRow.owner) == bindparam("owner", type_=String)),
+    col(StabilityRow.last_used_at) >= bindparam("used_since"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +42,17 @@ def record(
         {"sequence_id": sequence_id, "logprobs": np.ascontiguousarray(drawn, _DTYPE).tobytes(), **common}
         for sequence_id, drawn in logprobs.items()
     ]
-    for some in _in_parts(logprobs):  # drawn again, a sequence is the same
-        tx.connection().execute(delete(StabilityRow).where(col(StabilityRow.sequence_id).in_(some)))
+    for some in in_parts(sorted(logprobs)):  # drawn again, a sequence is the same
+        tx.connection().execute(_DRAWN_AGAIN, {"some": some})
     tx.connection().execute(_NEW, rows)
 
 
 def find(tx: Session, owner: str | None, sequence_ids: Collection[str], now: float) -> dict[str, Recorded]:
     """Those of the sequences that are kept for this owner; None: for any."""
     found: dict[str, Recorded] = {}
-    columns = col(StabilityRow.sequence_id), col(StabilityRow.prompt_length), col(StabilityRow.logprobs)
-    for some in _in_parts(sequence_ids):
-        wanted = select(*columns).where(
-            col(StabilityRow.sequence_id).in_(some),
-            true() if owner is None else col(StabilityRow.owner) == owner,
-            col(StabilityRow.last_used_at) >= now - KEPT_UNUSED_S,
-        )
-        for sequence_id, prompt_length, logprobs in tx.connection().execute(wanted):
+    told = {"owner": owner, "used_since": now - KEPT_UNUSED_S}
+    for some in in_parts(sorted(sequence_ids)):
+        for sequence_id, prompt_length, logprobs in tx.connection().execute(_KEPT, {"some": some, **told}):
             found[sequence_id] = Recorded(prompt_length, np.frombuffer(logprobs, _DTYPE).astype(np.float32))
     return found
 
@@ -67,8 +68,3 @@ def expire(tx: Session, now: float) -> int:
     """Forget what was not used for a day; returns how many sequences that were."""
     unused = delete(StabilityRow).where(col(StabilityRow.last_used_at) < now - KEPT_UNUSED_S)
     return tx.connection().execute(unused).rowcount
-
-
-def _in_parts(sequence_ids: Collection[str]) -> Sequence[list[str]]:
-    ids = sorted(sequence_ids)
-    return [ids[start : start + _IDS_A_QUERY] for start in range(0, len(ids), _IDS_A_QUERY)]
