@@ -14,6 +14,7 @@ from skyrl_tx.engine.answers import Answers
 from skyrl_tx.engine.handlers import handle
 from skyrl_tx.engine.jobs import Jobs
 from skyrl_tx.engine.passes import Passes
+from skyrl_tx.engine.presence import Presence
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.remake import make_samplers_again
 from skyrl_tx.engine.residency import Models, Samplers
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 _PAGE = 256
 _LONGEST_WAIT_S = 1.0
 _READING_S = 0.1
-_CLOCK_STEP_S = 0.05
+_SHORTEST_WAIT_S = 0.05
 _PRUNING_PAUSE_S = 0.2
 
 
@@ -73,6 +74,7 @@ class Engine:
                 models=Models(self._backend, capabilities, self._store, answers, jobs, recovery, behind),
                 samplers=Samplers(self._backend, capabilities, recovery, behind),
                 behind=behind,
+                presence=Presence(self._store),
             )
             self._store.write(cancellations.forget)  # they are answered, so they will not be read
             loop = _Loop(room, self._artifacts)
@@ -107,7 +109,6 @@ class _Loop:
         )
         self._passes = Passes(room)
         self._sampling = Sampling(room)
-        self._clock = _ArrivalClock(room.store)
         self._position = 0
         self._is_busy = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
@@ -173,7 +174,7 @@ class _Loop:
         deadline = self._schedule.next_deadline()
         if deadline is None:
             return _LONGEST_WAIT_S
-        return min(_LONGEST_WAIT_S, max(_CLOCK_STEP_S, deadline - self._clock.now()))
+        return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, deadline - self._room.presence.seconds()))
 
     def finish(self) -> None:
         """End in good order: the batch under way is answered, models are kept, samples are left open."""
@@ -220,7 +221,7 @@ class _Loop:
     def _train(self) -> bool:
         """One step of the batch under way, or begin what is next."""
         if not self._passes.is_active:
-            step = self._schedule.take(self._clock.now(), self._room.jobs.held)
+            step = self._schedule.take(self._room.presence.seconds(), self._room.jobs.held)
             if step is None:
                 return False
             self._begin(step)
@@ -238,21 +239,3 @@ class _Loop:
         else:
             for work in self._room.attempt([first]):
                 handle(self._room, work)
-
-
-class _ArrivalClock:
-    """Seconds during which the API was up, so that a missing request could have arrived."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._last = time.monotonic()
-        self._seconds = 0.0
-
-    def now(self) -> float:
-        """The clock's time, in steps of a fraction of a second: looking at the API is not free."""
-        elapsed = time.monotonic() - self._last
-        if elapsed >= _CLOCK_STEP_S:
-            self._last += elapsed
-            if self._store.peer_lives():
-                self._seconds += elapsed
-        return self._seconds

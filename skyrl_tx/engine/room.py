@@ -10,6 +10,7 @@ from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.answers import Answer, Answers, failure_of
 from skyrl_tx.engine.jobs import Jobs
+from skyrl_tx.engine.presence import Presence
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.settings import EngineSettings
@@ -36,6 +37,7 @@ class Room:
     models: Models
     samplers: Samplers
     behind: WriteBehind
+    presence: Presence
 
     def attempt(self, works: list[Work]) -> list[Work]:
         """Note on disk that these are begun; those that ended too many engines are answered, the others returned."""

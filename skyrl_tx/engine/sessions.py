@@ -1,6 +1,7 @@
 """What silent sessions lose, and what nobody needs any more."""
 
 import logging
+import math
 from collections.abc import Collection
 from concurrent.futures import Future
 
@@ -40,20 +41,27 @@ def end_of(room: Room, session_id: SessionId, now: float) -> str | None:
         return "is gone"
     if row.finished_at is not None:
         return f"has finished ({row.finish_reason})"
-    timeout_s = room.settings.session_timeout_s
+    timeout_s = _silence_s(room, room.settings.session_timeout_s)
     return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
+
+
+def _silence_s(room: Room, limit_s: float) -> float:
+    """How long a session may be silent; for ever until the API was there long enough to have heard who lives."""
+    settings = room.settings
+    enough_s = min(settings.session_timeout_s, settings.session_retention_s)
+    return limit_s if room.presence.unbroken_s() >= enough_s else math.inf
 
 
 def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId], now: float) -> None:
     """Drop what is past its time, models, checkpoints, samplers, records, and files nothing points at then."""
+    settings = room.settings
+    retention_s = _silence_s(room, settings.session_retention_s)
 
     def drop(tx: Session) -> list[ModelId]:
         checkpoints.expire(tx, now)
-        settings = room.settings
         samplers.release_unused(tx, now - settings.sampler_retention_s, max_bytes=settings.max_unnamed_sampler_bytes)
         stability.expire(tx, now)
-        expired = models.expire(tx, now - settings.session_retention_s)
-        return expired
+        return models.expire(tx, now - retention_s)
 
     for model_id in room.store.write(drop):
         room.models.forget(model_id)
@@ -74,11 +82,12 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
 def prune(room: Room, now: float) -> bool:
     """Drop some results and requests that nobody will ask for, and the room that they took; whether more are left."""
     settings = room.settings
+    session_retention_s = _silence_s(room, settings.session_retention_s)
 
     def drop(tx: Session) -> int:
         num_results = pruning.forget_results(tx, now, retention_s=settings.result_retention_s)
         num_requests = pruning.forget_requests(
-            tx, now, retention_s=settings.request_retention_s, session_retention_s=settings.session_retention_s
+            tx, now, retention_s=settings.request_retention_s, session_retention_s=session_retention_s
         )
         return max(num_results, num_requests)
 

@@ -1,7 +1,11 @@
 """Fixtures of the engine's tests."""
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 
+from skyrl_tx.engine import presence
 from skyrl_tx.testing.engine_house import House
 
 
@@ -11,3 +15,10 @@ def house(request, tmp_path):
     house = House(tmp_path, database_url=url)
     yield house
     house.close()
+
+
+@pytest.fixture
+def api_is_there_for_long(monkeypatch):
+    """Each look at the API finds that it was there for one more minute."""
+    minutes = count()
+    monkeypatch.setattr(presence, "time", SimpleNamespace(monotonic=lambda: 60.0 * next(minutes)))

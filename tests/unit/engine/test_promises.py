@@ -199,6 +199,7 @@ class Watched(FakeBackend):
         super().delete_model(model_id)
 
 
+@pytest.mark.usefixtures("api_is_there_for_long")
 def test_a_silent_session_loses_the_device_then_the_model(tmp_path, monkeypatch):
     house = House(tmp_path, housekeeping_interval_s=0.001)
     assert house.settings.session_timeout_s == 1800.0
@@ -225,6 +226,7 @@ def test_a_silent_session_loses_the_device_then_the_model(tmp_path, monkeypatch)
     house.close()
 
 
+@pytest.mark.usefixtures("api_is_there_for_long")
 def test_a_heartbeat_keeps_a_model(tmp_path, monkeypatch):
     house = House(tmp_path, housekeeping_interval_s=0.001)
     clock = Clock(monkeypatch)

@@ -83,6 +83,7 @@ def test_records_of_samples_are_forgotten_a_day_after_their_last_use(quick_house
     assert kept == ["new"]
 
 
+@pytest.mark.usefixtures("api_is_there_for_long")
 @pytest.mark.parametrize("how", ["finished", "silent"])
 def test_samples_of_a_session_that_ended_make_room_for_others(tmp_path, how):
     house = House(tmp_path, housekeeping_interval_s=0.001, session_timeout_s=3600.0)
