@@ -150,6 +150,14 @@ class AbstractBackend(ABC):
         begun = self._begun()
         begun[:] = [request for request in begun if request.request_id not in request_ids]
 
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """End one sample of a request that goes on: it had its stop string. No delta of it comes after this.
+
+        Called between slices; what has ended or is unknown is of no effect. By default nothing: `step_sample` has come
+        to the end of each.
+        """
+        assert index >= 0
+
     def _begun(self) -> list[SampleRequest]:
         if self._begun_requests is None:
             self._begun_requests = []

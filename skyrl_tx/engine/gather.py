@@ -19,11 +19,14 @@ class Gathering:
         ]
         self._prompt = PromptResult()
 
-    def add(self, delta: SampleDelta) -> None:
-        """Take in one delta; what comes after a sample's end is dropped."""
+    def add(self, delta: SampleDelta) -> bool:
+        """Take in one delta; whether it has a stop string, of which the backend knows nothing.
+
+        What comes after a sample's end is dropped.
+        """
         if delta.prompt is not None:
             self._prompt = delta.prompt
-        self._sequences[delta.index].add(delta)
+        return self._sequences[delta.index].add(delta)
 
     @property
     def is_complete(self) -> bool:
@@ -48,15 +51,16 @@ class _Sequence:
         self._deltas: list[SampleDelta] = []
         self._num_dropped = 0
 
-    def add(self, delta: SampleDelta) -> None:
+    def add(self, delta: SampleDelta) -> bool:
         if self.stop_reason is not None:
-            return
+            return False
         self._deltas.append(delta)
         self.stop_reason = delta.stop_reason
         num_kept = self._watch.feed(delta.tokens.tolist())
         if num_kept is not None:
             self.stop_reason = "stop"
             self._num_dropped = len(delta.tokens) - num_kept
+        return num_kept is not None
 
     def joined(self) -> SampledSequence:
         assert self.stop_reason is not None

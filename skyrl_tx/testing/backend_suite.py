@@ -293,6 +293,21 @@ class BackendSuite:
         assert ids == {stays.request_id}
         assert bench.backend.step_sample() == []
 
+    def test_an_ended_sample_says_nothing_more(self, bench: Bench) -> None:
+        """The others of its request go on to their ends."""
+        params = SamplingParams(seed=7, max_tokens=60, eos_stops=False)
+        request = bench.sample_request(None, num_samples=3, params=params)
+        bench.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
+        deltas = bench.backend.step_sample()
+        bench.backend.end_sample(request.request_id, 1)
+        bench.backend.end_sample(request.request_id, 1)
+        bench.backend.end_sample(bench.sample_request(None).request_id, 0)
+        while new := bench.backend.step_sample():
+            assert all(delta.index != 1 for delta in new)
+            deltas += new
+        ended = {delta.index for delta in deltas if delta.stop_reason == "length"}
+        assert ended >= {0, 2}
+
     # Round trip
 
     def test_a_restored_model_goes_on_bit_equal(self, bench: Bench) -> None:

@@ -30,7 +30,7 @@ class FakeBackend(AbstractBackend):
         self._config = config
         self._models: dict[ModelId, State] = {}
         self._samplers: dict[SamplerId, Pair] = {}
-        self._running: dict[RequestId, list[Iterator[SampleDelta]]] = {}
+        self._running: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
 
     def start(self) -> Capabilities:
         """See AbstractBackend."""
@@ -94,7 +94,7 @@ class FakeBackend(AbstractBackend):
 
     def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
         """See AbstractBackend."""
-        return [delta for samples in self._decoders(batch).values() for sample in samples for delta in sample]
+        return [delta for samples in self._decoders(batch).values() for sample in samples.values() for delta in sample]
 
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
         """See AbstractBackend."""
@@ -107,16 +107,23 @@ class FakeBackend(AbstractBackend):
         time.sleep(self._config.step_delay_s)
         deltas: list[SampleDelta] = []
         for request_id, samples in list(self._running.items()):
-            slices = [(sample, next(sample)) for sample in samples]
-            deltas.extend(delta for _, delta in slices)
-            self._running[request_id] = [sample for sample, delta in slices if delta.stop_reason is None]
-            if not self._running[request_id]:
-                del self._running[request_id]
+            slices = [next(sample) for sample in samples.values()]
+            deltas.extend(slices)
+            for delta in slices:
+                if delta.stop_reason is not None:
+                    self.end_sample(request_id, delta.index)
         return deltas
 
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
         """See AbstractBackend."""
         for request_id in request_ids:
+            self._running.pop(request_id, None)
+
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """See AbstractBackend."""
+        samples = self._running.get(request_id, {})
+        samples.pop(index, None)
+        if not samples:
             self._running.pop(request_id, None)
 
     def text_of(self, tokens: list[int]) -> str:
@@ -152,11 +159,11 @@ class FakeBackend(AbstractBackend):
             raise CapacityError(f"all {self._config.max_models} model slots are taken")
         self._models[model_id] = state
 
-    def _decoders(self, batch: PreparedSampleBatch) -> dict[RequestId, list[Iterator[SampleDelta]]]:
+    def _decoders(self, batch: PreparedSampleBatch) -> dict[RequestId, dict[int, Iterator[SampleDelta]]]:
         config = self._config
         return {
-            request.request_id: [
-                sampling.decode(
+            request.request_id: {
+                index: sampling.decode(
                     request,
                     index,
                     None if request.sampler is None else self._samplers[request.sampler],
@@ -165,7 +172,7 @@ class FakeBackend(AbstractBackend):
                     config.slice_tokens,
                 )
                 for index in range(request.num_samples)
-            ]
+            }
             for request in batch.requests
         }
 

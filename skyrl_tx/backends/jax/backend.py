@@ -186,6 +186,10 @@ class JaxBackend(AbstractBackend):
         """See AbstractBackend."""
         self._sampler.cancel(request_ids)
 
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """See AbstractBackend."""
+        self._sampler.end(request_id, index)
+
     def text_of(self, tokens: list[int]) -> str:
         """See AbstractBackend."""
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

@@ -121,6 +121,20 @@ class Sampler:
             if sample.request.request_id in gone:
                 self._slots.release(slot)
 
+    def end(self, request_id: RequestId, index: int) -> None:
+        """Forget one sample, whether it has a slot or waits for one. An unknown one is of no effect."""
+        kept: deque[PrefilledPrompt] = deque()
+        for prompt in self._prefilled:
+            if prompt.request.request_id == request_id:
+                samples = deque(sample for sample in prompt.samples if sample.index != index)
+                prompt = replace(prompt, samples=samples)
+            if prompt.samples:
+                kept.append(prompt)
+        self._prefilled = kept
+        for slot, sample in self._slots.live.items():
+            if (sample.request.request_id, sample.index) == (request_id, index):
+                self._slots.release(slot)
+
     def step(self) -> list[SampleDelta]:
         """Compute what fits of prompts, then decode one slice; empty when there is nothing to do.
 

@@ -1,6 +1,7 @@
-"""Samples that clients want no more leave the device; others notice nothing."""
+"""Samples of which no more is wanted leave the device; others notice nothing."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -77,3 +78,18 @@ def test_the_next_engine_does_not_take_a_cancelled_sample_up(house):
     house.run(other, backend=backend)
     assert backend.begun == [other] and house.result(doomed) == OVER
     assert house.api.read(lambda tx: cancellations.since(tx, 0)) == []
+
+
+def test_one_sample_leaves_with_its_stop_string_and_the_others_go_on(house):
+    free = house.answer(replace(long(max_tokens=320), num_samples=4))
+    texts = ["".join(map(chr, sequence.tokens)) for sequence in free.sequences]
+    stop = texts[1][15:18]  # across the boundary of two slices
+    assert stop not in texts[0]
+    backend = Cancelling(house, [], at_slice=0)
+    request_id = house.submit(replace(long(max_tokens=320, stop_strings=(stop,)), num_samples=4))
+    house.run(request_id, backend=backend)
+    result = house.result(request_id)
+    for text, sequence in zip(texts, result.sequences, strict=True):
+        expected = (text[: text.index(stop) + 3], "stop") if stop in text else (text, "length")
+        assert ("".join(map(chr, sequence.tokens)), sequence.stop_reason) == expected
+    assert backend.slices_of[request_id] == sum(-(-len(sequence.tokens) // 16) for sequence in result.sequences)

@@ -227,6 +227,24 @@ def test_cancelled_requests_leave_at_once_and_others_do_not_notice(sampler):
     sampler.drop(RED)  # nothing is left that holds it
 
 
+def test_a_sample_that_is_ended_makes_room_in_the_next_step(sampler):
+    request = ask("many", prompt_of(9), samples=20, max_tokens=60)  # four wait for a slot
+    alone = run(sampler, request)
+    collected = Collected()
+    sampler.begin(PreparedSampleBatch(requests=(request,)))
+    collected.add(sampler.step())
+    for index in (0, 3, 15, 19, 19, 99):
+        sampler.end(RequestId("many"), index)
+    assert len(sampler._slots.free) == 3
+    deltas = sampler.step()
+    assert {delta.index for delta in deltas} == set(range(19)) - {0, 3, 15}
+    collected.add(deltas)
+    while deltas := sampler.step():
+        collected.add(deltas)
+    for index in (1, 18):
+        assert collected.sequence("many", index).tokens.tolist() == alone.sequence("many", index).tokens.tolist()
+
+
 def test_loading_copies_and_slots_are_used_again(tiny, sampler):
     request = ask("r", prompt_of(9), sampler=RED, temperature=0.0)
     before = run(sampler, request).sequence("r")
