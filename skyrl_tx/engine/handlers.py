@@ -10,7 +10,7 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.errors import BackendLost, ErrorCategory, ServerError, UserError
+from skyrl_tx.contract.errors import ErrorCategory, ServerError, UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SamplerId
 from skyrl_tx.contract.requests import (
     CreateModel,
@@ -31,11 +31,10 @@ from skyrl_tx.contract.results import (
 from skyrl_tx.engine import validate
 from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.export import write_export
-from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.room import ENDS_ENGINE, Room
 from skyrl_tx.engine.save_unnamed import save_unnamed
 from skyrl_tx.engine.work import Work
 from skyrl_tx.store import checkpoints, models, snapshots
-from skyrl_tx.store.database import StoreError
 from skyrl_tx.store.tables import CheckpointRow
 
 _SAVED_PARTS = {
@@ -98,7 +97,7 @@ def _load_weights(room: Room, work: Work, request: LoadWeights) -> None:
 
 
 def _never_made(room: Room, model_id: ModelId, error: Exception) -> None:
-    if isinstance(error, BackendLost):
+    if isinstance(error, ENDS_ENGINE):
         return  # the request stays open, and is tried again by the next engine
     room.models.forget(model_id)
     room.store.write(lambda tx: models.set_status(tx, model_id, "failed"))
@@ -153,8 +152,6 @@ def _save_weights(room: Room, work: Work, request: SaveWeights) -> None:
             _record_save(room, work, request, path, artifact)
             if request.kind == "sampler_weights":
                 room.samplers.offer(SamplerId(artifact.artifact_id), snapshot)
-        except StoreError:
-            raise
         except Exception as error:
             room.fail(work, _as_user_error(error))
 

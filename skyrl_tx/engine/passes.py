@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample
-from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.answers import Answer
-from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.room import ENDS_ENGINE, Room
 from skyrl_tx.engine.work import Work
 from skyrl_tx.failpoints import reach
 
@@ -68,7 +67,7 @@ class Passes:
             if not is_dispatched:
                 return
             results = running.on_device.results()
-        except BackendLost:
+        except ENDS_ENGINE:
             raise
         except Exception as error:
             running.on_device.abort()
@@ -84,21 +83,21 @@ class Passes:
         try:
             self._room.models.get(work.model_id)
             validate.check_pass(request, self._room.capabilities)
-            self._room.models.ensure([work.model_id])
-        except RequestError as error:
+            examples = prepare.pass_examples(work.request_id, work.model_id, request, self._room.capabilities)
+        except Exception as error:
             self._room.fail(work, error)
             return None
-        examples = prepare.pass_examples(work.request_id, work.model_id, request, self._room.capabilities)
         return _Prepared(work, work.model_id, request.backward, tuple(examples))
 
     def _start(self, requests: Sequence[_Prepared]) -> None:
         if not requests:
             return
+        # Here, after they are marked as begun: to bring a model back can take the engine down as well.
         batch = prepare.pass_batch([request.examples for request in requests])
         try:
             self._room.models.ensure({request.model_id for request in requests})
             self._running = _Running(requests, self._room.backend.begin_pass(batch, backward=requests[0].backward))
-        except BackendLost:
+        except ENDS_ENGINE:
             raise
         except Exception as error:
             self._failed(requests, error)

@@ -128,7 +128,7 @@ class Recovery:
         try:
             directory = self._artifacts.open(artifact_id)
             metadata = self._artifacts.describe(artifact_id).metadata
-        except (ArtifactMissing, ArtifactCorrupt) as error:
+        except (ArtifactMissing, ArtifactCorrupt, OSError) as error:
             raise ServerError(f"weights cannot be read: {error}") from error
         here = self._capabilities.base_model_hash
         if here and (theirs := metadata.get(_BASE)) and theirs != here:

@@ -3,10 +3,10 @@
 import logging
 from collections import defaultdict
 
-from skyrl_tx.contract.errors import BackendLost, RequestError
+from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.engine.recovery import sampler_of
-from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.room import ENDS_ENGINE, Room
 from skyrl_tx.failpoints import reach
 from skyrl_tx.store import futures, samplers
 
@@ -35,7 +35,7 @@ def _make_again(room: Room, model_id: ModelId, saves: dict[RequestId, SamplerId]
     reach("engine.attempt")
     try:
         room.models.ensure([model_id])
-    except BackendLost:
+    except ENDS_ENGINE:
         raise
     except RequestError as error:
         _give_up(room, model_id, saves, error.message)

@@ -4,6 +4,7 @@ A model leaves as a recovery snapshot and comes back as after a crash, so there 
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import ServerError, UserError
+from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine.answers import Answers
@@ -42,7 +43,7 @@ class LiveModel:
     """Effects contained in the newest snapshot, on disk or being written."""
     snapshot_at: float = field(default_factory=time.monotonic)
     snapshot_took_s: float = 0.0
-    """From the beginning of the newest until it was on disk."""
+    """From the beginning of the newest until it was on disk; for ever if it failed, so that the interval goes by."""
     last_used: float = 0.0
 
     def next_effect(self) -> int:
@@ -164,7 +165,19 @@ class Models:
         model_id, effect_order = model.model_id, model.effect_order
         began = time.monotonic()
         before, model.snapshot_order, model.snapshot_at = model.snapshot_order, effect_order, began
-        snapshot = self._backend.capture(model_id, ALL_PARTS)
+
+        def failed(error: Exception) -> None:  # the log still has every effect since the snapshot before
+            _log.error("snapshot of model %s at effect %d failed", model_id, effect_order, exc_info=error)
+            model.snapshot_order = min(before, model.snapshot_order)
+            model.snapshot_took_s = math.inf
+
+        try:
+            snapshot = self._backend.capture(model_id, ALL_PARTS)
+        except BackendLost:
+            raise
+        except Exception as error:
+            failed(error)
+            return
         reach("snapshot.capture")
 
         def record(written: Future[Artifact]) -> None:
@@ -174,9 +187,8 @@ class Models:
             try:
                 artifact_id = written.result().artifact_id
                 reach("snapshot.written")
-            except Exception:  # the log still has every effect since the snapshot before
-                _log.exception("snapshot of model %s at effect %d failed", model_id, effect_order)
-                model.snapshot_order = min(before, model.snapshot_order)
+            except Exception as error:
+                failed(error)
                 return
             if self._behind.owes(model_id, effect_order):  # only the log could make those samplers again
                 model.snapshot_order = min(before, model.snapshot_order)
@@ -198,41 +210,52 @@ class Samplers:
         self._behind = behind
         self._max_samplers = capabilities.max_samplers
         self._recovery = recovery
-        self._loaded: dict[SamplerId, None] = {}  # the least recently used first
+        self._places: dict[SamplerId, bool] = {}  # whether its weights are there; the least recently used first
         self._uses: Counter[SamplerId] = Counter()
 
     def acquire(self, sampler: SamplerId) -> bool:
-        """Have a sampler loaded and pinned; False while all slots are pinned by others.
-
-        Raises ServerError or UserError if its weights cannot be had.
-        """
-        if sampler not in self._loaded:
-            if not self._make_room():
-                return False
-            source = self._behind.source(sampler) or self._recovery.open(ArtifactId(sampler))
-            self._backend.load_sampler(sampler, source)
-        self._loaded[sampler] = self._loaded.pop(sampler, None)
+        """Pin a slot for a sampler; False while all are pinned by others."""
+        if sampler not in self._places and not self._make_room():
+            return False
+        self._places[sampler] = self._places.pop(sampler, False)
         self._uses[sampler] += 1
         return True
+
+    def load(self, sampler: SamplerId) -> None:
+        """Have the weights of an acquired sampler on the device; raises what keeps them from there."""
+        if not self._places[sampler]:
+            self._backend.load_sampler(
+                sampler, self._behind.source(sampler) or self._recovery.open(ArtifactId(sampler))
+            )
+            self._places[sampler] = True
 
     def release(self, sampler: SamplerId) -> None:
         """Undo one `acquire`."""
         self._uses[sampler] -= 1
         if not self._uses[sampler]:
             del self._uses[sampler]
+            if not self._places[sampler]:
+                del self._places[sampler]
 
     def offer(self, sampler: SamplerId, snapshot: Snapshot) -> None:
         """Load weights that are likely to be asked for soon, if there is room."""
-        if sampler not in self._loaded and self._make_room():
+        if sampler in self._places or not self._make_room():
+            return
+        try:
             self._backend.load_sampler(sampler, snapshot)
-            self._loaded[sampler] = None
+        except BackendLost:
+            raise
+        except Exception as error:  # whoever asks for it is told what is wrong
+            _log.warning("sampler %s could not be loaded ahead of its use", sampler, exc_info=error)
+        else:
+            self._places[sampler] = True
 
     def _make_room(self) -> bool:
-        if len(self._loaded) < self._max_samplers:
+        if len(self._places) < self._max_samplers:
             return True
-        idle = next((sampler for sampler in self._loaded if sampler not in self._uses), None)
+        idle = next((sampler for sampler in self._places if sampler not in self._uses), None)
         if idle is None:
             return False
         self._backend.drop_sampler(idle)
-        del self._loaded[idle]
+        del self._places[idle]
         return True

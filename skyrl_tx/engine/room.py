@@ -19,8 +19,11 @@ from skyrl_tx.engine.work import Work
 from skyrl_tx.failpoints import reach
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
+ENDS_ENGINE = (BackendLost, StoreError)
+"""What is no single request's failure: the device or the database is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ class Room:
 
     def fail(self, work: Work, error: Exception) -> None:
         """Answer with a failure; a gradient that is missing because of it poisons the model's next optim_step."""
-        if isinstance(error, BackendLost):
+        if isinstance(error, ENDS_ENGINE):
             raise error
         if not isinstance(error, RequestError):
             _log.error("%s request %s failed", work.kind, work.request_id, exc_info=error)

@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from sqlmodel import Session
 
 from skyrl_tx.contract.batches import PreparedSampleBatch
-from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError, UserError
+from skyrl_tx.contract.errors import ServerError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId, SessionId
 from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.answers import Answer
 from skyrl_tx.engine.gather import Gathering
-from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.room import ENDS_ENGINE, Room
 from skyrl_tx.engine.work import Work
 from skyrl_tx.failpoints import reach
 from skyrl_tx.store import cancellations, futures, samplers, stability
@@ -61,7 +61,7 @@ class Sampling:
             self._check_size(work)
             if work.request.params.stop_strings:
                 self._room.backend.text_of([])  # raises where strings cannot be found
-        except RequestError as error:
+        except Exception as error:
             self._room.fail(work, error)
             return
         if work.attempts:
@@ -107,7 +107,7 @@ class Sampling:
             return False
         try:
             deltas = self._room.backend.step_sample()
-        except BackendLost:
+        except ENDS_ENGINE:
             raise
         except Exception as error:
             self._slice_failed(error)
@@ -156,13 +156,8 @@ class Sampling:
         begun: list[Work] = []
         without_slot: set[SessionId] = set()
         while (work := self._next(without_slot)) is not None and self._has_room(work):
-            try:
-                if not self._has_sampler(work):
-                    without_slot.add(work.session_id)
-                    continue
-            except RequestError as error:
-                self._take(work)
-                self._room.fail(work, error)
+            if not self._has_slot(work):
+                without_slot.add(work.session_id)
                 continue
             self._take(work)
             request = prepare.sample_request(work.request_id, _sample(work), self._room.capabilities)
@@ -200,7 +195,7 @@ class Sampling:
             return False
         return self._num_running_tokens < self._room.capabilities.max_sample_tokens
 
-    def _has_sampler(self, work: Work) -> bool:
+    def _has_slot(self, work: Work) -> bool:
         sampler = _sample(work).sampler
         return sampler is None or self._room.samplers.acquire(sampler)
 
@@ -210,10 +205,14 @@ class Sampling:
             running = self._running[work.request_id]
             if work.request_id not in fit:
                 self._drop(running)
+                self._suspects.discard(work.request_id)
                 continue
+            request = running.gathering.request
             try:
-                self._room.backend.begin_sample(PreparedSampleBatch(requests=(running.gathering.request,)))
-            except BackendLost:
+                if request.sampler is not None:
+                    self._room.samplers.load(request.sampler)
+                self._room.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
+            except ENDS_ENGINE:
                 raise
             except Exception as error:
                 self._end(running, error)
@@ -241,7 +240,7 @@ class Sampling:
                 continue
             try:
                 has_stop_string = running.gathering.add(delta)
-            except RequestError as error:
+            except Exception as error:
                 self._end(running, error)
                 continue
             if has_stop_string:

@@ -73,6 +73,9 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
     keep = referenced | {ArtifactId(sampler) for sampler in in_use}
 
     def collected(removed: Future[list[ArtifactId]]) -> None:
+        if (error := removed.exception()) is not None:  # they take room, and nothing else is wrong with them
+            _log.error("files that nothing points at could not be removed; trying again later", exc_info=error)
+            return
         for artifact_id in removed.result():
             _log.debug("removed artifact %s: nothing points at it", artifact_id)
 
