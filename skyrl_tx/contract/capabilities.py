@@ -43,6 +43,10 @@ class Capabilities:
     """Prompt and new tokens resident at once, over all samples."""
     max_pass_tokens: int
     """A target per batch; one example may exceed it."""
+    micro_batch_tokens: int = 0
+    """What a step of a pass computes, about, but for one long example. 0: not told, and batches are larger for it."""
+    sample_slots: int = 0
+    """Samples decoded side by side at most; more are held back, for their sessions to take turns. 0: not told."""
     max_lora_rank: int
     lora_targets: frozenset[str]
     """Of {"attn", "mlp", "unembed"}."""

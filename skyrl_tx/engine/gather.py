@@ -29,9 +29,14 @@ class Gathering:
         return self._sequences[delta.index].add(delta)
 
     @property
+    def num_open(self) -> int:
+        """How many samples have not ended."""
+        return sum(sequence.stop_reason is None for sequence in self._sequences)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all samples have ended."""
-        return all(sequence.stop_reason is not None for sequence in self._sequences)
+        return self.num_open == 0
 
     def output(self) -> SampleOutput:
         """The whole, once complete."""

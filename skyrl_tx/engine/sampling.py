@@ -1,9 +1,11 @@
 """Samples in decoding, slice by slice; sessions take turns."""
 
 import logging
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from sqlmodel import Session
 
@@ -23,6 +25,15 @@ from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
 _MOST_PASSED = 64
+_LOOK_AHEAD = 8
+"""One sample waits in the backend for so many slots: a slot is filled at once, and nobody waits behind many."""
+
+
+class _Lane(NamedTuple):
+    """What waits in order: a session's requests for samples, or those for one token a sample, which take no slot."""
+
+    session_id: SessionId
+    decodes: bool
 
 
 class _Running:
@@ -41,10 +52,13 @@ class Sampling:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._waiting: dict[SessionId, deque[Work]] = {}  # the session served least recently first
+        self._waiting: dict[_Lane, deque[Work]] = {}  # the one served least recently first
         self._running: dict[RequestId, _Running] = {}
-        self._num_passed: Counter[SessionId] = Counter()  # requests begun while a session waited for a sampler's slot
+        self._num_passed: Counter[_Lane] = Counter()  # requests begun while a lane waited for a sampler's slot
+        self._num_open: Counter[bool] = Counter()  # samples under way, those that decode and the others
         self._num_running_tokens = self._num_running_bytes = 0
+        slots = room.capabilities.sample_slots
+        self._most_open = -(-slots * (_LOOK_AHEAD + 1) // _LOOK_AHEAD) if slots else sys.maxsize
         self._suspects: set[RequestId] = set()
         self._heard = 0  # cancellations, up to this position
         self.num_bytes = 0
@@ -66,7 +80,7 @@ class Sampling:
             return
         if work.attempts:
             self._suspects.add(work.request_id)
-        self._waiting.setdefault(work.session_id, deque()).append(work)
+        self._waiting.setdefault(_lane(work), deque()).append(work)
         self.num_bytes += work.num_bytes
 
     @property
@@ -77,12 +91,13 @@ class Sampling:
 
     def sessions(self) -> set[SessionId]:
         """Client sessions with samples that wait or run."""
-        return {*self._waiting, *(running.work.session_id for running in self._running.values())}
+        return {lane.session_id for lane in self._waiting} | {each.work.session_id for each in self._running.values()}
 
     def end_session(self, session_id: SessionId, reason: str) -> None:
         """Answer all samples of a session with a failure."""
-        works = [*self._waiting.get(session_id, ()), *(running.work for running in self._running.values())]
-        for work in self._remove({work.request_id for work in works if work.session_id == session_id}):
+        works = [work for lane, queue in self._waiting.items() if lane.session_id == session_id for work in queue]
+        works += [running.work for running in self._running.values() if running.work.session_id == session_id]
+        for work in self._remove({work.request_id for work in works}):
             self._room.user_failure(work, reason)
 
     def samplers_in_use(self) -> set[SamplerId]:
@@ -138,7 +153,7 @@ class Sampling:
         removed = [running.work for running in self._running.values() if running.work.request_id in request_ids]
         for work in removed:
             self._drop(self._running[work.request_id])
-        for session_id, queue in list(self._waiting.items()):
+        for lane, queue in list(self._waiting.items()):
             gone = [work for work in queue if work.request_id in request_ids]
             if not gone:
                 continue
@@ -146,18 +161,21 @@ class Sampling:
             self.num_bytes -= sum(work.num_bytes for work in gone)
             kept = deque(work for work in queue if work.request_id not in request_ids)
             if kept:
-                self._waiting[session_id] = kept
+                self._waiting[lane] = kept
             else:
-                del self._waiting[session_id]
+                del self._waiting[lane]
         self._suspects.difference_update(request_ids)
         return removed
 
     def _admit(self) -> None:
         begun: list[Work] = []
-        without_slot: set[SessionId] = set()
-        while (work := self._next(without_slot)) is not None and self._has_room(work):
+        self._num_open.clear()
+        for running in self._running.values():
+            self._num_open[_lane(running.work).decodes] += running.gathering.num_open
+        without_slot: set[_Lane] = set()
+        while (work := self._next(without_slot)) is not None:
             if not self._has_slot(work):
-                without_slot.add(work.session_id)
+                without_slot.add(_lane(work))
                 continue
             self._take(work)
             request = prepare.sample_request(work.request_id, _sample(work), self._room.capabilities)
@@ -165,28 +183,33 @@ class Sampling:
             gathering = Gathering(request, self._room.backend.text_of)
             self._running[work.request_id] = running = _Running(work, gathering, is_suspect)
             self._num_running_tokens += running.num_tokens
+            self._num_open[_lane(work).decodes] += request.num_samples
             self._num_running_bytes += work.num_bytes
             begun.append(work)
             self._num_passed.update(without_slot)
         if begun:
             self._begin(begun)
 
-    def _next(self, without_slot: Collection[SessionId]) -> Work | None:
-        """The head of the session that was served least recently.
+    def _next(self, without_slot: Collection[_Lane]) -> Work | None:
+        """The head of the lane that was served least recently, if there is room for it.
 
         One whose sampler has no slot is passed over, but not for ever: then all wait until a slot is free.
         """
-        if any(self._num_passed[session_id] >= _MOST_PASSED for session_id in without_slot):
+        if any(self._num_passed[lane] >= _MOST_PASSED for lane in without_slot):
             return None
-        return next((queue[0] for name, queue in self._waiting.items() if name not in without_slot), None)
+        for lane, queue in self._waiting.items():
+            if lane not in without_slot and self._num_open[lane.decodes] < self._most_open:
+                return queue[0] if self._has_room(queue[0]) else None
+        return None
 
     def _take(self, work: Work) -> None:
-        self._num_passed.pop(work.session_id, None)
-        queue = self._waiting.pop(work.session_id)
+        lane = _lane(work)
+        self._num_passed.pop(lane, None)
+        queue = self._waiting.pop(lane)
         queue.popleft()
         self.num_bytes -= work.num_bytes
         if queue:
-            self._waiting[work.session_id] = queue
+            self._waiting[lane] = queue
 
     def _has_room(self, work: Work) -> bool:
         if not self._running:
@@ -227,7 +250,7 @@ class Sampling:
         self._drop_all()
         for running in reversed(failed):
             self._suspects.add(running.work.request_id)
-            self._waiting.setdefault(running.work.session_id, deque()).appendleft(running.work)
+            self._waiting.setdefault(_lane(running.work), deque()).appendleft(running.work)
             self.num_bytes += running.work.num_bytes
 
     def _gather(self, deltas: Sequence[SampleDelta]) -> None:
@@ -282,6 +305,10 @@ class Sampling:
         self._room.backend.cancel_sample([request.request_id])  # of no effect where all had ended
         if request.sampler is not None:
             self._room.samplers.release(request.sampler)
+
+
+def _lane(work: Work) -> _Lane:
+    return _Lane(work.session_id, decodes=_sample(work).params.max_tokens != 1)
 
 
 def _sample(work: Work) -> Sample:

@@ -1,5 +1,6 @@
 """FakeBackend: wires the fake model to the contract."""
 
+import sys
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -45,6 +46,8 @@ class FakeBackend(AbstractBackend):
             max_samplers=config.max_samplers,
             max_sample_tokens=config.max_sample_tokens,
             max_pass_tokens=config.max_pass_tokens,
+            micro_batch_tokens=config.micro_batch_tokens,
+            sample_slots=config.sample_slots,
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             losses={name: loss.spec for name, loss in LOSSES.items()},
@@ -106,8 +109,10 @@ class FakeBackend(AbstractBackend):
             return []
         time.sleep(self._config.step_delay_s)
         deltas: list[SampleDelta] = []
+        num_free = self._config.sample_slots or sys.maxsize
         for request_id, samples in list(self._running.items()):
-            slices = [next(sample) for sample in samples.values()]
+            slices = [next(sample) for sample in list(samples.values())[:num_free]]
+            num_free -= len(slices)
             deltas.extend(slices)
             for delta in slices:
                 if delta.stop_reason is not None:

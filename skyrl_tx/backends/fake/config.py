@@ -19,6 +19,10 @@ class FakeConfig(BaseModel):
         default=1 << 20, ge=2, description="Prompt and new tokens resident at once, all samples."
     )
     max_pass_tokens: int = Field(default=4096, ge=1, description="Target number of tokens in one training batch.")
+    micro_batch_tokens: int = Field(
+        default=0, ge=0, description="What a training step is said to compute; 0: not said."
+    )
+    sample_slots: int = Field(default=0, ge=0, description="Samples decoded side by side at most; 0: all.")
     max_lora_rank: int = Field(default=64, ge=1, description="Largest adapter rank.")
     slice_tokens: int = Field(default=16, ge=1, description="Tokens that one decoding slice adds to each sample.")
     step_delay_s: float = Field(

@@ -222,6 +222,8 @@ class JaxBackend(AbstractBackend):
             max_samplers=config.max_sampler_adapters,
             max_sample_tokens=self._sampler.room.tokens,
             max_pass_tokens=config.max_pass_tokens,
+            micro_batch_tokens=self._memory.plan.micro_batch_tokens,
+            sample_slots=config.sample_slots,
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             losses={name: loss.spec for name, loss in LOSSES.items()},

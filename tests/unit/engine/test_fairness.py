@@ -123,6 +123,41 @@ def test_a_long_queue_of_one_session_delays_another_by_one_sample(open_house):
     assert backend.begun.index(modest) == 1
 
 
+class Interrupted(Scripted):
+    """In its fifth slice another client comes along."""
+
+    def __init__(self, config, arrive):
+        super().__init__(config)
+        self.arrive = arrive
+
+    def step_sample(self):
+        if len(self.turns) == 5:
+            self.num_before, self.num_held = len(self.begun), len(self._running)
+            self.arrive()
+        return super().step_sample()
+
+
+def test_the_backend_is_handed_what_it_can_start_soon_and_sessions_take_turns_for_the_rest(open_house):
+    house = open_house(config={"sample_slots": 16})
+    first = house.submit(sample(max_tokens=320, eos_stops=False))
+    many(house, [sample(max_tokens=32, eos_stops=False)] * 500)
+    house.session_id = house.new_session()
+    arrived = []
+    backend = Interrupted(house.config, lambda: arrived.append(house.submit(sample())))
+    house.run(first, backend=backend)
+    assert backend.num_held == 16 + 2, "an eighth more than there are slots"
+    assert backend.begun.index(arrived[0]) - backend.num_before <= 16, "it had the first slot but those free by then"
+
+
+def test_what_takes_no_slot_does_not_wait_for_one(open_house):
+    house = open_house(config={"sample_slots": 4})
+    first, *_ = many(house, [endless(max_tokens=320)] * 50)
+    arrived = []
+    backend = Interrupted(house.config, lambda: arrived.append(house.submit(sample(max_tokens=1))))
+    house.run(first, backend=backend)
+    assert backend.begun.index(arrived[0]) == backend.num_before == 5, "all slots are taken until the first is answered"
+
+
 def test_a_sampler_without_a_slot_holds_nobody_up_and_is_not_passed_for_ever(open_house):
     house = open_house(config={"max_samplers": 1, "max_sample_tokens": 2**20})
     model_id, _ = house.create()
