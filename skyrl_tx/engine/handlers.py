@@ -151,7 +151,7 @@ def _save_weights(room: Room, work: Work, request: SaveWeights) -> None:
             room.answers.settle(wait=True)
             _record_save(room, work, request, path, artifact)
             if request.kind == "sampler_weights":
-                room.samplers.offer(SamplerId(artifact.artifact_id), snapshot)
+                room.samplers.offer(SamplerId(artifact.artifact_id), snapshot, work.session_id)
         except Exception as error:
             room.fail(work, _as_user_error(error))
 

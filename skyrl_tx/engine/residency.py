@@ -200,6 +200,14 @@ class Models:
         self._jobs.start(lambda: self._recovery.write(snapshot.write, extra), record)
 
 
+@dataclass(slots=True)
+class _SamplerPlace:
+    """`wanted_by`: the client sessions that had the weights loaded, or sampled from them."""
+
+    is_loaded: bool = False
+    wanted_by: set[SessionId] = field(default_factory=set[SessionId])
+
+
 class Samplers:
     """Frozen weights on the device: a cache of artifacts, those in use pinned."""
 
@@ -210,35 +218,36 @@ class Samplers:
         self._behind = behind
         self._max_samplers = capabilities.max_samplers
         self._recovery = recovery
-        self._places: dict[SamplerId, bool] = {}  # whether its weights are there; the least recently used first
+        self._places: dict[SamplerId, _SamplerPlace] = {}  # the least recently used first
         self._uses: Counter[SamplerId] = Counter()
 
-    def acquire(self, sampler: SamplerId) -> bool:
-        """Pin a slot for a sampler; False while all are pinned by others."""
+    def acquire(self, sampler: SamplerId, session_id: SessionId) -> bool:
+        """Pin a slot for a sampler that a client session wants; False while all are pinned by others."""
         if sampler not in self._places and not self._make_room():
             return False
-        self._places[sampler] = self._places.pop(sampler, False)
+        self._places[sampler] = place = self._places.pop(sampler, None) or _SamplerPlace()
+        place.wanted_by.add(session_id)
         self._uses[sampler] += 1
         return True
 
     def load(self, sampler: SamplerId) -> None:
         """Have the weights of an acquired sampler on the device; raises what keeps them from there."""
-        if not self._places[sampler]:
+        if not self._places[sampler].is_loaded:
             self._backend.load_sampler(
                 sampler, self._behind.source(sampler) or self._recovery.open(ArtifactId(sampler))
             )
-            self._places[sampler] = True
+            self._places[sampler].is_loaded = True
 
     def release(self, sampler: SamplerId) -> None:
         """Undo one `acquire`."""
         self._uses[sampler] -= 1
         if not self._uses[sampler]:
             del self._uses[sampler]
-            if not self._places[sampler]:
+            if not self._places[sampler].is_loaded:
                 del self._places[sampler]
 
-    def offer(self, sampler: SamplerId, snapshot: Snapshot) -> None:
-        """Load weights that are likely to be asked for soon, if there is room."""
+    def offer(self, sampler: SamplerId, snapshot: Snapshot, session_id: SessionId) -> None:
+        """Load weights that a client session is likely to ask for soon, if there is room."""
         if sampler in self._places or not self._make_room():
             return
         try:
@@ -248,14 +257,23 @@ class Samplers:
         except Exception as error:  # whoever asks for it is told what is wrong
             _log.warning("sampler %s could not be loaded ahead of its use", sampler, exc_info=error)
         else:
-            self._places[sampler] = True
+            self._places[sampler] = _SamplerPlace(is_loaded=True, wanted_by={session_id})
+
+    def idle(self) -> dict[SamplerId, set[SessionId]]:
+        """Loaded samplers that nothing runs on, and the client sessions that wanted them."""
+        return {sampler: place.wanted_by for sampler, place in self._places.items() if sampler not in self._uses}
+
+    def drop(self, sampler: SamplerId) -> None:
+        """Take one that is idle off the device, with what the backend knows of its prompts."""
+        assert sampler not in self._uses
+        self._backend.drop_sampler(sampler)
+        del self._places[sampler]
 
     def _make_room(self) -> bool:
         if len(self._places) < self._max_samplers:
             return True
-        idle = next((sampler for sampler in self._places if sampler not in self._uses), None)
+        idle = next(iter(self.idle()), None)
         if idle is None:
             return False
-        self._backend.drop_sampler(idle)
-        del self._places[idle]
+        self.drop(idle)
         return True

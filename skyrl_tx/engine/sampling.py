@@ -220,7 +220,7 @@ class Sampling:
 
     def _has_slot(self, work: Work) -> bool:
         sampler = _sample(work).sampler
-        return sampler is None or self._room.samplers.acquire(sampler)
+        return sampler is None or self._room.samplers.acquire(sampler, work.session_id)
 
     def _begin(self, works: list[Work]) -> None:
         fit = {work.request_id for work in self._room.attempt(works)}

@@ -26,7 +26,7 @@ def save_unnamed(room: Room, work: Work, request: SaveWeights) -> None:
     room.models.ensure([model_id])
     sampler = sampler_of(work.request_id)
     snapshot = room.backend.capture(model_id, {StatePart.WEIGHTS})
-    room.samplers.offer(sampler, snapshot)
+    room.samplers.offer(sampler, snapshot, work.session_id)
     effect_order = room.models.get(model_id).next_effect()
     now = time.time()
 

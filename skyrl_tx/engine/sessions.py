@@ -71,6 +71,7 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
         _log.warning("no files are removed for now: a load that waits is damaged, and what it points at is not known")
         return
     keep = referenced | {ArtifactId(sampler) for sampler in in_use}
+    _release_idle_samplers(room, keep, in_use, now)
 
     def collected(removed: Future[list[ArtifactId]]) -> None:
         if (error := removed.exception()) is not None:  # they take room, and nothing else is wrong with them
@@ -80,6 +81,15 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
             _log.debug("removed artifact %s: nothing points at it", artifact_id)
 
     room.jobs.start(lambda: artifacts.collect(keep), collected)
+
+
+def _release_idle_samplers(room: Room, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
+    """Take off the device what nothing points at any more, and what only finished and silent sessions wanted."""
+    for sampler, wanted_by in room.samplers.idle().items():
+        is_wanted = sampler in in_use or any(end_of(room, session_id, now) is None for session_id in wanted_by)
+        if not is_wanted or ArtifactId(sampler) not in keep:
+            room.samplers.drop(sampler)
+            _log.info("sampler %s left the device", sampler)
 
 
 def prune(room: Room, now: float) -> bool:

@@ -7,9 +7,9 @@ import pytest
 from sqlmodel import select
 
 from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.contract.ids import SamplingSessionId
+from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import samplers, sessions, stability
+from skyrl_tx.store import checkpoints, samplers, sessions, stability
 from skyrl_tx.store.tables import StabilityRow
 from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
 
@@ -67,6 +67,52 @@ def test_unused_unnamed_samplers_are_let_go(tmp_path):
     rows = [house.api.read(lambda tx, n=n: samplers.get(tx, SamplingSessionId(f"s:sample:{n}"))) for n in range(6)]
     assert [row.sampler_id is not None for row in rows] == [False] * 2 + [True] * 4
     house.close()
+
+
+@pytest.mark.usefixtures("api_is_there_for_long")
+@pytest.mark.parametrize("how", ["deleted", "finished", "silent", "neither"])
+def test_a_sampler_leaves_the_device_with_its_snapshot_or_its_clients(quick_house, how):
+    house = quick_house
+    model_id, _ = house.create()
+    save = SaveWeights(kind="sampler_weights", name="s")
+    owner, saved = house.session_id, house.submit(save, model_id=model_id, seq_id=1)
+    house.session_id = house.new_session()
+    other = house.submit(sample(max_tokens=1600, eos_stops=False))
+
+    class Ending(FakeBackend):
+        """Loses the client's interest in its fifth slice; remembers what was dropped."""
+
+        num_slices, dropped = 0, ()
+
+        def drop_sampler(self, sampler):
+            self.dropped += (sampler,) if sampler in self._samplers else ()
+            super().drop_sampler(sampler)
+
+        def step_sample(self):
+            self.num_slices += 1
+            if self.num_slices == 5:
+                house.api.write(end)
+            return super().step_sample()
+
+    def end(tx):
+        match how:
+            case "deleted":
+                assert checkpoints.delete(tx, CheckpointPath.parse(house.result(saved).path))
+            case "finished":
+                sessions.finish(tx, owner, "done", time.time())
+            case "silent":
+                sessions.get(tx, owner).last_heartbeat_at = time.time() - 3601
+
+    house.run(saved)
+    path = CheckpointPath.parse(house.result(saved).path)
+    sampler = SamplerId(house.api.read(lambda tx: checkpoints.get(tx, path, time.time())).artifact_id)
+    session_id, house.session_id = house.session_id, owner
+    used = house.submit(sample(sampler=sampler))
+    house.session_id = session_id
+    backend = Ending("tiny", house.config)
+    house.run(used, other, backend=backend)
+    assert backend.dropped == (() if how == "neither" else (sampler,))
+    assert len(house.result(used).sequences[0].tokens) == 8
 
 
 def test_records_of_samples_are_forgotten_a_day_after_their_last_use(quick_house):
