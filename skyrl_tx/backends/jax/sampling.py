@@ -93,7 +93,9 @@ class _Blocks:
         highest_SN = logits_SNJ.max(axis=-1)
         peak_S = scale(highest_SN.max(axis=-1, keepdims=True), temperature_S)
         weight_SNJ = jnp.exp(scale(logits_SNJ, temperature_S) - peak_S[:, :, None])
-        return cls(logits_SNJ, temperature_S, highest_SN, weight_SNJ.sum(axis=-1))
+        # Else XLA makes the sum of these sums one more of all weights, and keeps those in memory to read them twice.
+        weight_SN = jax.lax.optimization_barrier(weight_SNJ.sum(axis=-1))
+        return cls(logits_SNJ, temperature_S, highest_SN, weight_SN)
 
     @property
     def log_total_S(self) -> jax.Array:
