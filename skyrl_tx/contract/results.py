@@ -10,6 +10,9 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 
 StopReason = Literal["stop", "length"]
 Metrics = Mapping[str, float]
+"""Numbers by name. A name has one colon, and behind it one of `REDUCTIONS`."""
+REDUCTIONS = frozenset({"mean", "sum", "min", "max", "slack", "hash2", "unique"})
+"""The ways in which the SDK folds the metrics of a call's chunks (`tinker.lib.chunked_fwdbwd_helpers`)."""
 
 
 @dataclass(frozen=True, slots=True)

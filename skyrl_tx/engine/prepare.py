@@ -47,7 +47,12 @@ def pass_batch(requests: Sequence[tuple[PassExample, ...]]) -> PreparedModelPass
 
 
 def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwardOutput:
-    """Fold one request's results as the SDK folds those of chunks: each metric name ends in its way of folding."""
+    """Fold one request's results as the SDK folds those of chunks: each metric name ends in its way of folding.
+
+    The SDK weights the means of chunks by their datums, ours are over positions: totals and counts come beside them,
+    whose quotient is the mean over any number of chunks. Where nothing was counted there is no mean, and the SDK
+    leaves out a name that a chunk lacks.
+    """
     sums: dict[str, float] = {"loss": 0.0}
     totals: dict[str, float] = {}
     counts: dict[str, float] = {}
@@ -59,7 +64,10 @@ def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwa
             counts[name] = counts.get(name, 0.0) + term.count
     metrics = {f"{name}:sum": float(value) for name, value in sums.items()}
     metrics |= {"num_tokens:sum": float(num_tokens), "num_datums:sum": float(len(results))}
-    metrics |= {f"{name}:mean": float(total / counts[name]) if counts[name] else 0.0 for name, total in totals.items()}
+    for name, total in totals.items():
+        metrics |= {f"{name}:sum": float(total), f"{name}_count:sum": float(counts[name])}
+        if counts[name]:
+            metrics[f"{name}:mean"] = float(total / counts[name])
     return ForwardBackwardOutput(logprobs=tuple(result.logprobs for result in results), metrics=metrics)
 
 

@@ -12,6 +12,7 @@ from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.contract.results import REDUCTIONS
 from skyrl_tx.testing.backend_bench import STEP, WEIGHTS_ONLY, Bench, same_bits
 
 
@@ -69,8 +70,12 @@ class BackendSuite:
                 assert result.logprobs.dtype == np.float32
                 assert result.logprobs.shape == example.loss_inputs["target_tokens"].shape
                 assert np.isfinite(result.logprobs).all() and np.isfinite(result.sums["loss"])
+                assert not any(":" in name for name in (*result.sums, *result.means)), "the engine adds the colon"
             metrics = bench.backend.optim_step(model_id, OptimizerParams(learning_rate=0.0))
             assert metrics["unclipped_grad_l2:mean"] > 0, loss
+            for name in metrics:
+                _, colon, reduction = name.partition(":")
+                assert colon and reduction in REDUCTIONS, f"{name}: a metric ends in a colon and {sorted(REDUCTIONS)}"
 
     def test_cross_entropy_is_a_plain_weighted_sum(self, bench: Bench) -> None:
         """No mean: the loss is the negative sum of weights times logprobs."""

@@ -184,7 +184,12 @@ def taught(furnished: Any, long_server: str) -> str:
 def test_a_recipe_runs_to_its_end(furnished: Any, long_server: str, taught: str, name: str) -> None:
     recipe = RECIPES[name]
     arguments = [argument.replace("{taught}", taught) for argument in recipe.arguments]
-    recipe.check(furnished.run(recipe.module, long_server, *arguments, log=name))
+    metrics = furnished.run(recipe.module, long_server, *arguments, log=name)
+    recipe.check(metrics)
+    steps = [row["step"] for row in metrics]
+    assert all(isinstance(step, int) for step in steps) and steps[0] == 0 and steps == sorted(steps), (
+        "steps are the recipe's own: it finds rows by them when it resumes, and no metric of ours has that name"
+    )
     assert furnished.last_checkpoint(name).startswith("tinker://")
 
 

@@ -88,8 +88,13 @@ class FakeBackend(AbstractBackend):
         """See AbstractBackend."""
         time.sleep(self._config.step_delay_s)
         with np.errstate(all="ignore"):  # a diverged model is the caller's, and no reason to warn
-            self._models[model_id], norm = self._models[model_id].stepped(params)
-        return {"unclipped_grad_l2:mean": norm}
+            state, norm = self._models[model_id].stepped(params)
+        self._models[model_id] = state
+        return {
+            "unclipped_grad_l2:mean": norm,
+            "learning_rate:mean": params.learning_rate,
+            "step:max": float(state.moments.step),
+        }
 
     def clear_gradient(self, model_id: ModelId) -> None:
         """See AbstractBackend."""

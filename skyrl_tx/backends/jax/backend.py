@@ -128,8 +128,8 @@ class JaxBackend(AbstractBackend):
         after, norm = apply_gradient(before, params)
         metrics = {
             "unclipped_grad_l2:mean": float(norm),
-            "learning_rate": params.learning_rate,
-            "step": float(after.optimizer.step),
+            "learning_rate:mean": params.learning_rate,
+            "step:max": float(after.optimizer.step),
         }
         self._pool.put(model_id, after)
         return metrics

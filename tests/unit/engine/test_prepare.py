@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
+from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+from tinker.proto.response_conv import deserialize_forward_backward_output
 
+from skyrl_tx.api.answers import pass_message
 from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.backends.fake.config import FakeConfig
 from skyrl_tx.contract.batches import SampleRequest
@@ -49,10 +52,30 @@ def test_metrics_are_folded_as_the_sdk_folds_chunks():
         "loss:sum": 3.5,
         "num_tokens:sum": 6.0,
         "num_datums:sum": 2.0,
+        "clip:sum": 3.0,
+        "clip_count:sum": 6.0,
         "clip:mean": pytest.approx(0.5),
     }
     assert all(name.count(":") == 1 for name in output.metrics)
-    assert prepare.pass_output([result(1.0, 0, 0)], num_tokens=2).metrics["clip:mean"] == 0.0
+
+
+def test_means_over_chunks_are_never_silently_wrong():
+    """One chunk counts nothing, as when all its advantages are zero: no mean of it, and sums still tell the truth."""
+
+    def chunk(*terms):
+        logprobs = np.zeros(2, np.float32)
+        results = [
+            PassResult(logprobs=logprobs, sums={"loss": 0.0}, means={"ratio": MeanTerm(*term)}) for term in terms
+        ]
+        message = pass_message(prepare.pass_output(results, num_tokens=2 * len(terms)))
+        return deserialize_forward_backward_output(message.SerializeToString())
+
+    on_policy, counts_nothing, far = chunk((4, 4), (2, 2)), chunk((0, 0)), chunk((20, 10))
+    assert "ratio:mean" not in counts_nothing.metrics
+    folded = combine_fwd_bwd_output_results([on_policy, counts_nothing]).metrics
+    assert "ratio:mean" not in folded and folded["ratio:sum"] / folded["ratio_count:sum"] == 1.0
+    folded = combine_fwd_bwd_output_results([on_policy, counts_nothing, far]).metrics
+    assert folded["ratio:sum"] / folded["ratio_count:sum"] == 26 / 16
 
 
 def test_no_max_tokens_means_up_to_the_context():
