@@ -78,10 +78,10 @@ def as_json(result: results.Result) -> dict[str, object]:
             return {
                 "loss_fn_output_type": _OUTPUT_TYPE,
                 "loss_fn_outputs": outputs,
-                "metrics": _finite_metrics(result.metrics),
+                "metrics": _metrics(result.metrics),
             }
         case results.OptimStepOutput():
-            return {"type": "optim_step", "metrics": _finite_metrics(result.metrics)}
+            return {"type": "optim_step", "metrics": _metrics(result.metrics)}
         case results.SaveWeightsOutput():
             if result.kind == "weights":
                 return {"type": "save_weights", "path": result.path}
@@ -116,7 +116,7 @@ def _sample_json(output: results.SampleOutput) -> dict[str, object]:
     prompt = output.prompt
     answer: dict[str, object] = {"type": "sample", "sequences": sequences}
     if prompt.logprobs is not None:
-        answer["prompt_logprobs"] = _numbers(prompt.logprobs)
+        answer["prompt_logprobs"] = _known(prompt.logprobs)
     if prompt.topk is not None:
         answer["topk_prompt_logprobs"] = _topk_json(prompt.topk)
     if prompt.targets is not None:
@@ -159,10 +159,11 @@ def _csr(matrix: Float32Array) -> wire_pb2.Tensor:
     return message
 
 
-def _topk_json(topk: results.TopK) -> list[list[tuple[int, float]] | None]:
-    rows: list[list[tuple[int, float]] | None] = []
+def _topk_json(topk: results.TopK) -> list[list[tuple[int, float | str]] | None]:
+    rows: list[list[tuple[int, float | str]] | None] = []
     for token_ids, logprobs in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True):
-        pairs = [pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] != _NOT_COMPUTED]
+        known = (pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] != _NOT_COMPUTED)
+        pairs = [(token_id, _number(logprob)) for token_id, logprob in known]
         rows.append(pairs or None)
     return rows
 
@@ -172,14 +173,24 @@ def _tensor_json(array: NumberArray) -> dict[str, object]:
     return {"data": _numbers(array.reshape(-1)), "dtype": dtype, "shape": list(array.shape)}
 
 
-def _numbers(array: NumberArray) -> list[float | None]:
-    """Numbers as JSON has them: there is no NaN."""
-    values = cast(list[float | None], array.tolist())
+def _numbers(array: NumberArray) -> list[float | str]:
+    values = cast(list[float | str], array.tolist())
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return [value if value is not None and math.isfinite(value) else None for value in values]
+        return [_number(value) for value in cast(list[float], values)]
     return values
 
 
-def _finite_metrics(metrics: results.Metrics) -> dict[str, float]:
-    """Leave out what JSON cannot say; a client takes no null for a number."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+def _known(array: Float32Array) -> list[float | str | None]:
+    """Numbers of which NaN are those that were not computed."""
+    return [None if math.isnan(value) else _number(value) for value in cast(list[float], array.tolist())]
+
+
+def _metrics(metrics: results.Metrics) -> dict[str, float | str]:
+    return {name: _number(value) for name, value in metrics.items()}
+
+
+def _number(value: float) -> float | str:
+    """A number, or its name in protobuf's JSON mapping where JSON has none: every SDK reads these as numbers."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker.lib._pydantic_conv import deserialize_json_response
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.types import OptimStepResponse
 
 from skyrl_tx.api.answers import answer, pass_message, sample_message
 from skyrl_tx.contract import results
@@ -71,7 +73,7 @@ def test_what_was_not_asked_for_is_absent() -> None:
     [
         (results.Failure(message="no", category=ErrorCategory.USER), {"error": "no", "category": "user"}),
         (results.CreateModelOutput(model_id=ModelId("m")), {"type": "create_model", "model_id": "m"}),
-        (results.OptimStepOutput(metrics={"a": 1.0, "b": float("nan")}), {"type": "optim_step", "metrics": {"a": 1.0}}),
+        (results.OptimStepOutput(metrics={"a:mean": 1.0}), {"type": "optim_step", "metrics": {"a:mean": 1.0}}),
         (results.SaveWeightsOutput(kind="weights", path="tinker://p"), {"type": "save_weights", "path": "tinker://p"}),
         (
             results.SaveWeightsOutput(kind="sampler_weights", sampling_session_id=SamplingSessionId("s")),
@@ -104,3 +106,22 @@ def test_old_clients_get_passes_and_samples_in_json() -> None:
         "sequences": [{"stop_reason": "length", "tokens": [7], "logprobs": [-3.0]}],
         "prompt_logprobs": [None, -0.5],
     }
+
+
+def test_numbers_that_json_has_not_come_back_as_they_were() -> None:
+    """After a run diverged the keys that were promised are still there."""
+    metrics = {"a:mean": float("nan"), "b:max": float("inf"), "c:min": float("-inf"), "d:sum": 1.5}
+    stepped = json.loads(bytes(answer(results.OptimStepOutput(metrics=metrics), PROTOBUF).body))
+    assert deserialize_json_response(stepped, OptimStepResponse).metrics == pytest.approx(metrics, nan_ok=True)
+    passed = results.ForwardBackwardOutput(logprobs=(floats(-1, np.nan),), metrics=metrics)
+    read = deserialize_forward_backward_output(bytes(answer(passed, PROTOBUF).body))
+    assert read.metrics == pytest.approx(metrics, nan_ok=True)
+    old = json.loads(bytes(answer(passed, "application/json").body))
+    assert old["loss_fn_outputs"][0]["logprobs"]["data"] == [-1.0, "NaN"]
+    assert old["metrics"] == {"a:mean": "NaN", "b:max": "Infinity", "c:min": "-Infinity", "d:sum": 1.5}
+    pair = results.TopK(token_ids=np.array([[3]], np.int32), logprobs=floats(np.nan)[:, None])
+    sequence = results.SampledSequence(
+        tokens=np.array([7], np.int32), logprobs=floats(np.nan), stop_reason="length", topk=pair
+    )
+    [drawn] = json.loads(bytes(answer(results.SampleOutput(sequences=(sequence,)), "").body))["sequences"]
+    assert drawn["logprobs"] == ["NaN"] and drawn["topk_logprobs"] == [[[3, "NaN"]]]
