@@ -13,7 +13,7 @@ from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import REDUCTIONS
-from skyrl_tx.testing.backend_bench import STEP, WEIGHTS_ONLY, Bench, same_bits
+from skyrl_tx.testing.backend_bench import STEP, WEIGHTS_ONLY, Bench, Drawn, same_bits
 
 
 class BackendSuite:
@@ -129,7 +129,7 @@ class BackendSuite:
         assert bench.state_of(other) == before
 
     def test_a_diverged_model_harms_only_itself(self, bench: Bench) -> None:
-        """In one pass with a model whose weights are not finite any more."""
+        """In one pass, and among samples, with a model whose weights are not finite any more."""
         sick, well = bench.model(1, steps=1), bench.model(2, steps=1)
         for _ in range(2):
             bench.backend.forward_backward(bench.batch(bench.request(sick)))
@@ -142,7 +142,17 @@ class BackendSuite:
         mixed = bench.backend.forward_backward(bench.batch(bench.request(sick), request))
         assert not np.isfinite(mixed[0].logprobs).all(), "the sick model should be sick, or this test shows nothing"
         assert all(same_bits(left, right) for left, right in zip(alone, mixed[2:], strict=True))
+        bench.backend.optim_step(sick, STEP)
         assert bench.state_of(well) == expected
+        sampler = bench.sampler(well)
+        drawn: list[list[Drawn]] = []
+        for neighbour in (bench.model(3, steps=1), sick):
+            company = bench.sampler(neighbour)
+            drawn.append(
+                bench.draw(bench.sample_request(sampler, num_samples=2), bench.sample_request(company, num_samples=2))
+            )
+            bench.backend.drop_sampler(company)
+        assert drawn[0] == drawn[1], "the same bits beside a neighbour in good health"
 
     # Atomic
 

@@ -57,6 +57,8 @@ def choose(logits_V: Floats, params: SamplingParams, draw: np.random.Generator) 
     if params.temperature == 0:
         return int(np.argmax(logits_V))
     probabilities_V = np.exp(scaled_logprobs(logits_V, params.temperature))
+    if np.isnan(probabilities_V).any():
+        return 0  # nothing is likelier than anything else: the model diverged, as its log-probabilities tell
     order = np.argsort(-probabilities_V, kind="stable")
     keep = len(order) if params.top_k <= 0 else min(params.top_k, len(order))
     order = order[:keep]
