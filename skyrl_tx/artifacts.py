@@ -136,11 +136,15 @@ class ArtifactStore:
             if path.name.startswith(_TEMPORARY):
                 _sweep(path)
             elif _ID.fullmatch(path.name) and path.name not in kept and time.time() - path.stat().st_mtime >= min_age_s:
-                doomed = path.rename(self._root / f"{_TEMPORARY}{path.name}")  # never seen in part
-                reach("artifact.collect")
-                shutil.rmtree(doomed)
+                self.remove(ArtifactId(path.name))
                 removed.append(ArtifactId(path.name))
         return removed
+
+    def remove(self, artifact_id: ArtifactId) -> None:
+        """Remove an artifact that nothing points at. Raises ArtifactMissing."""
+        doomed = self._path(artifact_id).rename(self._root / f"{_TEMPORARY}{artifact_id}")  # never seen in part
+        reach("artifact.collect")
+        shutil.rmtree(doomed)
 
     def _path(self, artifact_id: ArtifactId) -> Path:
         path = self._root / artifact_id

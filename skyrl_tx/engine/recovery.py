@@ -69,9 +69,13 @@ class Recovery:
         """Whether the files of a sampler are on disk."""
         return self._artifacts.has(ArtifactId(sampler))
 
-    def record(self, model_id: ModelId, artifact_id: ArtifactId, effect_order: int) -> None:
-        """Make an artifact the one that a model is brought back from."""
-        self._store.write(lambda tx: snapshots.put(tx, model_id, artifact_id, effect_order, time.time()))
+    def record(self, model_id: ModelId, artifact_id: ArtifactId, effect_order: int) -> ArtifactId | None:
+        """Make an artifact the one that a model is brought back from; returns the one that it replaces."""
+        return self._store.write(lambda tx: snapshots.put(tx, model_id, artifact_id, effect_order, time.time()))
+
+    def drop(self, artifact_id: ArtifactId) -> None:
+        """Remove the files of a snapshot that no model is brought back from any more; any thread."""
+        self._artifacts.remove(artifact_id)
 
     def bring_back(self, model_id: ModelId, spec: ModelSpec, keep_sampler: KeepSampler) -> int:
         """Put a model into the backend as its last answered request left it.

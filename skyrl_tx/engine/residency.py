@@ -194,10 +194,21 @@ class Models:
                 model.snapshot_order = min(before, model.snapshot_order)
                 return
             self._answers.settle(wait=True)
-            self._recovery.record(model_id, artifact_id, effect_order)
+            replaced = self._recovery.record(model_id, artifact_id, effect_order)
+            if replaced is not None:
+                self._drop(replaced)
 
         extra = {"model_id": model_id, "effect_order": str(effect_order)}
         self._jobs.start(lambda: self._recovery.write(snapshot.write, extra), record)
+
+    def _drop(self, replaced: ArtifactId) -> None:
+        """Begin to remove a snapshot's files: no other row ever points at them."""
+
+        def dropped(removed: Future[None]) -> None:
+            if (error := removed.exception()) is not None:  # collected in time, as after a crash just before
+                _log.warning("snapshot %s, which is replaced, could not be removed: %s", replaced, error)
+
+        self._jobs.start(lambda: self._recovery.drop(replaced), dropped)
 
 
 @dataclass(slots=True)

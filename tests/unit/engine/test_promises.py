@@ -6,6 +6,7 @@ import logging
 import shutil
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from sqlmodel import select
@@ -148,9 +149,21 @@ def test_snapshots_do_not_pile_up(tmp_path):
     house = House(tmp_path, snapshot_effects=1)
     trained(house, num_steps=6)
     kept = house.api.read(checkpoints.referenced_artifacts) or ()
-    house.artifacts.collect(kept, min_age_s=0)
     assert [path.name for path in (tmp_path / "artifacts").iterdir()] == list(kept)
     assert len(kept) == 1
+    house.close()
+
+
+def test_a_replaced_snapshot_that_could_not_be_removed_is_collected(tmp_path, monkeypatch, caplog):
+    house = House(tmp_path, snapshot_effects=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(house.artifacts, "remove", Mock(side_effect=OSError("busy")))
+        trained(house)
+    assert "which is replaced, could not be removed: busy" in caplog.text
+    kept = house.api.read(checkpoints.referenced_artifacts) or ()
+    assert len(list((tmp_path / "artifacts").iterdir())) > 1
+    house.artifacts.collect(kept, min_age_s=0)
+    assert [path.name for path in (tmp_path / "artifacts").iterdir()] == list(kept)
     house.close()
 
 
