@@ -131,7 +131,9 @@ class _Loop:
             now = time.time()
             sessions.release_idle_models(self._room, self._schedule, now)
             sessions.end_samples(self._room, self._sampling, now)
-            sessions.forget_unneeded(self._room, self._artifacts, self._sampling.samplers_in_use(), now)
+            sessions.forget_unneeded(self._room, now)
+            worked |= self._take_in()  # what is in memory keeps its files
+            sessions.collect(self._room, self._artifacts, self._sampling.samplers_in_use(), self._position, now)
             self._room.behind.retry()
         if time.monotonic() >= self._pruning_at:
             has_more = sessions.prune(self._room, time.time())

@@ -12,7 +12,7 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import Sampling
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import checkpoints, models, pruning, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, futures, models, pruning, samplers, sessions, stability
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ def _silence_s(room: Room, limit_s: float) -> float:
     return limit_s if room.presence.unbroken_s() >= enough_s else math.inf
 
 
-def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId], now: float) -> None:
-    """Drop what is past its time, models, checkpoints, samplers, records, and files nothing points at then."""
+def forget_unneeded(room: Room, now: float) -> None:
+    """Drop what is past its time: models, checkpoints, samplers, records."""
     settings = room.settings
     retention_s = _silence_s(room, settings.session_retention_s)
 
@@ -66,7 +66,22 @@ def forget_unneeded(room: Room, artifacts: ArtifactStore, in_use: Collection[Sam
     for model_id in room.store.write(drop):
         room.models.forget(model_id)
         _log.info("model %s is gone: its session has been silent too long", model_id)
-    referenced = room.store.read(checkpoints.referenced_artifacts)
+
+
+def collect(room: Room, artifacts: ArtifactStore, in_use: Collection[SamplerId], read_up_to: int, now: float) -> None:
+    """Begin to remove the files that nothing points at, and samplers that nobody wants from the device.
+
+    Not while requests wait that are not read, which arrived after the position `read_up_to`: what they sample from may
+    have lost its name since.
+    """
+
+    def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
+        return bool(futures.pending(tx, read_up_to, 1)), checkpoints.referenced_artifacts(tx)
+
+    has_unread, referenced = room.store.read(look)  # of one moment: what arrives later has a name in it, or is young
+    if has_unread:
+        _log.debug("no files are removed for now: requests wait that are not read yet")
+        return
     if referenced is None:
         _log.warning("no files are removed for now: a load that waits is damaged, and what it points at is not known")
         return

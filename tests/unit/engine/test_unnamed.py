@@ -1,5 +1,8 @@
 """Unnamed samplers: usable before their files are written, and there again whatever happens to those."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from skyrl_tx.backends.fake.backend import FakeBackend
@@ -7,6 +10,7 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.ids import SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights, UnloadModel
 from skyrl_tx.contract.results import Failure, SaveWeightsOutput
+from skyrl_tx.engine.recovery import sampler_of
 from skyrl_tx.store import futures, samplers, snapshots
 from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
 from skyrl_tx.testing.waiting import until
@@ -267,3 +271,23 @@ def test_attempts_at_start_do_not_add_up_over_good_ones(house, undisturbed):
         house.run(house.submit(sample()))  # made again, and again not written
     disk.before = lambda: None
     assert drawn(house, 0) == undisturbed[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_backlog_bytes": 1}], ids=["pages", "bytes"])
+def test_weights_that_lost_their_name_are_there_for_requests_that_are_not_read_yet(tmp_path, settings):
+    house = House(tmp_path, housekeeping_interval_s=0.001, **settings)
+    model_id, _ = house.create()
+    saves = [house.submit(save(n, is_inflight=True), model_id=model_id, seq_id=n + 1) for n in range(2)]
+    first = sampler_of(saves[0])
+    house.run(*saves)
+    others = [sample(max_tokens=1)] * 300
+    with ThreadPoolExecutor(30) as at_once:
+        asked = [*at_once.map(house.submit, others), house.submit(sample(sampler=first))]
+    assert row_of(house, 0).sampler_id == sampler_of(saves[1]), "it follows its model"
+    os.utime(house.artifacts.open(first), (0, 0))
+    house.run(*asked)
+    assert house.result(asked[-1]).sequences
+    later = house.submit(sample(max_tokens=500, eos_stops=False))
+    house.run(later)
+    assert not house.artifacts.has(first), "nobody waits for it any more"
+    house.close()
