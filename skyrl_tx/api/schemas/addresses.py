@@ -5,7 +5,7 @@ from typing import Annotated, cast
 import msgspec
 from pydantic import BeforeValidator
 
-from skyrl_tx.api.schemas.base import SeqId, WireModel
+from skyrl_tx.api.schemas.base import Int, SeqId, WireModel
 
 
 def _as_text(value: object) -> object:
@@ -43,4 +43,4 @@ class SampleAddress(WireModel):
     base_model: str | None = None
     model_path: str | None = None
     seq_id: SeqId | None = None
-    num_samples: int = 1
+    num_samples: Int = 1

@@ -5,6 +5,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""An integer that everything it may come to can hold: the codec, NumPy, the database. JSON itself knows no bound."""
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
 """A client's count of its requests; clones of a sampling client count from multiples of a billion."""
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from skyrl_tx.api.schemas.base import WireModel
+from skyrl_tx.api.schemas.base import Int, WireModel
 
 
 class Chunk(WireModel):
@@ -20,7 +20,7 @@ class Chunk(WireModel):
     dmel: str | None = None
     location: str | None = None
     format: str | None = None
-    expected_tokens: int | None = None
+    expected_tokens: Int | None = None
 
 
 class ModelInput(WireModel):
@@ -44,8 +44,8 @@ class TokenRun(WireModel):
     """Positions [offset, offset + length) of a sequence's prompt, or of its sampled tokens."""
 
     sequence_id: str
-    offset: int = 0
-    length: int
+    offset: Int = 0
+    length: Int
 
 
 class ProvenanceSpan(WireModel):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import Answer, SeqId, WireModel
+from skyrl_tx.api.schemas.base import Answer, Int, SeqId, WireModel
 from skyrl_tx.api.schemas.inputs import ModelInput, TensorData
 
 
@@ -10,18 +10,18 @@ class SamplingParams(WireModel):
     """How to draw."""
 
     changes_maths = True
-    max_tokens: int | None = None
-    seed: int | None = None
+    max_tokens: Int | None = None
+    seed: Int | None = None
     stop: str | list[int] | list[str] | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Int = -1
     top_p: float = 1.0
 
 
 class SampleRequest(WireModel):
     """One prompt and what to report of it."""
 
-    num_samples: int = 1
+    num_samples: Int = 1
     prompt: ModelInput
     sampling_params: SamplingParams
     base_model: str | None = None
@@ -29,11 +29,11 @@ class SampleRequest(WireModel):
     sampling_session_id: str | None = None
     seq_id: SeqId | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int | None = 0
-    topk_sample_logprobs: int | None = 0
+    topk_prompt_logprobs: Int | None = 0
+    topk_sample_logprobs: Int | None = 0
     target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: int | None = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_alt_tokens_k: Int | None = 0
+    prompt_logprobs_last_n: Int | None = None
     record_stability_info: bool | None = None
     type: str | None = None
 

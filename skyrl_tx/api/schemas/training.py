@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import Answer, SeqId, WireModel
+from skyrl_tx.api.schemas.base import Answer, Int, SeqId, WireModel
 from skyrl_tx.api.schemas.inputs import Datum
 
 
@@ -10,8 +10,8 @@ class LoraConfig(WireModel):
     """Which adapter to train."""
 
     changes_maths = True
-    rank: int
-    seed: int | None = None
+    rank: Int
+    seed: Int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

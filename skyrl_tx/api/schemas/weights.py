@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import Answer, SeqId, WireModel
+from skyrl_tx.api.schemas.base import Answer, Int, SeqId, WireModel
 from skyrl_tx.api.schemas.training import OptimizerAnswer, OptimizerConfig
 
 
@@ -13,7 +13,7 @@ class SaveWeightsRequest(WireModel):
     model_id: str
     path: str | None = None
     seq_id: SeqId | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     type: str | None = None
@@ -27,7 +27,7 @@ class SaveWeightsForSamplerRequest(WireModel):
     sampling_session_seq_id: SeqId | None = None
     kind: str = "snapshot"
     seq_id: SeqId | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Int | None = None
     user_metadata: dict[str, str] | None = None
     type: str | None = None
 
@@ -38,7 +38,7 @@ class SaveWeightsExternalRequest(WireModel):
     model_id: str
     path: str | None = None
     seq_id: SeqId | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Int | None = None
     age_encryption_recipients: list[str] | None = None
     type: str | None = None
 
@@ -84,7 +84,7 @@ class CopyWeightsRequest(WireModel):
     session_id: str | None = None
     model_seq_id: SeqId | None = None
     destination_project_id: str | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Int | None = None
     weights_access_token: str | None = None
 
 
@@ -97,7 +97,7 @@ class CopyWeightsAnswer(Answer):
 class TtlRequest(WireModel):
     """A new lifetime for a checkpoint from now on; null: for ever."""
 
-    ttl_seconds: int | None
+    ttl_seconds: Int | None
 
 
 class ExternalWeightsUrlsAnswer(Answer):

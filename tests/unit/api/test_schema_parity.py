@@ -112,3 +112,16 @@ def test_all_kinds_of_chunks_are_known() -> None:
     assert chunk_kinds
     for kind in chunk_kinds:
         assert fields_of(kind) <= fields_of(inputs.Chunk), kind
+
+
+def is_unbounded(schema: dict[str, Any]) -> bool:
+    """Whether an integer of any size fits; lists are checked where they become arrays."""
+    if schema.get("type") == "integer":
+        return not schema.keys() & {"maximum", "exclusiveMaximum"}
+    return any(is_unbounded(part) for part in schema.get("anyOf", ()))
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_no_integer_is_too_large_for_what_it_may_come_to(name: str) -> None:
+    fields: dict[str, Any] = OURS[name].model_json_schema().get("properties", {})
+    assert [field for field, schema in fields.items() if is_unbounded(schema)] == []
