@@ -55,7 +55,7 @@ class SampleRoom:
 
 
 class Memory:
-    """The plan in force. It only ever shrinks: what did not fit once is not tried again in this process."""
+    """The plan in force. It only ever shrinks: what did not fit, where less did, is not tried again in this process."""
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.plan = plan

@@ -71,10 +71,11 @@ class JaxPass(Pass):
         self._pool = pool
         self._backward = backward
         self._memory = memory
+        self._plan = memory.plan
         self._requests = _group(batch.examples)
         self._before: dict[ModelId, TrainingState] = {r.model_id: pool.take(r.model_id) for r in self._requests}
         self._is_over = False
-        self._begin(self._cut(memory.plan))
+        self._begin(self._cut(self._plan))
 
     def _begin(self, units: list[_Unit]) -> None:
         """Start, or start anew, with nothing but what was there before."""
@@ -111,6 +112,9 @@ class JaxPass(Pass):
                 results[request.start + index] = result
         if self._backward:
             self._commit()
+        if self._memory.plan != self._plan:
+            log.warning("from now on %s, as that helped", self._plan)
+            self._memory.plan = self._plan
         self.abort()
         return [results[index] for index in range(len(results))]
 
@@ -128,13 +132,16 @@ class JaxPass(Pass):
 
     @contextmanager
     def _smaller_if_exhausted(self) -> Iterator[None]:
-        """When the device has no memory left, begin anew in smaller micro-batches; raise when there are none."""
+        """When the device has no memory left, begin anew in smaller micro-batches; raise when there are none.
+
+        They are this pass's own until it has succeeded: what helped nobody costs nobody, in other bits or in time.
+        """
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
-            before, largest = self._memory.plan, max(unit.slab.num_tokens for unit in self._cut(self._memory.plan))
+            before, largest = self._plan, max(unit.slab.num_tokens for unit in self._cut(self._plan))
             for plan in before.smaller():
                 units = self._cut(plan)
                 helps = plan.remat and not before.remat and self._backward
@@ -142,8 +149,8 @@ class JaxPass(Pass):
                     break
             else:
                 raise
-            log.warning("the device has no memory for %s: from now on %s (%s)", before, plan, error)
-            self._memory.plan = plan
+            log.warning("the device has no memory for %s: trying %s (%s)", before, plan, error)
+            self._plan = plan
             self._begin(units)
 
     def _dispatch(self, unit: _Unit) -> training.Outputs:
@@ -156,7 +163,7 @@ class JaxPass(Pass):
             self._of_request = training.zeros_like(adapter.weights)
         assert self._of_request is not None
         self._of_request, outputs = training.accumulate(
-            self._params, adapter, self._of_request, batch, config=self._config, remat=self._memory.plan.remat
+            self._params, adapter, self._of_request, batch, config=self._config, remat=self._plan.remat
         )
         if unit.is_last:
             summed = self._gradients[request.model_id]

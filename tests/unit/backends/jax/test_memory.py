@@ -193,9 +193,38 @@ def test_other_failures_are_not_tried_again(start, monkeypatch):
 
     def broken(*given, **settings):
         calls.append(given)
+    """What did not help is put back: others get the bits that they would have got without the failure."""
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
     monkeypatch.setattr(training, "accumulate", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         backend.forward_backward(BATCH)
     assert len(calls) == 1
+    assert_bit_equal(numbers(backend), numbers(start(32)))
+
+
+def test_smaller_pieces_that_do_not_help_either_are_nobodys_but_the_pass_that_failed(start, monkeypatch):
+    backend, sizes = start(128), []
+
+    def exhausted(*given, **settings):
+        sizes.append(given[3].tokens_BT.size)
+        raise EXHAUSTED
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "accumulate", exhausted)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            backend.forward_backward(BATCH)
+    assert len(set(sizes)) > 1
+    assert_bit_equal(numbers(backend), numbers(start(128)))
+
+
+def test_remat_that_helps_stays(start, monkeypatch):
+    backend, accumulate, remats = start(32), training.accumulate, []
+
+    def exhausted(*given, remat: bool, **settings):
+        remats.append(remat)
+        if not remat:
+            raise EXHAUSTED
+        return accumulate(*given, remat=remat, **settings)
+
+    monkeypatch.setattr(training, "accumulate", exhausted)
