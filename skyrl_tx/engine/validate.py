@@ -27,6 +27,10 @@ from skyrl_tx.contract.requests import (
 )
 
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_MIN_TEMPERATURE = 1e-30
+"""Logits are divided by it: float32 has room for those of any model then, a hundred million and more."""
+
 def check_create(request: CreateModel, capabilities: Capabilities, base_models: Collection[str]) -> None:
     """Check `create_model`."""
     _check_base_model(request.base_model, base_models)
@@ -78,8 +82,8 @@ def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
     for name, value in request.loss_config.items():
         if name not in spec.config:
             raise UserError(f"loss_fn_config.{name}: {spec.name} takes {_listed(spec.config)}")
-        if isinstance(value, str) or not math.isfinite(value):
-            raise UserError(f"loss_fn_config.{name} {value!r} must be a finite number")
+        if isinstance(value, str) or not abs(value) <= _MAX_FLOAT32:
+            raise UserError(f"loss_fn_config.{name} {value!r} must be a finite number (float32)")
     if not request.data:
         raise UserError("data is empty")
     for index, datum in enumerate(request.data):
@@ -88,7 +92,7 @@ def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
 
 def check_sample(request: Sample, capabilities: Capabilities) -> None:
     """Check `sample`."""
-    _check_tokens("prompt", request.prompt, capabilities)
+    _check_tokens("prompt", request.prompt, capabilities.vocab_size)
     if request.num_samples <= 0:
         raise UserError(f"num_samples {request.num_samples} must be 1 or more")
     _check_sampling(request.params, capabilities.vocab_size)
@@ -96,7 +100,10 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
     max_tokens = request.params.max_tokens
     if max_tokens is None:
         if length >= limit:
-            raise UserError(f"prompt has {length} tokens: no room for a new one in the context of {limit}")
+            raise UserError(
+                f"prompt has {length} tokens: no room for a new one in the context of {limit} "
+                "(sampling_params.max_tokens is null: as many as fit)"
+            )
         max_tokens = limit - length
     if max_tokens <= 0:
         raise UserError(f"sampling_params.max_tokens {max_tokens} must be 1 or more")
@@ -131,12 +138,10 @@ def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
             raise UserError(f"lora_config.train_{target} True: this server cannot train it")
 
 
-def _check_tokens(field: str, tokens: NumberArray, capabilities: Capabilities) -> None:
+def _check_tokens(field: str, tokens: NumberArray, vocab_size: int) -> None:
     if tokens.size == 0:
         raise UserError(f"{field} has no tokens")
-    _check_vocabulary(field, tokens, capabilities.vocab_size)
-    if tokens.size > capabilities.max_context_length:
-        raise UserError(f"{field} has {tokens.size} tokens; the context is {capabilities.max_context_length}")
+    _check_vocabulary(field, tokens, vocab_size)
 
 
 def _check_vocabulary(field: str, tokens: NumberArray, vocab_size: int, lowest: int = 0) -> None:
@@ -146,7 +151,10 @@ def _check_vocabulary(field: str, tokens: NumberArray, vocab_size: int, lowest: 
 
 
 def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabilities) -> None:
-    _check_tokens(f"{field}.model_input", datum.tokens, capabilities)
+    _check_tokens(f"{field}.model_input", datum.tokens, capabilities.vocab_size)
+    length = datum.tokens.size
+    if length > capabilities.max_context_length:
+        raise UserError(f"{field}.model_input has {length} tokens; the context is {capabilities.max_context_length}")
     for name in datum.loss_inputs:
         if name not in spec.inputs:
             raise UserError(f"{field}.loss_fn_inputs[{name!r}]: {spec.name} takes {_listed(spec.inputs)}")
@@ -176,8 +184,11 @@ def _check_input(field: str, array: NumberArray, expected: LossInput, length: in
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise UserError(f"sampling_params.temperature {params.temperature} must be a finite number, 0 or more")
+    if params.temperature != 0 and not _MIN_TEMPERATURE <= params.temperature <= _MAX_FLOAT32:
+        raise UserError(
+            f"sampling_params.temperature {params.temperature} must be a finite number, {_MIN_TEMPERATURE} or more, "
+            "or 0, which is greedy"
+        )
     if not 0 < params.top_p <= 1:
         raise UserError(f"sampling_params.top_p {params.top_p} must be in (0, 1]")
     if params.top_k < -1:

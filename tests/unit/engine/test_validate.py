@@ -47,6 +47,7 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
         ({"loss_config": {"beta": 1.0}}, "loss_fn_config.beta: cross_entropy takes nothing"),
         ({"loss": "dro", "loss_config": {"beta": math.nan}}, "loss_fn_config.beta nan must be a finite number"),
         ({"loss": "dro", "loss_config": {"beta": "x"}}, "loss_fn_config.beta 'x' must be a finite number"),
+        ({"loss": "dro", "loss_config": {"beta": -1e39}}, "loss_fn_config.beta -1e+39 must be a finite number"),
         ({"data": (datum(mask=floats(*[1] * 6)),)}, "data[0].loss_fn_inputs['mask']: cross_entropy takes"),
         ({"loss": "ppo"}, "data[0].loss_fn_inputs['logprobs'] is missing: ppo needs it"),
         ({"data": (datum(weights=floats(1, 2)),)}, "data[0].loss_fn_inputs['weights'] has length 2, model_input has 6"),
@@ -178,6 +179,13 @@ def test_other_bad_saves():
         ({"stop_strings": ("a", "")}, "sampling_params.stop holds an empty string"),
         ({"stop_token_ids": (500,)}, "sampling_params.stop: token 500"),
     ],
+        ({"prompt": (1,) * 33, "max_tokens": None}, "prompt has 33 tokens: no room for a new one in the context of 32"),
+        (
+            {"temperature": 1e-38},
+            "sampling_params.temperature 1e-38 must be a finite number, 1e-30 or more, or 0, which",
+        ),
+        ({"temperature": 5e-324}, "sampling_params.temperature 5e-324"),
+        ({"temperature": 1e300}, "sampling_params.temperature 1e+300"),
 )
 def test_bad_samples(changes, text):
     with raises(text):
