@@ -12,7 +12,7 @@ from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.tensors import batched, to_proto
 from skyrl_tx.api.wire import PROTOBUF
 from skyrl_tx.contract import results
-from skyrl_tx.contract.arrays import Float32Array, NumberArray
+from skyrl_tx.contract.arrays import Cells, Float32Array, NumberArray
 
 _OUTPUT_TYPE = "ArrayRecord"
 _NOT_COMPUTED = -99999.0
@@ -58,8 +58,7 @@ def sample_message(output: results.SampleOutput) -> wire_pb2.SampleResponse:
     if prompt.topk is not None:
         message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
     if prompt.targets is not None:
-        tensor = _csr(prompt.targets) if output.target_is_csr else to_proto(prompt.targets)
-        message.target_prompt_logprobs.CopyFrom(tensor)
+        message.target_prompt_logprobs.CopyFrom(to_proto(prompt.targets, output.target_cells))
     if prompt.alt_tokens is not None:
         message.prompt_alt_tokens.tokens.CopyFrom(to_proto(prompt.alt_tokens.token_ids))
         message.prompt_alt_tokens.logprobs.CopyFrom(to_proto(prompt.alt_tokens.logprobs))
@@ -114,13 +113,17 @@ def _sample_json(output: results.SampleOutput) -> dict[str, object]:
             part["topk_logprobs"] = _topk_json(sequence.topk)
         sequences.append(part)
     prompt = output.prompt
-    answer: dict[str, object] = {"type": "sample", "sequences": sequences}
+    answer: dict[str, object] = {
+        "type": "sample",
+        "sequences": sequences,
+        "prompt_cache_hit_tokens": prompt.cache_hit_tokens,
+    }
     if prompt.logprobs is not None:
         answer["prompt_logprobs"] = _known(prompt.logprobs)
     if prompt.topk is not None:
         answer["topk_prompt_logprobs"] = _topk_json(prompt.topk)
     if prompt.targets is not None:
-        answer["target_prompt_logprobs"] = _tensor_json(prompt.targets)
+        answer["target_prompt_logprobs"] = _tensor_json(prompt.targets, output.target_cells)
     if prompt.alt_tokens is not None:
         answer["prompt_alt_tokens"] = {
             "tokens": _tensor_json(prompt.alt_tokens.token_ids),
@@ -147,18 +150,6 @@ def _topk(topk: results.TopK) -> wire_pb2.TopkLogprobs:
     )
 
 
-def _csr(matrix: Float32Array) -> wire_pb2.Tensor:
-    """Write a matrix as sparse as it is: cells that were skipped are 0."""
-    rows, columns = np.nonzero(matrix)
-    crow = np.zeros(matrix.shape[0] + 1, dtype=np.int64)
-    np.cumsum(np.bincount(rows, minlength=matrix.shape[0]), out=crow[1:])
-    message = wire_pb2.Tensor(dtype=wire_pb2.DTYPE_FLOAT32, shape=matrix.shape)
-    message.sparse_csr.values = matrix[rows, columns].tobytes()
-    message.sparse_csr.crow_indices = crow.tobytes()
-    message.sparse_csr.col_indices = columns.astype(np.int64).tobytes()
-    return message
-
-
 def _topk_json(topk: results.TopK) -> list[list[tuple[int, float | str]] | None]:
     rows: list[list[tuple[int, float | str]] | None] = []
     for token_ids, logprobs in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True):
@@ -168,9 +159,13 @@ def _topk_json(topk: results.TopK) -> list[list[tuple[int, float | str]] | None]
     return rows
 
 
-def _tensor_json(array: NumberArray) -> dict[str, object]:
+def _tensor_json(array: NumberArray, cells: Cells | None = None) -> dict[str, object]:
+    values = array.reshape(-1) if cells is None else cells.of(array)
     dtype = "float32" if array.dtype.kind == "f" else "int64"
-    return {"data": _numbers(array.reshape(-1)), "dtype": dtype, "shape": list(array.shape)}
+    tensor: dict[str, object] = {"data": _numbers(values), "dtype": dtype, "shape": list(array.shape)}
+    if cells is not None:
+        tensor |= {"sparse_crow_indices": cells.crow.tolist(), "sparse_col_indices": cells.columns.tolist()}
+    return tensor
 
 
 def _numbers(array: NumberArray) -> list[float | str]:

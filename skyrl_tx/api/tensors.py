@@ -10,7 +10,7 @@ import numpy as np
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.schemas.inputs import TensorData
-from skyrl_tx.contract.arrays import Float32Array, Int64Array, NumberArray
+from skyrl_tx.contract.arrays import Cells, Float32Array, Int64Array, NumberArray
 from skyrl_tx.contract.errors import UserError
 
 _BFLOAT16 = "bfloat16"
@@ -94,10 +94,15 @@ def from_json(tensor: TensorData, budget: DenseBudget, where: str, *, fill: int 
     return _dense(parts, tuple(tensor.shape or ()), budget, where, fill)
 
 
-def to_proto(array: NumberArray) -> wire_pb2.Tensor:
-    """Write a dense tensor."""
+def to_proto(array: NumberArray, cells: Cells | None = None) -> wire_pb2.Tensor:
+    """Write a tensor: dense, or sparse with what stands in some cells."""
     message = wire_pb2.Tensor(dtype=cast(wire_pb2.DType, _DTYPE_CODES[array.dtype.name]), shape=array.shape)
-    message.dense = array.tobytes()
+    if cells is None:
+        message.dense = array.tobytes()
+    else:
+        message.sparse_csr.values = cells.of(array).tobytes()
+        message.sparse_csr.crow_indices = cells.crow.tobytes()
+        message.sparse_csr.col_indices = cells.columns.tobytes()
     return message
 
 
@@ -152,5 +157,18 @@ def _dense(parts: _Csr, shape: tuple[int, ...], budget: DenseBudget, where: str,
         raise UserError(f"{where}: a column index is outside [0, {columns})")
     budget.take(rows, columns, parts.values.itemsize, where)
     dense = np.full((rows, columns), fill, dtype=parts.values.dtype)
-    dense[np.repeat(np.arange(rows), np.diff(crow)), parts.columns] = parts.values
+    dense[row_of_value, parts.columns] = parts.values
     return dense
+    row_of_value = np.repeat(np.arange(rows), np.diff(crow))
+    _check_distinct(row_of_value * columns + parts.columns, columns, where)
+
+
+def _check_distinct(cells: Int64Array, columns: int, where: str) -> None:
+    """Raise UserError for a cell that is listed twice: one of its values would be lost."""
+    if (cells[1:] > cells[:-1]).all():  # as nearly always
+        return
+    ordered = np.sort(cells)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        row, column = divmod(int(twice[0]), columns)
+        raise UserError(f"{where}: row {row} lists column index {column} twice")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from skyrl_tx.contract.arrays import Int32Array, Int64Array, NumberArray
+from skyrl_tx.contract.arrays import Cells, Int32Array, Int64Array, NumberArray
 from skyrl_tx.contract.ids import ArtifactId, SamplerId, SamplingSessionId
 
 LossConfigValue = float | str
@@ -140,7 +140,7 @@ class SamplingParams:
 class PromptOptions:
     """What to report beside the samples.
 
-    `target_tokens` is int64 [T-1, K], -1 = skip; `target_is_csr` tells the layout to answer in.
+    `target_tokens` is int64 [T-1, K], -1 = skip; `target_cells` are those to answer with, None: all.
     """
 
     logprobs: bool = False
@@ -148,7 +148,7 @@ class PromptOptions:
     topk: int = 0
     sample_topk: int = 0
     target_tokens: Int64Array | None = None
-    target_is_csr: bool = False
+    target_cells: Cells | None = None
     alt_tokens_k: int = 0
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from skyrl_tx.contract.arrays import Float32Array, Int32Array
+from skyrl_tx.contract.arrays import Cells, Float32Array, Int32Array
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 
@@ -137,11 +137,11 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """All continuations of one prompt, in index order."""
+    """All continuations of one prompt, in index order. `target_cells`: those asked of `prompt.targets`, None: all."""
 
     sequences: tuple[SampledSequence, ...]
     prompt: PromptResult = field(default_factory=PromptResult)
-    target_is_csr: bool = False
+    target_cells: Cells | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class Gathering:
         return SampleOutput(
             sequences=tuple(sequence.joined() for sequence in self._sequences),
             prompt=self._prompt,
-            target_is_csr=self.request.options.target_is_csr,
+            target_cells=self.request.options.target_cells,
         )
 
 

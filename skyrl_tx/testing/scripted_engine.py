@@ -142,7 +142,7 @@ def _samples(request: requests.Sample) -> results.SampleOutput:
             targets=None if targets is None else np.where(targets < 0, 0, -3).astype(np.float32),
         )
     return results.SampleOutput(
-        sequences=(sequence,) * request.num_samples, prompt=prompt, target_is_csr=request.options.target_is_csr
+        sequences=(sequence,) * request.num_samples, prompt=prompt, target_cells=request.options.target_cells
     )
 
 

@@ -213,10 +213,12 @@ def test_targets_come_back_in_the_layout_that_asked(base: tinker.SamplingClient)
     np.testing.assert_allclose(dense.to_numpy(), values, rtol=0, atol=1e-5)
     assert (dense.to_numpy()[skipped] == 0.0).all()
 
-    rows, columns = np.nonzero(~skipped)
+    listed = ~skipped
+    listed[0, 1] = True  # -1, in so many words
+    rows, columns = np.nonzero(listed)
     crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(ids)))]).tolist()
     asked = types.TensorData(
-        data=ids[~skipped].tolist(),
+        data=ids[listed].tolist(),
         dtype="int64",
         shape=list(ids.shape),
         sparse_crow_indices=crow,
@@ -225,7 +227,7 @@ def test_targets_come_back_in_the_layout_that_asked(base: tinker.SamplingClient)
     sparse = describe(base, target_prompt_logprobs=asked).target_prompt_logprobs
     assert sparse is not None and sparse.dtype == "float32" and sparse.shape == list(ids.shape)
     assert (sparse.sparse_crow_indices, sparse.sparse_col_indices) == (crow, columns.tolist())
-    np.testing.assert_allclose(sparse.data, values[~skipped], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(sparse.data, values[listed], rtol=0, atol=1e-5)
 
 
 @jax_is_slow

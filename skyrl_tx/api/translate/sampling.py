@@ -13,7 +13,7 @@ from skyrl_tx.api.translate.checks import finite, require, seed
 from skyrl_tx.api.translate.inputs import tokens_from_json
 from skyrl_tx.api.translate.translated import Translated
 from skyrl_tx.contract import requests
-from skyrl_tx.contract.arrays import Int64Array
+from skyrl_tx.contract.arrays import Cells, Int64Array
 from skyrl_tx.contract.ids import SamplerId
 
 MAX_SAMPLES = 4096
@@ -98,7 +98,7 @@ def _options(request: SampleRequest, max_dense_bytes: int) -> requests.PromptOpt
         topk=counts["topk_prompt_logprobs"],
         sample_topk=counts["topk_sample_logprobs"],
         target_tokens=None if targets is None else _targets(targets, max_dense_bytes),
-        target_is_csr=targets is not None and targets.sparse_crow_indices is not None,
+        target_cells=None if targets is None else _cells(targets),
         alt_tokens_k=counts["prompt_alt_tokens_k"],
     )
 
@@ -108,3 +108,11 @@ def _targets(targets: TensorData, max_dense_bytes: int) -> Int64Array:
     array = from_json(targets, DenseBudget(max_dense_bytes), where, fill=-1)
     require(array.dtype.kind == "i" and array.ndim == 2, f"{where}: must be a matrix of int64, not {array.dtype}")
     return array.astype(np.int64)
+
+
+def _cells(targets: TensorData) -> Cells | None:
+    """Read which cells a sparse tensor lists, once it was found to be one; None for a dense one."""
+    if targets.sparse_crow_indices is None or targets.sparse_col_indices is None:
+        return None
+    crow, columns = targets.sparse_crow_indices, targets.sparse_col_indices
+    return Cells(crow=np.array(crow, np.int64), columns=np.array(columns, np.int64))

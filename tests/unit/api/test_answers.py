@@ -11,10 +11,13 @@ from tinker.types import OptimStepResponse
 
 from skyrl_tx.api.answers import answer, pass_message, sample_message
 from skyrl_tx.contract import results
+from skyrl_tx.contract.arrays import Cells
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId
 
 PROTOBUF = "application/x-protobuf"
+CELLS = Cells(crow=np.array([0, 3]), columns=np.array([3, 1, 0]))
+"""In an order of their own; in two of them stands 0."""
 
 
 def floats(*values: float) -> Any:
@@ -45,18 +48,20 @@ def test_a_sample_comes_back_whole() -> None:
         prompt=results.PromptResult(
             logprobs=floats(np.nan, -0.5),
             topk=topk,
-            targets=np.array([[0, -1.5]], np.float32),
+            targets=np.array([[0, -1.5, -9, 0]], np.float32),
             alt_tokens=results.TopK(token_ids=np.array([[3]], np.int32), logprobs=np.array([[-4]], np.float32)),
             cache_hit_tokens=1,
         ),
-        target_is_csr=True,
+        target_cells=CELLS,
     )
     read = deserialize_sample_response(sample_message(output).SerializeToString())
     assert [(sequence.tokens, sequence.logprobs) for sequence in read.sequences] == [([5, 6], [-1, -2]), ([7], [-3])]
     assert [sequence.stop_reason for sequence in read.sequences] == ["stop", "length"]
     assert read.prompt_logprobs == [None, -0.5]
     assert read.topk_prompt_logprobs == [None, [(5, -1.0), (6, -2.0)]]
-    assert read.target_prompt_logprobs is not None and read.target_prompt_logprobs.sparse_crow_indices == [0, 1]
+    targets = read.target_prompt_logprobs
+    assert targets is not None and (targets.shape, list(targets.data)) == ([1, 4], [0, -1.5, 0])
+    assert (targets.sparse_crow_indices, targets.sparse_col_indices) == ([0, 3], [3, 1, 0])
     assert read.prompt_alt_tokens is not None and read.prompt_alt_tokens.tokens.shape == [1, 1]
     assert read.prompt_cache_hit_tokens == 1
 
@@ -104,6 +109,7 @@ def test_old_clients_get_passes_and_samples_in_json() -> None:
     assert json.loads(bytes(answer(sampled, "").body)) == {
         "type": "sample",
         "sequences": [{"stop_reason": "length", "tokens": [7], "logprobs": [-3.0]}],
+        "prompt_cache_hit_tokens": 0,
         "prompt_logprobs": [None, -0.5],
     }
 
@@ -125,3 +131,19 @@ def test_numbers_that_json_has_not_come_back_as_they_were() -> None:
     )
     [drawn] = json.loads(bytes(answer(results.SampleOutput(sequences=(sequence,)), "").body))["sequences"]
     assert drawn["logprobs"] == ["NaN"] and drawn["topk_logprobs"] == [[[3, "NaN"]]]
+
+
+def test_cells_that_were_asked_for_are_those_answered_in_json() -> None:
+    targets = np.array([[0, -1.5, -9, 0]], np.float32)
+    output = results.SampleOutput(
+        sequences=(), prompt=results.PromptResult(targets=targets, cache_hit_tokens=7), target_cells=CELLS
+    )
+    read = json.loads(bytes(answer(output, "application/json").body))
+    assert read["prompt_cache_hit_tokens"] == 7
+    assert read["target_prompt_logprobs"] == {
+        "data": [0, -1.5, 0],
+        "dtype": "float32",
+        "shape": [1, 4],
+        "sparse_crow_indices": [0, 3],
+        "sparse_col_indices": [3, 1, 0],
+    }

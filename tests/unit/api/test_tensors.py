@@ -85,6 +85,10 @@ def test_a_sparse_json_tensor_is_filled_with_what_was_asked() -> None:
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, -1, 2])), "column index"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, 1])), "column indices"),
     ],
+        (
+            csr(np.ones((2, 3), np.float32), col_indices=np.array([0, 1, 2, 2, 0, 2])),
+            "row 1 lists column index 2 twice",
+        ),
 )
 def test_broken_tensors_are_refused(message: wire_pb2.Tensor, text: str) -> None:
     with pytest.raises(UserError, match=text):

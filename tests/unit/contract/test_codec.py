@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.contract import codec, requests, results
+from skyrl_tx.contract.arrays import Cells
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId
 
@@ -51,6 +52,20 @@ def test_a_seed_keeps_its_64_bits_and_an_empty_array_its_dtype() -> None:
     assert isinstance(got, requests.Sample)
     assert got.params == params and got.sequence_ids == ("q-0", "q-1")
     assert got.prompt.dtype == np.int32 and got.prompt.shape == (0,)
+
+
+def test_the_cells_that_a_prompt_asks_for_come_back() -> None:
+    cells = Cells(crow=np.array([0, 1, 3]), columns=np.array([4, 2, 0]))
+    sent = requests.Sample(
+        prompt=np.zeros(3, np.int32),
+        num_samples=1,
+        sampler=None,
+        params=requests.SamplingParams(seed=0),
+        options=requests.PromptOptions(target_tokens=np.full((2, 5), -1), target_cells=cells),
+    )
+    got = codec.decode(codec.encode(sent))
+    assert isinstance(got, requests.Sample) and got.options.target_cells is not None
+    assert got.options.target_cells.of(np.arange(10).reshape(2, 5)).tolist() == [4, 7, 5]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"not msgpack", codec.encode(RECORDS[0])[:-3]], ids=range(4))
