@@ -12,6 +12,7 @@ from skyrl_tx.api.schemas.base import shown
 from skyrl_tx.api.schemas.inputs import TensorData
 from skyrl_tx.contract.arrays import Cells, Float32Array, Int64Array, NumberArray
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.limits import max_targets
 
 _BFLOAT16 = "bfloat16"
 _DTYPES: dict[int, str] = {
@@ -36,7 +37,12 @@ class DenseBudget:
     remaining_bytes: int
 
     def take(self, rows: int, columns: int, itemsize: int, where: str) -> None:
-        """Reserve a dense matrix; raises UserError when the request asks for too much."""
+        """Reserve a dense matrix; raises UserError when the request, or each row by itself, asks for too much."""
+        if columns > (limit := max_targets(rows)):
+            raise UserError(
+                f"{where}: shape [{rows}, {columns}] is more than this server makes dense: "
+                f"{rows} rows have at most {limit} columns"
+            )
         # No rows of any width take nothing, but NumPy has no such matrix.
         if max(rows, 1) * max(columns, 1) * itemsize > self.remaining_bytes:
             raise UserError(f"{where}: shape [{rows}, {columns}] is more than this server makes dense for one request")
@@ -156,11 +162,11 @@ def _dense(parts: _Csr, shape: tuple[int, ...], budget: DenseBudget, where: str,
     if ((parts.columns < 0) | (parts.columns >= columns)).any():
         raise UserError(f"{where}: a column index is outside [0, {columns})")
     budget.take(rows, columns, parts.values.itemsize, where)
+    row_of_value = np.repeat(np.arange(rows), np.diff(crow))
+    _check_distinct(row_of_value * columns + parts.columns, columns, where)
     dense = np.full((rows, columns), fill, dtype=parts.values.dtype)
     dense[row_of_value, parts.columns] = parts.values
     return dense
-    row_of_value = np.repeat(np.arange(rows), np.diff(crow))
-    _check_distinct(row_of_value * columns + parts.columns, columns, where)
 
 
 def _check_distinct(cells: Int64Array, columns: int, where: str) -> None:

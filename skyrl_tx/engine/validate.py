@@ -12,6 +12,7 @@ from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.capabilities import Capabilities, LossInput, LossSpec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import checkpoint_name
+from skyrl_tx.contract.limits import max_targets
 from skyrl_tx.contract.requests import (
     CreateModel,
     Datum,
@@ -26,10 +27,10 @@ from skyrl_tx.contract.requests import (
     SaveWeights,
 )
 
-
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_TEMPERATURE = 1e-30
 """Logits are divided by it: float32 has room for those of any model then, a hundred million and more."""
+
 
 def check_create(request: CreateModel, capabilities: Capabilities, base_models: Collection[str]) -> None:
     """Check `create_model`."""
@@ -162,7 +163,7 @@ def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabil
     for name, expected in spec.inputs.items():
         array = datum.loss_inputs.get(name)
         if array is not None:
-            _check_input(f"{field}.loss_fn_inputs[{name!r}]", array, expected, datum.tokens.size, capabilities)
+            _check_input(f"{field}.loss_fn_inputs[{name!r}]", array, expected, length, capabilities)
             shapes[name] = array.shape
         elif expected.fill is None:
             raise UserError(f"{field}.loss_fn_inputs[{name!r}] is missing: {spec.name} needs it")
@@ -175,12 +176,22 @@ def _check_input(field: str, array: NumberArray, expected: LossInput, length: in
         raise UserError(f"{field} has shape {list(array.shape)}; expected is [{length}]")
     if array.shape[0] != length:
         raise UserError(f"{field} has length {array.shape[0]}, model_input has {length} tokens")
+    _check_width(field, array)
     if expected.is_integer:
         if array.dtype.kind not in "iu":
             raise UserError(f"{field} is of dtype {array.dtype.name}; expected are whole numbers (int64)")
         _check_vocabulary(field, array, capabilities.vocab_size)
     elif not np.isfinite(array).all():
         raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
+
+
+def _check_width(field: str, array: NumberArray) -> None:
+    """Check how many targets each position has, of an array [T] or [T, K]."""
+    limit = max_targets(array.shape[0])
+    if array.ndim > 1 and array.shape[1] > limit:
+        raise UserError(
+            f"{field} has shape {list(array.shape)}: each of so many positions may have at most {limit} targets"
+        )
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -217,6 +228,7 @@ def _check_options(options: PromptOptions, length: int, capabilities: Capabiliti
             raise UserError("target_prompt_logprobs is not offered by this server")
         if targets.ndim != 2 or targets.shape[0] != length - 1:
             raise UserError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected is [{length - 1}, K]")
+        _check_width("target_prompt_logprobs", targets)
         _check_vocabulary("target_prompt_logprobs", targets, capabilities.vocab_size, lowest=-1)
 
 

@@ -20,6 +20,7 @@ from skyrl_tx.backends.jax.any_loss import INPUTS, NUM_COLUMNS, TARGETS, mean_na
 from skyrl_tx.backends.jax.buckets import bucket, next_power
 from skyrl_tx.contract.arrays import Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
+from skyrl_tx.contract.limits import MAX_CELLS
 from skyrl_tx.contract.results import MeanTerm, PassResult
 from skyrl_tx.losses import LOSSES, LossOutput
 
@@ -79,7 +80,8 @@ def micro_batch_length(size: int, budget: int) -> int:
 def plan(examples: Sequence[PassExample], budget: int, num_rows: int = 1) -> list[Slab]:
     """Return the micro-batches of one request, of `num_rows` rows and `budget` tokens, or more for a long example.
 
-    Those in one micro-batch share their config and their number of targets, or nearly.
+    Those in one micro-batch share their config and their number of targets, or nearly. Many targets take more than the
+    model does, so that fewer tokens go together where there are.
     """
     sizes = [example.tokens.size for example in examples]
     row_budget = max(1, budget // num_rows)
@@ -89,9 +91,10 @@ def plan(examples: Sequence[PassExample], budget: int, num_rows: int = 1) -> lis
         kind = (next_power(_num_targets(example)), *sorted(example.loss_config.items()))
         kinds.setdefault(kind, []).append(index)
     return [
-        _slab(rows[first : first + num_rows], sizes, row_budget, num_rows, kind[0])
+        _slab(rows[first : first + num_rows], sizes, own_budget, num_rows, kind[0])
         for kind, order in kinds.items()
-        for rows in [_even(_first_fit(order, sizes, row_budget), order, sizes, row_budget, num_rows)]
+        for own_budget in [max(1, min(row_budget, MAX_CELLS // (kind[0] * num_rows)))]
+        for rows in [_even(_first_fit(order, sizes, own_budget), order, sizes, own_budget, num_rows)]
         for first in range(0, len(rows), num_rows)
     ]
 

@@ -72,6 +72,7 @@ def test_a_sparse_json_tensor_is_filled_with_what_was_asked() -> None:
         (csr(np.eye(3, dtype=np.float32), shape=[3]), "two sizes"),
         (csr(np.eye(3, dtype=np.float32), shape=[3, 2**60]), "more than this server makes dense"),
         (csr(np.eye(3, dtype=np.float32), shape=[2**60, 3]), "row pointers"),
+        (csr(np.zeros((1, 1), np.float32), shape=[1, 33_000_000]), "1 rows have at most 524288 columns"),
         (csr(np.eye(3, dtype=np.float32), crow_indices=np.array([0, 2, 1, 3])), "rise"),
         (csr(np.eye(3, dtype=np.float32), crow_indices=np.array([1, 1, 2, 3])), "rise"),
         # Differences that wrap around to lengths which are positive, and whose sum wraps around to the right one.
@@ -84,11 +85,11 @@ def test_a_sparse_json_tensor_is_filled_with_what_was_asked() -> None:
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, 1, 3])), "column index"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, -1, 2])), "column index"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, 1])), "column indices"),
-    ],
         (
             csr(np.ones((2, 3), np.float32), col_indices=np.array([0, 1, 2, 2, 0, 2])),
             "row 1 lists column index 2 twice",
         ),
+    ],
 )
 def test_broken_tensors_are_refused(message: wire_pb2.Tensor, text: str) -> None:
     with pytest.raises(UserError, match=text):

@@ -75,6 +75,10 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
             "data[0].loss_fn_inputs disagree in shape: target_tokens [6], weights [6, 2]",
         ),
         ({"data": (datum(target_tokens=np.zeros((6, 0), np.int64)),)}, "['target_tokens'] has shape [6, 0]"),
+        (
+            {"data": (datum(target_tokens=np.broadcast_to(np.int64(0), (6, 2**19 + 1))),)},
+            "['target_tokens'] has shape [6, 524289]: each of so many positions may have at most 524288 targets",
+        ),
         ({"data": (replace(datum(), tokens=np.array([1, -5, 3, 4, 5, 6], np.int32)),)}, "model_input: token -5"),
     ],
 )
@@ -170,7 +174,18 @@ def test_other_bad_saves():
         ({"prompt": (1, -1)}, "prompt: token -1"),
         ({"max_tokens": 0}, "sampling_params.max_tokens 0 must be 1 or more"),
         ({"max_tokens": 31}, "prompt of 2 tokens + sampling_params.max_tokens 31 exceeds the context of 32 tokens"),
+        (
+            {"prompt": (1,) * 33, "max_tokens": 4},
+            "prompt of 33 tokens + sampling_params.max_tokens 4 exceeds the context",
+        ),
         ({"prompt": (1,) * 32, "max_tokens": None}, "prompt has 32 tokens: no room"),
+        ({"prompt": (1,) * 33, "max_tokens": None}, "prompt has 33 tokens: no room for a new one in the context of 32"),
+        (
+            {"temperature": 1e-38},
+            "sampling_params.temperature 1e-38 must be a finite number, 1e-30 or more, or 0, which",
+        ),
+        ({"temperature": 5e-324}, "sampling_params.temperature 5e-324"),
+        ({"temperature": 1e300}, "sampling_params.temperature 1e+300"),
         ({"temperature": -0.5}, "sampling_params.temperature -0.5"),
         ({"temperature": math.nan}, "sampling_params.temperature nan"),
         ({"top_p": 0.0}, "sampling_params.top_p 0.0 must be in (0, 1]"),
@@ -179,13 +194,6 @@ def test_other_bad_saves():
         ({"stop_strings": ("a", "")}, "sampling_params.stop holds an empty string"),
         ({"stop_token_ids": (500,)}, "sampling_params.stop: token 500"),
     ],
-        ({"prompt": (1,) * 33, "max_tokens": None}, "prompt has 33 tokens: no room for a new one in the context of 32"),
-        (
-            {"temperature": 1e-38},
-            "sampling_params.temperature 1e-38 must be a finite number, 1e-30 or more, or 0, which",
-        ),
-        ({"temperature": 5e-324}, "sampling_params.temperature 5e-324"),
-        ({"temperature": 1e300}, "sampling_params.temperature 1e+300"),
 )
 def test_bad_samples(changes, text):
     with raises(text):
@@ -201,6 +209,7 @@ def test_bad_samples(changes, text):
         ({"logprobs": True, "last_n": 2}, "prompt_logprobs_last_n 2 must be from 1 to 1"),
         ({"target_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs has shape [2, 1]; expected is [1, K]"),
         ({"target_tokens": np.array([[-2]])}, "target_prompt_logprobs: token -2"),
+        ({"target_tokens": np.broadcast_to(np.int64(0), (1, 2**25))}, "target_prompt_logprobs has shape [1, 33554432]"),
     ],
 )
 def test_bad_prompt_options(options, text):

@@ -11,6 +11,7 @@ from skyrl_tx.backends.jax import packing
 from skyrl_tx.backends.jax.buckets import bucket, next_power
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.limits import MAX_CELLS, max_targets
 from skyrl_tx.losses import LossOutput, Mean
 
 BUDGET = 1024
@@ -148,3 +149,21 @@ def test_on_a_mesh_a_micro_batch_has_a_row_for_each_part(sizes, num_rows):
 def test_rows_of_a_mesh_are_filled_evenly():
     [slab] = packing.plan([example(100) for _ in range(8)], 4096, 4)
     assert slab.length == 224 and sorted(slab.rows) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("num_targets", "together"), [(4096, 8), (2**15, 4), (2**17, 1)])
+def test_many_targets_leave_room_for_fewer_tokens(num_targets, together):
+    few = replace(example(128), loss_inputs={"target_tokens": np.broadcast_to(np.int32(0), (128, num_targets))})
+    slabs = packing.plan([few] * 8, BUDGET)
+    assert [len(slab.members) for slab in slabs] == [together] * (8 // together)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20)), min_size=1, max_size=8), st.integers(1, 3))
+def test_no_micro_batch_has_more_cells_than_an_example_may_have_padded(shapes, num_rows):
+    examples = [
+        replace(example(1), tokens=np.zeros(length, np.int32), loss_inputs={"target_tokens": np.broadcast_to(0, shape)})
+        for length, width in shapes
+        for shape in [(length, max_targets(length) >> width or 1)]
+    ]
+    for slab in packing.plan(examples, 16384, num_rows):
+        assert slab.num_tokens * slab.num_targets <= 1.5 * MAX_CELLS * num_rows
