@@ -18,7 +18,7 @@ from skyrl_tx.backends.jax.adapters import (
     padded_rank,
 )
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import Memory, choose
+from skyrl_tx.backends.jax.memory import Memory, choose, model_room
 from skyrl_tx.backends.jax.passes import JaxPass
 from skyrl_tx.backends.jax.sampler import Sampler
 from skyrl_tx.backends.jax.warmup import warm_up
@@ -69,9 +69,10 @@ class JaxBackend(AbstractBackend):
         self._place = mesh.adapter_place(layout, self._model)
         modules = adapter_modules(family.weights, tied_embeddings=self._model.tied_embeddings)
         self._format = checkpoint.AdapterFormat(base_model=self._base_model, config=self._model, modules=modules)
-        self._pool = AdapterPool(config.max_lora_adapters)
         self._sampler = Sampler(self._params, self._model, config, hf.read_eos_token_ids(self._directory))
         self._memory = Memory(choose(config, self._params, self._model))
+        self._max_models = model_room(config, self._params, self._model)
+        self._pool = AdapterPool(self._max_models)
         self._is_started = True
         capabilities = self._capabilities()
         if config.warmup:
@@ -218,7 +219,7 @@ class JaxBackend(AbstractBackend):
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),
             devices=(f"{device.device_kind} ({device.platform})",) * len(devices),
-            max_models=config.max_lora_adapters,
+            max_models=self._max_models,
             max_samplers=config.max_sampler_adapters,
             max_sample_tokens=self._sampler.room.tokens,
             max_pass_tokens=config.max_pass_tokens,

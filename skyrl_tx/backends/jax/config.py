@@ -60,7 +60,12 @@ class JaxConfig(BaseModel):
     mesh: MeshConfig = Field(default_factory=MeshConfig, description="Devices: unset, the first that JAX sees.")
 
     # Training
-    max_lora_adapters: int = Field(default=16, gt=0, description="Models resident for training at once.")
+    max_lora_adapters: int | None = Field(
+        default=None,
+        gt=0,
+        description="Models resident for training at once; others wait on disk. Room that is not in use costs nothing. "
+        "Unset: what the memory allows for models of the SDK's default rank, at most 64.",
+    )
     max_lora_rank: int = Field(default=64, gt=0, description="Largest LoRA rank a client may ask for.")
     micro_batch_tokens: int | None = Field(
         default=None,

@@ -19,8 +19,10 @@ from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 
 UNKNOWN_MEMORY_TOKENS = 1024  # of a micro-batch where the device does not tell its memory, as no CPU does
-SHARE = 0.5  # of what is free beside weights and cache; the rest is for adapters, moments, prompts and fragmentation
+SHARE = 0.5  # of what is free beside weights and cache; the rest is for models in training, prompts and fragmentation
 SAMPLE_SHARE = 0.4  # of what is free beside weights, for the keys and values of samples
+MODEL_SHARE = 0.4  # of what is free beside weights and cache, for all that models in training have of their own
+MOST_MODELS = 64  # a team's; more would seldom be in use at once
 UNKNOWN_SAMPLE_TOKENS = 65536  # in the cache where the device does not tell its memory, if the host has that much
 FEWEST, MOST = 256, 16384  # tokens of each device in a micro-batch
 ENOUGH = 4096  # with that many and no second computation of layers, a device has enough to do
@@ -135,8 +137,7 @@ def sample_room(config: JaxConfig, params: models.DecoderParams, model: models.M
     free = free_bytes(params)
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))  # decoding has layers apart
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights
+        free = _free_on_host(params)
         most = min(most, UNKNOWN_SAMPLE_TOKENS)
         shards = 1  # all devices are this host
     fitting = int(SAMPLE_SHARE * max(free, 0) / token * shards)
@@ -151,6 +152,30 @@ def sample_room(config: JaxConfig, params: models.DecoderParams, model: models.M
     )
     prefix_tokens = tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens
     return SampleRoom(tokens, prefix_tokens)
+
+
+def model_room(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+    """Return how many models may be in training at once, and say why; the flag, where given, has the last word.
+
+    To be asked once weights and cache are on the device. A model takes memory when it is made, and for its own rank:
+    weights, gradient and two moments. Here it is of the default rank, and whole on one device, though `tp` may cut it.
+    """
+    if config.max_lora_adapters is not None:
+        return config.max_lora_adapters
+    free = free_bytes(params)
+    if free is None:
+        free = _free_on_host(params)
+    weights = models.adapter_shapes(model, min(RANK, config.max_lora_rank)).weights
+    cost = 4 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+    room = max(1, min(int(MODEL_SHARE * free / cost), MOST_MODELS))
+    log.info("%d models in training at once: %.1f GiB are free, one takes %.1f MiB", room, free / 2**30, cost / 2**20)
+    return room
+
+
+def _free_on_host(params: models.DecoderParams) -> int:
+    """Return what the host has beside the weights, which decoding has by layer once more."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))
+    return max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0)
 
 
 def _rounded_down(size: int) -> int:

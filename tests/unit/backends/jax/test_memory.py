@@ -11,6 +11,7 @@ from skyrl_tx.backends.jax import memory, packing, passes, training
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import (
+    MOST_MODELS,
     RANK,
     UNKNOWN_MEMORY_TOKENS,
     Costs,
@@ -18,6 +19,7 @@ from skyrl_tx.backends.jax.memory import (
     SampleRoom,
     choose,
     costs_of,
+    model_room,
     plan_for,
     sample_room,
 )
@@ -87,6 +89,23 @@ def test_room_for_samples_without_a_word_of_the_device(tiny, caplog):
         assert sample_room(JaxConfig(max_context_length=65536), tiny.params, tiny.config).tokens == 65536
         assert sample_room(JaxConfig(max_context_length=64), tiny.params, tiny.config).tokens == 32 * 64
     assert "samples of 65536 tokens at once" in caplog.text
+
+
+def test_room_for_models_follows_the_memory_and_the_flag_has_the_last_word(tiny, monkeypatch, caplog):
+    weights = jax.tree.leaves(models.adapter_shapes(tiny.config, RANK).weights)
+    cost = 4 * 4 * sum(leaf.size for leaf in weights)
+
+    def room(free: int | None, **settings) -> int:
+        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        return model_room(JaxConfig(**settings), tiny.params, tiny.config)
+
+    assert room(100 * cost) == 40
+    assert room(10_000 * cost) == room(None) == MOST_MODELS
+    assert room(0) == 1
+    assert room(100 * cost, max_lora_adapters=500) == 500
+    with caplog.at_level("INFO"):
+        assert room(100 * cost, max_lora_rank=16) > 40
+    assert "models in training at once" in caplog.text
 
 
 @pytest.mark.slow
@@ -174,6 +193,7 @@ def raise_next(errors: list[Exception]) -> None:
 
 
 def test_remat_is_the_last_resort_and_then_the_pass_fails_alone(start, monkeypatch):
+    """What did not help is put back: others get the bits that they would have got without the failure."""
     backend, remats = start(32), []
 
     def exhausted(*given, remat: bool, **settings):
@@ -185,21 +205,6 @@ def test_remat_is_the_last_resort_and_then_the_pass_fails_alone(start, monkeypat
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             backend.forward_backward(BATCH)
     assert remats == [False, True]
-    assert_bit_equal(numbers(backend), numbers(start(32, remat=True)))
-
-
-def test_other_failures_are_not_tried_again(start, monkeypatch):
-    backend, calls = start(128), []
-
-    def broken(*given, **settings):
-        calls.append(given)
-    """What did not help is put back: others get the bits that they would have got without the failure."""
-        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
-
-    monkeypatch.setattr(training, "accumulate", broken)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        backend.forward_backward(BATCH)
-    assert len(calls) == 1
     assert_bit_equal(numbers(backend), numbers(start(32)))
 
 
@@ -228,3 +233,20 @@ def test_remat_that_helps_stays(start, monkeypatch):
         return accumulate(*given, remat=remat, **settings)
 
     monkeypatch.setattr(training, "accumulate", exhausted)
+    assert_bit_equal(numbers(backend), numbers(start(32, remat=True)))
+    remats.clear()
+    backend.forward_backward(BATCH)
+    assert set(remats) == {True}
+
+
+def test_other_failures_are_not_tried_again(start, monkeypatch):
+    backend, calls = start(128), []
+
+    def broken(*given, **settings):
+        calls.append(given)
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(training, "accumulate", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        backend.forward_backward(BATCH)
+    assert len(calls) == 1
