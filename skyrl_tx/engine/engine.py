@@ -146,7 +146,15 @@ class _Loop:
         return worked
 
     def _share_device(self) -> bool:
-        """Some steps of training, then some slices of decoding: neither side waits for more than that of the other."""
+        """Some steps of training, then some slices of decoding: neither side waits for more than that of the other.
+
+        A suspect has the device to itself, so that nothing else is marked should it take the engine down again. What
+        was begun before it comes to its end, nothing is begun beside it.
+        """
+        if self._sampling.has_suspect:
+            return self._train() if self._passes.is_active else self._sampling.step()
+        if self._passes.has_suspect or self._is_suspect_next():
+            return self._sampling.go_on() if self._sampling.is_running else self._train()
         settings, worked = self._room.settings, False
         for run, how_often in (
             (self._train, settings.training_steps_per_turn),
@@ -220,6 +228,10 @@ class _Loop:
             self._schedule.open(model_id, Place(last + 1, barrier))
         self._schedule.add(work)
 
+    def _is_suspect_next(self) -> bool:
+        schedule = self._schedule
+        return schedule.num_suspects > 0 and schedule.has_suspect(self._room.presence.seconds(), self._room.jobs.held)
+
     def _train(self) -> bool:
         """One step of the batch under way, or begin what is next."""
         if not self._passes.is_active:
@@ -241,3 +253,5 @@ class _Loop:
         else:
             for work in self._room.attempt([first]):
                 handle(self._room, work)
+                if work.is_suspect:
+                    self._room.jobs.finish(wait=True)  # its files too are written with nothing beside them

@@ -49,6 +49,11 @@ class Passes:
         """Whether a batch is under way; the next one must wait."""
         return self._running is not None or bool(self._alone)
 
+    @property
+    def has_suspect(self) -> bool:
+        """Whether what is under way may be to blame for an engine's end."""
+        return self._running is not None and any(request.work.is_suspect for request in self._running.requests)
+
     def begin(self, works: Sequence[Work]) -> None:
         """Start a batch; requests that cannot run are answered now."""
         requests = [prepared for work in works if (prepared := self._prepare(work)) is not None]

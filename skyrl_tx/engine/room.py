@@ -43,7 +43,12 @@ class Room:
     presence: Presence
 
     def attempt(self, works: list[Work]) -> list[Work]:
-        """Note on disk that these are begun; those that ended too many engines are answered, the others returned."""
+        """Note on disk that these are begun; those that ended too many engines are answered, the others returned.
+
+        What files are being written is waited for before a suspect is begun: nothing else may be under way then.
+        """
+        if any(work.is_suspect for work in works):
+            self.jobs.finish(wait=True)
         fit: list[Work] = []
         for work in works:
             if work.attempts < self.settings.max_attempts:

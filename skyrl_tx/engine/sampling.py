@@ -59,7 +59,7 @@ class Sampling:
         self._num_running_tokens = self._num_running_bytes = 0
         slots = room.capabilities.sample_slots
         self._most_open = -(-slots * (_LOOK_AHEAD + 1) // _LOOK_AHEAD) if slots else sys.maxsize
-        self._suspects: set[RequestId] = set()
+        self._suspects: dict[RequestId, Work] = {}  # no other sample runs beside these
         self._heard = 0  # cancellations, up to this position
         self.num_bytes = 0
         """What all that waits takes in memory."""
@@ -78,8 +78,8 @@ class Sampling:
         except Exception as error:
             self._room.fail(work, error)
             return
-        if work.attempts:
-            self._suspects.add(work.request_id)
+        if work.is_suspect:
+            self._suspects[work.request_id] = work
         self._waiting.setdefault(_lane(work), deque()).append(work)
         self.num_bytes += work.num_bytes
 
@@ -114,10 +114,28 @@ class Sampling:
                 f"prompt: the request takes {work.num_bytes + REQUEST_BYTES} bytes, all that wait may take {limit}"
             )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether any sample is under way."""
+        return bool(self._running)
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether the next sample, or the one under way, may be to blame for an engine's end."""
+        return any(work.is_suspect for work in self._suspects.values())
+
     def step(self) -> bool:
         """Begin what has room and decode one slice of all that runs; whether there was anything to do."""
         self._forget_cancelled()
         self._admit()
+        return self._decode()
+
+    def go_on(self) -> bool:
+        """As `step`, beginning nothing."""
+        self._forget_cancelled()
+        return self._decode()
+
+    def _decode(self) -> bool:
         if not self._running:
             return False
         try:
@@ -164,7 +182,8 @@ class Sampling:
                 self._waiting[lane] = kept
             else:
                 del self._waiting[lane]
-        self._suspects.difference_update(request_ids)
+        for request_id in request_ids:
+            self._suspects.pop(request_id, None)
         return removed
 
     def _admit(self) -> None:
@@ -197,10 +216,13 @@ class Sampling:
         """
         if any(self._num_passed[lane] >= _MOST_PASSED for lane in without_slot):
             return None
-        for lane, queue in self._waiting.items():
-            if lane not in without_slot and self._num_open[lane.decodes] < self._most_open:
-                return queue[0] if self._has_room(queue[0]) else None
-        return None
+        free = (
+            queue[0]
+            for lane, queue in self._waiting.items()
+            if lane not in without_slot and self._num_open[lane.decodes] < self._most_open
+        )
+        head = min(free, key=lambda work: not work.is_suspect, default=None) if self.has_suspect else next(free, None)
+        return head if head is not None and self._has_room(head) else None
 
     def _take(self, work: Work) -> None:
         lane = _lane(work)
@@ -228,7 +250,7 @@ class Sampling:
             running = self._running[work.request_id]
             if work.request_id not in fit:
                 self._drop(running)
-                self._suspects.discard(work.request_id)
+                self._suspects.pop(work.request_id, None)
                 continue
             request = running.gathering.request
             try:
@@ -249,7 +271,7 @@ class Sampling:
         _log.warning("a slice of %d requests failed; each runs alone now: %s", len(failed), error)
         self._drop_all()
         for running in reversed(failed):
-            self._suspects.add(running.work.request_id)
+            self._suspects[running.work.request_id] = running.work
             self._waiting.setdefault(_lane(running.work), deque()).appendleft(running.work)
             self.num_bytes += running.work.num_bytes
 
@@ -274,7 +296,7 @@ class Sampling:
     def _end(self, running: _Running, error: Exception | None) -> None:
         work = running.work
         self._drop(running)
-        self._suspects.discard(work.request_id)
+        self._suspects.pop(work.request_id, None)
         if error is not None:
             self._room.fail(work, error)
             return

@@ -48,6 +48,7 @@ class Schedule:
         self._num_served = 0
         self.num_bytes = 0
         """What all that waits takes in memory."""
+        self.num_suspects = 0
 
     def __contains__(self, model_id: ModelId) -> bool:
         return model_id in self._lines
@@ -65,20 +66,27 @@ class Schedule:
         assert work.model_id is not None
         self._lines[work.model_id].add(work)
         self.num_bytes += work.num_bytes
+        self.num_suspects += work.is_suspect
 
     def take(self, now: float, held: Collection[ModelId] = ()) -> Step | None:
-        """Take out the next step; None when nothing can run. Models in `held` are passed over."""
+        """Take out the next step; None when nothing can run. Suspects are first. Models in `held` are passed over."""
         turns = self._turns(held)
+        if self.num_suspects:
+            turns.sort(key=lambda line: not line.has_suspect(now, self._hole_wait_s))
         for line in turns:
             first = line.head(now, self._hole_wait_s)
             if first is None:
                 continue
             if refusal := line.refusal_of(first):
                 return Step((self._serve(line, first),), refusal)
-            if first.model_pass is None or first.attempts:
+            if first.model_pass is None or first.is_suspect:
                 return Step((self._serve(line, first),))
             return Step(tuple(self._fill(line, first, turns, now)))
         return None
+
+    def has_suspect(self, now: float, held: Collection[ModelId] = ()) -> bool:
+        """Whether the next step is a suspect, which runs alone."""
+        return any(line.has_suspect(now, self._hole_wait_s) for line in self._turns(held))
 
     def next_deadline(self) -> float | None:
         """The time at which a wait for a missing id ends, if any goes on."""
@@ -102,7 +110,7 @@ class Schedule:
             is_taken = False
             while (work := line.head(now, self._hole_wait_s)) is not None:
                 is_same = work.model_pass is not None and work.model_pass.backward == first.model_pass.backward
-                if not is_same or (work.attempts and work is not first) or line.refusal_of(work):
+                if not is_same or (work.is_suspect and work is not first) or line.refusal_of(work):
                     break
                 if work is not first and work.num_tokens > budget:
                     break
@@ -116,6 +124,7 @@ class Schedule:
         line.last_served = self._num_served
         line.take(work)
         self.num_bytes -= work.num_bytes
+        self.num_suspects -= work.is_suspect
         return work
 
 
@@ -150,6 +159,11 @@ class _Line:
         if numbered is not None and unnumbered is not None:
             return min(numbered, unnumbered, key=lambda work: work.position)
         return numbered or unnumbered
+
+    def has_suspect(self, now: float, hole_wait_s: float) -> bool:
+        """Whether the head is one that may run now."""
+        work = self.head(now, hole_wait_s)
+        return work is not None and work.is_suspect
 
     def _may_run(self, work: Work, now: float, hole_wait_s: float) -> bool:
         assert work.seq_id is not None

@@ -33,6 +33,11 @@ class Work:
         return self.request.kind if isinstance(self.request, requests.Rejected) else codec.kind_of(self.request)
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether it was under way when an engine ended, so that it may be to blame for that."""
+        return self.attempts > 0
+
+    @property
     def is_pass(self) -> bool:
         """Whether it has a place among a model's passes, which may wait for one another."""
         return self.kind in _PASS_KINDS

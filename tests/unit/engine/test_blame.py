@@ -7,8 +7,8 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.store import checkpoints, snapshots
-from skyrl_tx.testing.engine_house import House, forward_backward, optim_step, sample
+from skyrl_tx.store import checkpoints, futures, snapshots
+from skyrl_tx.testing.engine_house import House, datum, forward_backward, optim_step, sample
 
 
 class Faulty(FakeBackend):
@@ -66,7 +66,7 @@ def test_what_cannot_be_brought_back_fails_who_asks_for_it(tmp_path, where, erro
     else:
         deadly = house.submit(forward_backward(1), model_id=bad, seq_id=4)
         beside = [house.submit(sample(sampler=other))]
-        beside.append(house.submit(forward_backward(1), model_id=good, seq_id=4))
+    beside.append(house.submit(forward_backward(1), model_id=good, seq_id=4))
     is_deadly = isinstance(error, BackendLost)
     for _ in range(house.settings.max_attempts * is_deadly):
         with pytest.raises(BackendLost):
@@ -103,3 +103,93 @@ def test_a_state_that_cannot_be_taken_costs_a_snapshot_and_nothing_else(house, c
     assert house.api.read(lambda tx: snapshots.get(tx, model_id)) is None
     result = house.answer(optim_step(), model_id=model_id, seq_id=2)
     assert result.metrics["unclipped_grad_l2:mean"] > 0, "the pass was repeated"
+
+
+class Poisoned(FakeBackend):
+    """Loses its device when a sample of one prompt, or a pass of so many tokens, is half done."""
+
+    def __init__(self, house, prompt=None, length=None):
+        super().__init__("tiny", house.config)
+        self.prompt, self.length, self.poisoned = prompt, length, {}
+
+    def begin_sample(self, batch):
+        super().begin_sample(batch)
+        if batch.requests[0].prompt.tolist() == self.prompt:
+            self.poisoned[batch.requests[0].request_id] = 3
+
+    def step_sample(self):
+        deltas = super().step_sample()
+        for request_id in self.poisoned:
+            self.poisoned[request_id] -= 1
+            if not self.poisoned[request_id]:
+                raise BackendLost("poison")
+        return deltas
+
+    def begin_pass(self, batch, *, backward):
+        whole = super().begin_pass(batch, backward=backward)
+        step, lengths = whole.step, [len(example.tokens) for example in batch.examples]
+
+        def watched():
+            if lengths and lengths.pop(0) == self.length:
+                raise BackendLost("poison")
+            return step()
+
+        whole.step = watched
+        return whole
+
+
+def test_a_sample_that_ends_engines_costs_the_pass_beside_it_nothing(house):
+    house.config = house.config.model_copy(update={"slice_tokens": 1})
+    model_id, created = house.create()
+    house.run(created)
+    deadly = house.submit(sample((66, 66), max_tokens=50, eos_stops=False))
+    long = house.submit(forward_backward(data=tuple(map(datum, range(20)))), model_id=model_id, seq_id=1)
+    beside = house.submit(sample(max_tokens=100, eos_stops=False))
+    for _ in range(house.settings.max_attempts):
+        with pytest.raises(BackendLost):
+            house.run(deadly, long, beside, backend=Poisoned(house, prompt=[66, 66]))
+    house.run(deadly, long, beside, backend=Poisoned(house, prompt=[66, 66]))
+    assert "the engine ended 3 times" in house.result(deadly).message
+    assert house.result(long).metrics["num_datums:sum"] == 20
+    assert len(house.result(beside).sequences[0].tokens) == 100
+
+
+def test_a_pass_that_ends_engines_costs_the_sample_beside_it_nothing(house):
+    house.config = house.config.model_copy(update={"slice_tokens": 1})
+    model_id, created = house.create()
+    house.run(created)
+    data = (*map(datum, range(10)), datum(0, 13))
+    deadly = house.submit(forward_backward(data=data), model_id=model_id, seq_id=1)
+    beside = [house.submit(sample((65 + n,), max_tokens=100, eos_stops=False)) for n in range(3)]
+    for _ in range(house.settings.max_attempts):
+        with pytest.raises(BackendLost):
+            house.run(deadly, *beside, backend=Poisoned(house, length=13))
+    house.run(deadly, *beside, backend=Poisoned(house, length=13))
+    assert "the engine ended 3 times" in house.result(deadly).message
+    assert [len(house.result(request_id).sequences[0].tokens) for request_id in beside] == [100, 100, 100]
+
+
+def test_suspects_are_first_and_then_all_run_together_again(house):
+    house.config = house.config.model_copy(update={"slice_tokens": 1})
+    model_id, created = house.create()
+    other_id, other = house.create("other")
+    house.run(created, other)
+    suspects = [
+        house.submit(forward_backward(data=tuple(map(datum, range(5)))), model_id=model_id, seq_id=1),
+        house.submit(sample(max_tokens=30, eos_stops=False)),
+    ]
+    house.api.write(lambda tx: futures.mark_attempt(tx, suspects))
+    others = [
+        house.submit(forward_backward(data=tuple(map(datum, range(5)))), model_id=other_id, seq_id=1),
+        house.submit(sample((67,), max_tokens=30, eos_stops=False)),
+    ]
+    under_way: list[int] = []
+
+    class Watched(FakeBackend):
+        def step_sample(self):
+            under_way.append(len(house.api.read(lambda tx: futures.statuses(tx, [*suspects, *others]))))
+            return super().step_sample()
+
+    house.run(*suspects, *others, backend=Watched("tiny", house.config))
+    assert under_way[:30] == [0] * 30, "nothing else runs beside the sample that is one"
+    assert set(under_way[30:]) == {2, 3}, "then the pass, then the others, side by side"

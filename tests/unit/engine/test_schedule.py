@@ -133,6 +133,17 @@ def test_what_was_tried_before_runs_alone():
     assert [len(step.works) for step in iter(lambda: made.take(0.0), None)] == [1] * 4
 
 
+def test_what_was_tried_before_is_first_where_it_may_run():
+    made = schedule(work(1), work(1, model_id=B, attempts=1), work(2, model_id=C, attempts=1))
+    assert made.has_suspect(0.0) and not made.has_suspect(0.0, held={B})
+    assert made.take(0.0).works[0].model_id == B
+    assert not made.has_suspect(9.0), "C waits for its first request"
+    assert made.take(9.0).works[0].model_id == A
+    assert made.has_suspect(10.0)
+    assert made.take(10.0).works[0].model_id == C
+    assert not made.has_suspect(20.0)
+
+
 def test_rejected_requests_keep_their_place():
     made = schedule(
         work(2, Rejected(kind="optim_step", message="no")),
