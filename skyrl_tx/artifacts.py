@@ -21,7 +21,7 @@ _ID = re.compile(r"art-[0-9a-f]{32}")
 _TEMPORARY = ".tmp-"
 _MANIFEST = "manifest.json"
 _SUFFIXES = frozenset({".safetensors", ".json", ".age"})
-_CHUNK_BYTES = 2**20
+_Stamp = Mapping[str, tuple[int, int, int]]
 
 
 class ArtifactMissing(Exception):
@@ -69,6 +69,7 @@ class ArtifactStore:
     def __init__(self, root: Path) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
+        self._verified: dict[ArtifactId, _Stamp] = {}
 
     def create(
         self,
@@ -124,6 +125,20 @@ class ArtifactStore:
         """What is known of an artifact without reading it. Raises as `open`."""
         path = self._path(artifact_id)
         return _artifact(path, _read_manifest(path))
+
+    def verified(self, artifact_id: ArtifactId) -> Artifact:
+        """As `describe`, of files that are as they were written; raises as `open`.
+
+        They are read once in this process, and again when one was touched since.
+        """
+        path = self._path(artifact_id)
+        manifest = _read_manifest(path)
+        stamp = _stamp(path, (*manifest.files, _MANIFEST))
+        if stamp is None or self._verified.get(artifact_id) != stamp:
+            _verify(path, manifest)
+        if stamp is not None:
+            self._verified[artifact_id] = stamp
+        return _artifact(path, manifest)
 
     def collect(self, keep: Collection[ArtifactId], *, min_age_s: float = 600.0) -> list[ArtifactId]:
         """Remove all artifacts but these, and what creations that never ended left; returns those removed.
@@ -229,6 +244,15 @@ def _verify(path: Path, manifest: _Manifest) -> None:
     for name, written in manifest.files.items():
         if _hashed(path / name) != written:
             raise ArtifactCorrupt(f"artifact {path.name}: file {name} is not as it was written")
+
+
+def _stamp(path: Path, names: Collection[str]) -> _Stamp | None:
+    """What changes with each write to these files; None if one is not there."""
+    try:
+        found = {name: (path / name).stat() for name in names}
+    except OSError:
+        return None
+    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found.items()}
 
 
 def _fsync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import tarfile
 import time
 import urllib.request
@@ -16,6 +17,8 @@ import tinker
 from safetensors.numpy import load
 
 from skyrl_tx.api.routes import downloads
+from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.store import checkpoints
 from skyrl_tx.testing.live_house import PUBLIC_NAME, House
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
@@ -218,3 +221,31 @@ def test_what_is_not_there_has_no_url(house: House) -> None:
         for kind, status in (("external_weights", 404), ("pictures", 400)):
             answer = house.server.client.get(f"/api/v1/training_runs/{session}:train:0/checkpoints/{kind}/x/{place}")
             assert answer.status_code == status
+
+
+def test_damaged_weights_are_not_served(trained: tinker.TrainingClient, rest: tinker.RestClient, house: House) -> None:
+    path = trained.save_weights_external("damaged").result().path
+    url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
+    assert httpx.get(url, headers={"range": "bytes=0-9"}).status_code == HTTPStatus.PARTIAL_CONTENT
+    row = house.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(path), time.time()))
+    assert row is not None
+    folder = house.server.settings.data_dir / "artifacts" / row.artifact_id
+    weights = folder / "adapter_model.safetensors"
+
+    def flip_a_bit() -> None:
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    signing = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
+    for harm, what in (
+        (flip_a_bit, "file adapter_model.safetensors is not as it was written"),
+        (weights.unlink, "file adapter_model.safetensors is missing"),
+        ((folder / "manifest.json").unlink, "manifest.json cannot be read"),
+    ):
+        harm()
+        for answer in (httpx.head(url), httpx.get(url), house.server.client.get(signing)):
+            assert answer.status_code == HTTPStatus.GONE
+        assert f"checkpoint {path} is damaged: artifact {folder.name}: {what}" in answer.json()["detail"]
+    shutil.rmtree(folder)
+    assert httpx.get(url).status_code == HTTPStatus.NOT_FOUND

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tx import artifacts
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId
 
@@ -158,3 +159,16 @@ def test_collecting_spares_what_is_new_or_being_made(store: ArtifactStore) -> No
     may_end.set()
     writing.join(10)
     assert store.open(fresh) and store.open(made[0])
+
+
+def test_files_are_verified_once_and_again_when_they_were_touched(store: ArtifactStore, monkeypatch) -> None:
+    made = store.create(write_adapter)
+    looks: list[str] = []
+    hashed = artifacts._hashed
+    monkeypatch.setattr(artifacts, "_hashed", lambda path: (looks.append(path.name), hashed(path))[1])
+    assert [store.verified(made.artifact_id) for _ in range(3)] == [made] * 3
+    assert sorted(looks) == ["adapter_model.safetensors", "optimizer.json"]
+    (made.path / "adapter_model.safetensors").write_bytes(b"weighty" * 1000)
+    for _ in range(2):
+        with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors is not as it was written"):
+            store.verified(made.artifact_id)

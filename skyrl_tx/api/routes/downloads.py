@@ -14,7 +14,7 @@ from skyrl_tx.api import download, lookup
 from skyrl_tx.api.context import ApiContext, Call, Incoming, parts_of
 from skyrl_tx.api.errors import ApiError, bad_request, not_found
 from skyrl_tx.api.schemas.weights import ExternalWeightsUrlsAnswer
-from skyrl_tx.artifacts import Artifact, ArtifactMissing
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, checkpoint_name
 from skyrl_tx.store import checkpoints
@@ -77,10 +77,15 @@ def fetch(
     if expires < time.time():
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL has expired; ask for a new one")
     artifact = _artifact(parts, row)
-    if form == "file":
-        return download.respond(download.whole_file(artifact.path / file, artifact.artifact_id), request)
     names = [name for name in artifact.files if row.kind == CheckpointKind.EXTERNAL or name in _ADAPTER_FILES]
-    return download.respond(download.tar_of(artifact.path, names, [_COMPLETE], file, artifact.artifact_id), request)
+    try:
+        if form == "file":
+            found = download.whole_file(artifact.path / file, artifact.artifact_id)
+        else:
+            found = download.tar_of(artifact.path, names, [_COMPLETE], file, artifact.artifact_id)
+    except FileNotFoundError as error:  # removed since
+        raise _gone(row) from error
+    return download.respond(found, request)
 
 
 def _readable(call: Call, run_id: str, kind: str, name: str) -> CheckpointRow:
@@ -106,10 +111,17 @@ def _path(run_id: str, kind: str, name: str) -> CheckpointPath:
 
 
 def _artifact(parts: ApiContext, row: CheckpointRow) -> Artifact:
+    """Find the files of a checkpoint, and have them as they were written."""
     try:
-        return parts.artifacts.describe(row.artifact_id)
+        return parts.artifacts.verified(row.artifact_id)
     except ArtifactMissing as error:
-        raise not_found(f"checkpoint {row.path}: its files are gone") from error
+        raise _gone(row) from error
+    except ArtifactCorrupt as error:
+        raise ApiError(HTTPStatus.GONE, f"checkpoint {row.path} is damaged: {error}; save it anew") from error
+
+
+def _gone(row: CheckpointRow) -> ApiError:
+    return not_found(f"checkpoint {row.path}: its files are gone")
 
 
 def _url(parts: ApiContext, request: Request, row: CheckpointRow, form: Form, file: str, expires: int) -> str:
