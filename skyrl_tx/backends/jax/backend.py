@@ -252,7 +252,7 @@ def configure_jax(config: JaxConfig) -> None:
     if config.compile_cache_dir is not None:
         config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # JAX's own second leaves too much out
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many quick ones are a slow start
 
 
 def _own(source: Snapshot) -> checkpoint.AdapterSnapshot:
