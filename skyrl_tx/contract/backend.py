@@ -39,11 +39,14 @@ class Snapshot(ABC):
 
 
 class Pass(ABC):
-    """One batch on its way. Atomic: all of it is kept, or nothing."""
+    """One batch on its way. Atomic: all of it is kept, or nothing.
+
+    Several may be under way, on different models, with steps and other calls in between.
+    """
 
     @abstractmethod
     def step(self) -> bool:
-        """Dispatch one micro-batch without waiting for it; True once all are dispatched."""
+        """Dispatch one micro-batch, without waiting for more than a few before it; True once all are dispatched."""
 
     @abstractmethod
     def results(self) -> list[PassResult]:

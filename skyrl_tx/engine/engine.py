@@ -34,6 +34,7 @@ _LONGEST_WAIT_S = 1.0
 _READING_S = 0.1
 _SHORTEST_WAIT_S = 0.05
 _PRUNING_PAUSE_S = 0.2
+_BATCH_STEPS = 4  # micro-batches that requests share: enough to keep a device busy, few to wait for
 
 
 class Engine:
@@ -104,13 +105,13 @@ class _Loop:
         self._artifacts = artifacts
         self._schedule = Schedule(
             hole_wait_s=room.settings.hole_wait_s,
-            max_pass_tokens=room.capabilities.max_pass_tokens,
+            max_pass_tokens=_batch_tokens(room.capabilities),
             max_models=room.capabilities.max_models,
         )
         self._passes = Passes(room)
         self._sampling = Sampling(room)
         self._position = 0
-        self._is_busy = False
+        self._is_busy = self._is_turn_of_passes = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def turn(self) -> bool:
@@ -126,7 +127,7 @@ class _Loop:
             num_effects=settings.snapshot_effects,
             max_share=settings.snapshot_max_share,
         )
-        if time.monotonic() >= self._housekeeping_at and not self._passes.is_active:
+        if time.monotonic() >= self._housekeeping_at:
             self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
             now = time.time()
             sessions.release_idle_models(self._room, self._schedule, now)
@@ -152,9 +153,9 @@ class _Loop:
         was begun before it comes to its end, nothing is begun beside it.
         """
         if self._sampling.has_suspect:
-            return self._train() if self._passes.is_active else self._sampling.step()
+            return self._passes.go_on() or self._sampling.step()
         if self._passes.has_suspect or self._is_suspect_next():
-            return self._sampling.go_on() if self._sampling.is_running else self._train()
+            return self._sampling.go_on() or self._passes.go_on() or self._train()
         settings, worked = self._room.settings, False
         for run, how_often in (
             (self._train, settings.training_steps_per_turn),
@@ -187,9 +188,9 @@ class _Loop:
         return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, deadline - self._room.presence.seconds()))
 
     def finish(self) -> None:
-        """End in good order: the batch under way is answered, models are kept, samples are left open."""
-        while self._passes.is_active:
-            self._passes.step()
+        """End in good order: batches under way are answered, models are kept, samples are left open."""
+        while self._passes.go_on():
+            pass
         self._sampling.give_up()
         self._room.jobs.finish(wait=True)
         for model in self._room.models.resident():
@@ -230,18 +231,24 @@ class _Loop:
 
     def _is_suspect_next(self) -> bool:
         schedule = self._schedule
-        return schedule.num_suspects > 0 and schedule.has_suspect(self._room.presence.seconds(), self._room.jobs.held)
+        held = {*self._room.jobs.held, *self._room.models.busy}
+        return schedule.num_suspects > 0 and schedule.has_suspect(self._room.presence.seconds(), held)
 
     def _train(self) -> bool:
-        """One step of the batch under way, or begin what is next."""
-        if not self._passes.is_active:
-            step = self._schedule.take(self._room.presence.seconds(), self._room.jobs.held)
-            if step is None:
-                return False
+        """One step: other work that is next, or a pass one micro-batch further; in turns where there are both."""
+        passes, step = self._passes, None
+        if not self._is_turn_of_passes:
+            step = self._schedule.take(
+                self._room.presence.seconds(),
+                self._room.jobs.held,
+                busy=self._room.models.busy,
+                num_under_way=passes.num_under_way,
+            )
+        if step is not None:
             self._begin(step)
-        if self._passes.is_active:
-            self._passes.step()
-        return True
+        is_done = step is not None and step.works[0].model_pass is None
+        self._is_turn_of_passes = is_done and passes.num_under_way > 0
+        return is_done or passes.go_on() or step is not None
 
     def _begin(self, step: Step) -> None:
         first = step.works[0]
@@ -255,3 +262,9 @@ class _Loop:
                 handle(self._room, work)
                 if work.is_suspect:
                     self._room.jobs.finish(wait=True)  # its files too are written with nothing beside them
+
+
+def _batch_tokens(capabilities: Capabilities) -> int:
+    """Tokens of a batch: some micro-batches, where the backend says what they hold."""
+    few = _BATCH_STEPS * capabilities.micro_batch_tokens
+    return min(few or capabilities.max_pass_tokens, capabilities.max_pass_tokens)

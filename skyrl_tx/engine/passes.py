@@ -28,59 +28,83 @@ class _Prepared:
     examples: tuple[PassExample, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A batch on its way."""
+@dataclass(slots=True)
+class _Batch:
+    """Requests that began together, in the groups in which they run one after the other; `on_device`: the first."""
 
-    requests: Sequence[_Prepared]
-    on_device: Pass
+    models: frozenset[ModelId]
+    groups: deque[Sequence[_Prepared]]
+    on_device: Pass | None = None
 
 
 class Passes:
-    """At most one batch at a time. When one fails, its requests run again alone, so that only the culprit fails."""
+    """Batches of different models, a micro-batch of each in turn.
+
+    When one fails, its requests run again alone, so that only the culprit fails.
+    """
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._running: _Running | None = None
-        self._alone: deque[_Prepared] = deque()
+        self._batches: deque[_Batch] = deque()  # the one whose turn it is first
 
     @property
-    def is_active(self) -> bool:
-        """Whether a batch is under way; the next one must wait."""
-        return self._running is not None or bool(self._alone)
+    def num_under_way(self) -> int:
+        """How many batches have begun and not ended."""
+        return len(self._batches)
 
     @property
     def has_suspect(self) -> bool:
         """Whether what is under way may be to blame for an engine's end."""
-        return self._running is not None and any(request.work.is_suspect for request in self._running.requests)
+        return any(request.work.is_suspect for batch in self._batches for request in batch.groups[0])
 
     def begin(self, works: Sequence[Work]) -> None:
-        """Start a batch; requests that cannot run are answered now."""
+        """Start a batch, of models that no other is under way on; requests that cannot run are answered now."""
         requests = [prepared for work in works if (prepared := self._prepare(work)) is not None]
         fit = {work.request_id for work in self._room.attempt([request.work for request in requests])}
-        self._start([request for request in requests if request.work.request_id in fit])
+        requests = [request for request in requests if request.work.request_id in fit]
+        if requests:
+            batch = _Batch(frozenset(request.model_id for request in requests), deque([requests]))
+            self._room.models.busy.update(batch.models)
+            self._batches.append(batch)
 
-    def step(self) -> None:
-        """Take the batch one micro-batch further; at its end, answer."""
-        if self._running is None:
-            self._start([self._alone.popleft()])
-            return
-        running = self._running
+    def go_on(self) -> bool:
+        """Take the batch whose turn it is one micro-batch further; at its end, answer. Whether there was any."""
+        if not self._batches:
+            return False
+        batch = self._batches.popleft()
+        self._advance(batch)
+        if batch.groups:
+            self._batches.append(batch)
+        else:
+            self._room.models.busy.difference_update(batch.models)
+        return True
+
+    def _advance(self, batch: _Batch) -> None:
+        requests = batch.groups[0]
         try:
-            is_dispatched = running.on_device.step()
+            if batch.on_device is None:
+                batch.on_device = self._start(requests)
+            is_dispatched = batch.on_device.step()
             reach("engine.dispatched")
             if not is_dispatched:
                 return
-            results = running.on_device.results()
+            results = batch.on_device.results()
         except ENDS_ENGINE:
             raise
         except Exception as error:
-            running.on_device.abort()
-            self._running = None
-            self._failed(running.requests, error)
+            if batch.on_device is not None:
+                batch.on_device.abort()
+            batch.on_device = None
+            batch.groups.popleft()
+            if len(requests) > 1:
+                _log.warning("a batch of %d requests failed; each runs alone now: %s", len(requests), error)
+                batch.groups.extend([request] for request in requests)
+            else:
+                self._room.fail(requests[0].work, error)
             return
-        self._running = None
-        self._answer(running.requests, results)
+        batch.on_device = None
+        batch.groups.popleft()
+        self._answer(requests, results)
 
     def _prepare(self, work: Work) -> _Prepared | None:
         request = work.model_pass
@@ -94,25 +118,11 @@ class Passes:
             return None
         return _Prepared(work, work.model_id, request.backward, tuple(examples))
 
-    def _start(self, requests: Sequence[_Prepared]) -> None:
-        if not requests:
-            return
+    def _start(self, requests: Sequence[_Prepared]) -> Pass:
         # Here, after they are marked as begun: to bring a model back can take the engine down as well.
+        self._room.models.ensure({request.model_id for request in requests})
         batch = prepare.pass_batch([request.examples for request in requests])
-        try:
-            self._room.models.ensure({request.model_id for request in requests})
-            self._running = _Running(requests, self._room.backend.begin_pass(batch, backward=requests[0].backward))
-        except ENDS_ENGINE:
-            raise
-        except Exception as error:
-            self._failed(requests, error)
-
-    def _failed(self, requests: Sequence[_Prepared], error: Exception) -> None:
-        if len(requests) > 1:
-            _log.warning("a batch of %d requests failed; each runs alone now: %s", len(requests), error)
-            self._alone.extend(requests)
-            return
-        self._room.fail(requests[0].work, error)
+        return self._room.backend.begin_pass(batch, backward=requests[0].backward)
 
     def _answer(self, requests: Sequence[_Prepared], results: list[PassResult]) -> None:
         start = 0

@@ -73,6 +73,8 @@ class Models:
         self._jobs = jobs
         self._recovery = recovery
         self._models: dict[ModelId, LiveModel] = {}
+        self.busy: set[ModelId] = set()
+        """Those that passes are under way on, or about to be: once on the device they stay."""
 
     def get(self, model_id: ModelId, *, creating: bool = False) -> LiveModel:
         """Look a model up. Raises UserError if it cannot be used."""
@@ -121,11 +123,11 @@ class Models:
         model.last_used = time.monotonic()
 
     def make_room(self, keep: Collection[ModelId] = ()) -> None:
-        """Have a slot free, by letting the least recently used model go that is not in `keep`."""
+        """Have a slot free, by letting the least recently used model go that is neither busy nor in `keep`."""
         resident = self.resident()
         if len(resident) < self._max_models:
             return
-        candidates = [model for model in resident if model.model_id not in keep]
+        candidates = [model for model in resident if model.model_id not in self.busy and model.model_id not in keep]
         if not candidates:
             raise ServerError(f"all {self._max_models} model slots are in use")
         self.evict(min(candidates, key=lambda model: model.last_used))

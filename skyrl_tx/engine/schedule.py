@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.engine.work import Work
 
+MOST_UNDER_WAY = 4
+"""Batches of passes, each with gradients of its own in memory. The last place is for what is within the budget."""
+_MOST_TOGETHER = 32
+"""Requests in a batch: however short, each is computed by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -41,6 +46,7 @@ class Schedule:
     """All requests that wait, but samples. `now` is in seconds during which missing ids could have arrived."""
 
     def __init__(self, *, hole_wait_s: float, max_pass_tokens: int, max_models: int) -> None:
+        """`max_pass_tokens` is the budget of a batch; one request may exceed it."""
         self._hole_wait_s = hole_wait_s
         self._max_pass_tokens = max_pass_tokens
         self._max_models = max_models
@@ -68,9 +74,16 @@ class Schedule:
         self.num_bytes += work.num_bytes
         self.num_suspects += work.is_suspect
 
-    def take(self, now: float, held: Collection[ModelId] = ()) -> Step | None:
-        """Take out the next step; None when nothing can run. Suspects are first. Models in `held` are passed over."""
-        turns = self._turns(held)
+    def take(
+        self, now: float, held: Collection[ModelId] = (), *, busy: Collection[ModelId] = (), num_under_way: int = 0
+    ) -> Step | None:
+        """Take out the next step, to run beside the batches under way on the models `busy`; None when nothing can.
+
+        Models in `held` are passed over. Suspects are first, and wait until nothing is under way.
+        """
+        if num_under_way and len(busy) >= self._max_models:
+            return None
+        turns = self._turns({*held, *busy})
         if self.num_suspects:
             turns.sort(key=lambda line: not line.has_suspect(now, self._hole_wait_s))
         for line in turns:
@@ -79,14 +92,22 @@ class Schedule:
                 continue
             if refusal := line.refusal_of(first):
                 return Step((self._serve(line, first),), refusal)
+            if first.is_suspect and num_under_way:
+                return None
+            if first.model_pass is not None and not self._has_place(first, num_under_way):
+                continue
             if first.model_pass is None or first.is_suspect:
                 return Step((self._serve(line, first),))
-            return Step(tuple(self._fill(line, first, turns, now)))
+            return Step(tuple(self._fill(line, first, turns, now, self._max_models - len(busy))))
         return None
 
     def has_suspect(self, now: float, held: Collection[ModelId] = ()) -> bool:
         """Whether the next step is a suspect, which runs alone."""
         return any(line.has_suspect(now, self._hole_wait_s) for line in self._turns(held))
+
+    def _has_place(self, work: Work, num_under_way: int) -> bool:
+        num_free = MOST_UNDER_WAY - num_under_way
+        return num_free > 1 or (num_free == 1 and work.num_tokens <= self._max_pass_tokens)
 
     def next_deadline(self) -> float | None:
         """The time at which a wait for a missing id ends, if any goes on."""
@@ -100,21 +121,22 @@ class Schedule:
         waiting = [line for model_id, line in self._lines.items() if line.is_waiting and model_id not in held]
         return sorted(waiting, key=lambda line: line.last_served)
 
-    def _fill(self, lead: "_Line", first: Work, turns: list["_Line"], now: float) -> Iterator[Work]:
+    def _fill(self, lead: "_Line", first: Work, turns: list["_Line"], now: float, max_models: int) -> Iterator[Work]:
         """More passes of the same direction for the same batch, as far as its budget goes."""
         assert first.model_pass is not None
-        budget, num_models = self._max_pass_tokens, 0
+        budget, num_models, num_left = self._max_pass_tokens, 0, _MOST_TOGETHER
         for line in [lead, *(line for line in turns if line is not lead)]:
-            if num_models == self._max_models:
+            if num_models == max_models:
                 return
             is_taken = False
             while (work := line.head(now, self._hole_wait_s)) is not None:
                 is_same = work.model_pass is not None and work.model_pass.backward == first.model_pass.backward
                 if not is_same or (work.is_suspect and work is not first) or line.refusal_of(work):
                     break
-                if work is not first and work.num_tokens > budget:
+                if work is not first and (work.num_tokens > budget or not num_left):
                     break
                 budget -= work.num_tokens
+                num_left -= 1
                 is_taken = True
                 yield self._serve(line, work)
             num_models += is_taken

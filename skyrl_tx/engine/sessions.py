@@ -21,7 +21,8 @@ def release_idle_models(room: Room, schedule: Schedule, now: float) -> list[Mode
     """Take the models of finished and silent sessions off the device; they come back when asked for."""
     released: list[ModelId] = []
     for model in room.models.resident():
-        if end_of(room, model.session_id, now) is not None and not schedule.is_waiting(model.model_id):
+        is_needed = model.model_id in room.models.busy or schedule.is_waiting(model.model_id)
+        if not is_needed and end_of(room, model.session_id, now) is not None:
             room.models.evict(model)
             released.append(model.model_id)
     return released

@@ -236,6 +236,26 @@ class BackendSuite:
         assert all(same_bits(left, right) for left, right in zip(together, own, strict=True))
         assert bench.state_of(model_id) == expected
 
+    def test_passes_of_two_models_side_by_side_change_no_bit(self, bench: Bench) -> None:
+        """A micro-batch of each in turn, and a step on a third model in between."""
+        models = [bench.model(number, steps=1) for number in (1, 2)]
+        batches = [bench.batch(bench.request(model_id, (12, 5, 9))) for model_id in models]
+        starts = [bench.backend.capture(model_id, ALL_PARTS) for model_id in models]
+        alone = [bench.backend.forward_backward(batch) for batch in batches]
+        expected = [bench.state_of(model_id) for model_id in models]
+        for number, model_id in enumerate(models):
+            bench.backend.restore(model_id, bench.spec(number + 1), starts[number], ALL_PARTS)
+        other = bench.model(3)
+        begun = [bench.backend.begin_pass(batch, backward=True) for batch in batches]
+        under_way = list(begun)
+        while under_way:
+            under_way = [each for each in under_way if not each.step()]
+            bench.backend.optim_step(other, STEP)
+        results = [each.results() for each in reversed(begun)][::-1]
+        for left, right in zip(alone, results, strict=True):
+            assert all(same_bits(one, two) for one, two in zip(left, right, strict=True))
+        assert [bench.state_of(model_id) for model_id in models] == expected
+
     # Trainer = sampler
 
     def test_trainer_and_sampler_agree(self, bench: Bench) -> None:

@@ -19,7 +19,7 @@ from skyrl_tx.backends.jax.adapters import (
 )
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import Memory, choose, model_room
-from skyrl_tx.backends.jax.passes import JaxPass
+from skyrl_tx.backends.jax.passes import Ahead, JaxPass
 from skyrl_tx.backends.jax.sampler import Sampler
 from skyrl_tx.backends.jax.warmup import warm_up
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
@@ -73,6 +73,7 @@ class JaxBackend(AbstractBackend):
         self._memory = Memory(choose(config, self._params, self._model))
         self._max_models = model_room(config, self._params, self._model)
         self._pool = AdapterPool(self._max_models)
+        self._ahead = Ahead()
         self._is_started = True
         capabilities = self._capabilities()
         if config.warmup:
@@ -121,6 +122,7 @@ class JaxBackend(AbstractBackend):
             config=self._model,
             pool=self._pool,
             memory=self._memory,
+            ahead=self._ahead,
         )
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:

@@ -62,6 +62,11 @@ class Memory:
     def __init__(self, plan: MemoryPlan) -> None:
         self.plan = plan
 
+    def shrink(self, plan: MemoryPlan) -> None:
+        """Keep to a plan that helped, unless another pass has shown since that less is needed."""
+        self.plan = min(self.plan, plan, key=lambda each: (each.micro_batch_tokens, not each.remat))
+        log.warning("from now on %s, as that helped", self.plan)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:

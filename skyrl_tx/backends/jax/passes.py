@@ -6,7 +6,7 @@ So a pass that meets the end of the device's memory can begin anew, in smaller m
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,8 @@ from skyrl_tx.contract.results import PassResult
 from skyrl_tx.layers.lora import AdapterWeights
 
 log = logging.getLogger(__name__)
+
+MOST_AHEAD = 2  # one runs and the next one is there; with more of them a sample that arrives waits for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,23 @@ class _Dispatched:
     outputs: training.Outputs
 
 
+class Ahead:
+    """The micro-batches of all passes that the device has not been seen to finish."""
+
+    def __init__(self) -> None:
+        self._logprobs: deque[jax.Array] = deque()
+
+    def make_room(self) -> None:
+        """Wait until one more may be dispatched."""
+        while len(self._logprobs) >= MOST_AHEAD:
+            with suppress(jax.errors.JaxRuntimeError):  # the pass that it belongs to meets it as it reads its results
+                self._logprobs.popleft().block_until_ready()
+
+    def add(self, outputs: training.Outputs) -> None:
+        """Note what was dispatched."""
+        self._logprobs.append(outputs.logprobs)
+
+
 class JaxPass(Pass):
     """See Pass. The gradient of a request is summed by itself, in the order of its plan, then added to its model's."""
 
@@ -65,24 +84,26 @@ class JaxPass(Pass):
         config: models.ModelConfig,
         pool: AdapterPool,
         memory: Memory,
+        ahead: Ahead,
     ) -> None:
         self._params = params
         self._config = config
         self._pool = pool
         self._backward = backward
         self._memory = memory
-        self._plan = memory.plan
+        self._ahead = ahead
         self._requests = _group(batch.examples)
         self._before: dict[ModelId, TrainingState] = {r.model_id: pool.take(r.model_id) for r in self._requests}
-        self._is_over = False
-        self._begin(self._cut(self._plan))
+        self._is_over = self._has_shrunk = False
+        self._begin(memory.plan)
 
-    def _begin(self, units: list[_Unit]) -> None:
+    def _begin(self, plan: MemoryPlan) -> None:
         """Start, or start anew, with nothing but what was there before."""
+        self._plan = plan
         self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
         self._of_request: AdapterWeights | None = None
         self._dispatched: list[_Dispatched] = []
-        self._waiting = deque(units)
+        self._waiting = deque(self._cut(plan))
 
     def _cut(self, plan: MemoryPlan) -> list[_Unit]:
         return list(_cut(self._requests, plan.micro_batch_tokens, self._params.layout.num_shards("batch")))
@@ -92,8 +113,11 @@ class JaxPass(Pass):
         assert not self._is_over, "this pass has ended"
         if self._waiting:
             unit = self._waiting.popleft()
+            self._ahead.make_room()
             with self._smaller_if_exhausted():
-                self._dispatched.append(_Dispatched(unit, self._dispatch(unit)))
+                outputs = self._dispatch(unit)
+                self._ahead.add(outputs)
+                self._dispatched.append(_Dispatched(unit, outputs))
         return not self._waiting
 
     def results(self) -> list[PassResult]:
@@ -112,9 +136,8 @@ class JaxPass(Pass):
                 results[request.start + index] = result
         if self._backward:
             self._commit()
-        if self._memory.plan != self._plan:
-            log.warning("from now on %s, as that helped", self._plan)
-            self._memory.plan = self._plan
+        if self._has_shrunk:
+            self._memory.shrink(self._plan)
         self.abort()
         return [results[index] for index in range(len(results))]
 
@@ -141,17 +164,18 @@ class JaxPass(Pass):
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
-            before, largest = self._plan, max(unit.slab.num_tokens for unit in self._cut(self._plan))
-            for plan in before.smaller():
-                units = self._cut(plan)
-                helps = plan.remat and not before.remat and self._backward
-                if helps or max(unit.slab.num_tokens for unit in units) < largest:
-                    break
-            else:
-                raise
-            log.warning("the device has no memory for %s: trying %s (%s)", before, plan, error)
-            self._plan = plan
-            self._begin(units)
+            self._begin(self._smaller(error))
+            self._has_shrunk = True
+
+    def _smaller(self, error: Exception) -> MemoryPlan:
+        """Return a plan by which this pass has smaller micro-batches; raise the error when there is none."""
+        largest = max(unit.slab.num_tokens for unit in self._cut(self._plan))
+        for plan in self._plan.smaller():
+            helps = plan.remat and not self._plan.remat and self._backward
+            if helps or max(unit.slab.num_tokens for unit in self._cut(plan)) < largest:
+                log.warning("the device has no memory for %s: trying %s (%s)", self._plan, plan, error)
+                return plan
+        raise error
 
     def _dispatch(self, unit: _Unit) -> training.Outputs:
         request = unit.request

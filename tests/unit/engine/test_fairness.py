@@ -113,6 +113,63 @@ def test_ten_thousand_passes_of_one_model_delay_another_by_one_batch(open_house)
     assert num_before <= num_read_in_turns + 2, "once it was read it was next"
 
 
+class Visited(Scripted):
+    """In a step of training another client comes along; the models of all steps are written down."""
+
+    def __init__(self, config, arrive):
+        super().__init__(config)
+        self.arrive, self.place, self.steps = arrive, None, []
+
+    def begin_pass(self, batch, *, backward):
+        inner = super().begin_pass(batch, backward=backward)
+        return Stepped(inner, self, {example.model_id for example in batch.examples})
+
+
+class Stepped(Counted):
+    """A pass that tells which models its steps are of."""
+
+    def __init__(self, inner, backend, models):
+        super().__init__(inner, backend.turns)
+        self.backend, self.models = backend, models
+
+    def step(self):
+        self.backend.steps.append(self.models)
+        if self.backend.place is None and len(self.backend.steps) >= 40:
+            self.backend.place = len(self.backend.steps)
+            self.backend.arrive()
+        return super().step()
+
+    def results(self):
+        self.backend.steps.append("answered")
+        return super().results()
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_data"), [(300, 1), (1, 150)], ids=["many requests", "one request of many micro-batches"]
+)
+def test_a_pass_waits_for_some_steps_of_others_whatever_they_ask_for(open_house, num_requests, num_data):
+    """In steps of the device, at the default bounds: of 32 tokens beside requests and queues of any size."""
+    house = open_house(config={"micro_batch_tokens": 1024, "max_pass_tokens": 65_536, "max_context_length": 2048})
+    greedy, created = house.create("greedy")
+    house.run(created, house.create("modest")[1])
+    modest = greedy.replace("greedy", "modest")
+    queue = forward_backward(backward=False, data=(datum(length=1024),) * num_data)
+    many(house, [queue] * num_requests, model_id=greedy)
+    arrived = []
+
+    def arrive():
+        arrived.append(house.submit(forward_backward(data=(datum(length=32),)), model_id=modest, seq_id=1))
+
+    backend = Visited(house.config, arrive)
+    first = house.submit(sample(max_tokens=16 * 80, eos_stops=False))
+    house.run(first, backend=backend)
+    after = backend.steps[backend.place :]
+    place = after.index({modest})
+    assert place <= 4, "a step or two while it is read, and one of each under way"
+    assert after[place + 1] == "answered", "and it is answered at once"
+    assert house.result(arrived[0]).metrics["num_tokens:sum"] == 32
+
+
 def test_a_long_queue_of_one_session_delays_another_by_one_sample(open_house):
     house = open_house(config={"max_sample_tokens": 20})
     many(house, [sample()] * 200)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoraSpec, ModelSpec, Rejected
-from skyrl_tx.engine.schedule import Place, Schedule
+from skyrl_tx.engine.schedule import MOST_UNDER_WAY, Place, Schedule
 from skyrl_tx.engine.work import Work
 from skyrl_tx.testing.engine_house import datum, forward_backward, optim_step
 
@@ -142,6 +142,39 @@ def test_what_was_tried_before_is_first_where_it_may_run():
     assert made.has_suspect(10.0)
     assert made.take(10.0).works[0].model_id == C
     assert not made.has_suspect(20.0)
+
+
+def test_what_was_tried_before_waits_until_nothing_is_under_way():
+    made = schedule(work(1), work(1, model_id=B, attempts=1))
+    assert made.take(0.0, num_under_way=1, busy={C}) is None, "A does not go before it"
+    assert [made.take(0.0).works[0].model_id for _ in range(2)] == [B, A]
+
+
+def test_batches_run_beside_one_another_on_other_models():
+    made = schedule(work(1), work(2), work(1, model_id=B), work(1, optim_step(), C), max_pass_tokens=10)
+    assert taken(made) == [1]
+    assert made.take(0.0, busy={A}, num_under_way=1).works[0].model_id == B
+    assert made.take(0.0, busy={A, B}, num_under_way=MOST_UNDER_WAY).works[0].model_id == C, "it is no pass"
+    assert made.take(0.0, busy={A, B}, num_under_way=2) is None
+
+
+def test_the_last_place_is_for_what_is_within_the_budget():
+    large = forward_backward(data=(datum(0, 50),))
+    made = schedule(work(1, large), work(1, model_id=B), max_pass_tokens=10)
+    assert made.take(0.0, busy={C}, num_under_way=MOST_UNDER_WAY - 1).works[0].model_id == B
+    assert made.take(0.0, busy={C}, num_under_way=MOST_UNDER_WAY - 1) is None
+    assert made.take(0.0, busy={C}, num_under_way=MOST_UNDER_WAY - 2).works[0].model_id == A
+
+
+def test_models_under_way_take_up_room_for_models():
+    made = schedule(work(1), work(1, model_id=B), max_models=2)
+    assert made.take(0.0, busy={C, ModelId("d")}, num_under_way=1) is None
+    assert [each.model_id for each in made.take(0.0, busy={C}, num_under_way=1).works] == [A]
+
+
+def test_a_batch_has_an_end_however_short_its_requests():
+    made = schedule(*(work(n) for n in range(1, 101)))
+    assert [len(step.works) for step in iter(lambda: made.take(0.0), None)] == [32, 32, 32, 4]
 
 
 def test_rejected_requests_keep_their_place():
