@@ -27,6 +27,10 @@ PROMPT = types.ModelInput.from_ints([1, 2])
 IMAGE = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=3)])
 PROTOBUF = {"content-type": "application/x-protobuf"}
 MB = 2**20
+NOTHING = types.TensorData(
+    data=[], dtype="int64", shape=[1, 33_000_000], sparse_crow_indices=[0, 0], sparse_col_indices=[]
+)
+"""Of a few bytes; dense it would be 264 MB, and in a pass, padded, 25 GB."""
 # Some of what is tried here the SDK will drop, and warns of.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
@@ -128,6 +132,12 @@ def told(call: Callable[[], Any], *parts: str) -> None:
         ([sampled(advantages=None)], "dro", None, ["['advantages']", "missing"]),
         ([datum(target_tokens=None)], "cross_entropy", None, ["['target_tokens']", "missing"]),
         ([datum(rewards=[1, 1])], "cross_entropy", None, ["['rewards']", "cross_entropy"]),
+        (
+            [types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": NOTHING})],
+            "cross_entropy",
+            None,
+            ["data[0].loss_fn_inputs['target_tokens']", "[1, 33000000]", "at most 524288 columns"],
+        ),
         ([datum()], "mse", None, ["loss_fn", "'mse'"]),
         ([sampled()], "ppo", {"clip": 0.2}, ["loss_fn_config", "clip"]),
         ([sampled()], "ppo", {"clip_low_threshold": NAN}, ["loss_fn_config", "clip_low_threshold", "nan"]),
@@ -183,6 +193,11 @@ def test_an_unknown_base_model(house: House) -> None:
         ({"max_tokens": 0}, ["max_tokens 0"]),
         ({"max_tokens": -7}, ["max_tokens -7"]),
         ({"max_tokens": CONTEXT - 1}, ["max_tokens", str(CONTEXT - 1), str(CONTEXT)]),
+        ({"max_tokens": 2**70}, ["sampling_params.max_tokens", str(2**64), str(2**70)]),
+        ({"prompt": types.ModelInput.from_ints([1] * (CONTEXT + 1))}, [str(CONTEXT + 1), "max_tokens 4", str(CONTEXT)]),
+        ({"temperature": 1e-38}, ["temperature 1e-38", "0, which is greedy"]),
+        ({"temperature": 5e-324}, ["temperature 5e-324"]),
+        ({"target_prompt_logprobs": NOTHING}, ["target_prompt_logprobs", "[1, 33000000]", "at most 524288 columns"]),
         ({"temperature": -0.5}, ["temperature -0.5"]),
         ({"top_p": 0.0}, ["top_p 0.0"]),
         ({"top_p": 1.01}, ["top_p 1.01"]),
@@ -194,7 +209,8 @@ def test_an_unknown_base_model(house: House) -> None:
     ],
 )
 def test_a_prompt(sampling: tinker.SamplingClient, changes: dict[str, Any], parts: list[str]) -> None:
-    own = {name: changes[name] for name in changes if name in ("prompt", "num_samples", "topk_prompt_logprobs")}
+    own_names = ("prompt", "num_samples", "topk_prompt_logprobs", "target_prompt_logprobs")
+    own = {name: changes[name] for name in changes if name in own_names}
     params = types.SamplingParams(**({"max_tokens": 4} | {name: changes[name] for name in changes if name not in own}))
     call = {"prompt": PROMPT, "num_samples": 1, "sampling_params": params} | own
     told(lambda: sampling.sample(**call), *parts)

@@ -118,3 +118,10 @@ def test_seed_sample_and_position_each_change_the_number():
         jnp.array([0, 0, 1, 0, 0]),
     )
     assert len(set(numbers.tolist())) == 5
+
+
+def test_the_smallest_temperature_that_is_taken_is_greedy_in_numbers_that_float32_has():
+    logits = 1000 * random_logits()
+    for how in (params(1, temperature=1e-30), params(1, temperature=1e-30, top_k=3, top_p=0.5)):
+        got = draw(logits[None], how, jnp.zeros(1, jnp.int32), wants_topk=True)
+        assert got.token_S.tolist() == [int(logits.argmax())] and got.logprob_S.tolist() == [0.0]
