@@ -63,10 +63,12 @@ def score_window(
     P = target_PQ.shape[0]
     hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
     logits_PV = models.logits(params, hidden_PD, take_adapter(pool, place))
-    log_total_P = jax.nn.logsumexp(logits_PV, axis=-1)
+    highest_P = logits_PV.max(axis=-1)
+    log_total_P = jnp.log(jnp.exp(logits_PV - highest_P[:, None]).sum(axis=-1))
     topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, jnp.ones(P), log_total_P, max_topk, jnp.bool_(True))
-    scaled_PV = sampling.scale(logits_PV, jnp.broadcast_to(temperature, P))
-    weight_PV, scaled_total_P = sampling.weights(scaled_PV)
+    scaled_PV = sampling.scale(logits_PV, highest_P, jnp.broadcast_to(temperature, P))
+    weight_PV = jnp.exp(scaled_PV)
+    scaled_total_P = jnp.log(weight_PV.sum(axis=-1))
     greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
     seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), row + jnp.arange(P, dtype=jnp.int32)
 
@@ -77,7 +79,7 @@ def score_window(
 
     alt_token_JP, alt_logprob_JP = jax.lax.map(draw_one, jnp.arange(max_alt, dtype=jnp.uint32))
     return Window(
-        target_PQ=jnp.take_along_axis(logits_PV, target_PQ, axis=-1) - log_total_P[:, None],
+        target_PQ=jnp.take_along_axis(logits_PV, target_PQ, axis=-1) - highest_P[:, None] - log_total_P[:, None],
         topk_token_PK=topk_token_PK,
         topk_logprob_PK=topk_logprob_PK,
         alt_token_PJ=alt_token_JP.T,

@@ -52,7 +52,8 @@ def draw(
     uniform_S = uniform(params.seed_S2, params.index_S, position_S)
     drawn_S = _pick_filtered(logits_SV, params, uniform_S, blocks.pick(uniform_S))
     token_S = jnp.where(params.temperature_S > 0, drawn_S, blocks.likeliest())
-    scaled_S = scale(jnp.take_along_axis(logits_SV, token_S[:, None], axis=-1), params.temperature_S)[:, 0]
+    logits_S1 = jnp.take_along_axis(logits_SV, token_S[:, None], axis=-1)
+    scaled_S = scale(logits_S1, blocks.highest_S, params.temperature_S)[:, 0]
     token_SK, logprob_SK = top(logits_SV, params.temperature_S, blocks.log_total_S, max_topk, wants_topk)
     return Drawn(token_S, scaled_S - blocks.log_total_S, token_SK, logprob_SK)
 
@@ -66,7 +67,8 @@ def _pick_filtered(logits_SV: jax.Array, params: DrawParams, uniform_S: jax.Arra
 
     def tile(i: jax.Array, drawn_S: jax.Array) -> jax.Array:
         row_Z = jax.lax.dynamic_slice_in_dim(first_S, i * size, size)  # the last tile begins early enough to be whole
-        weight_ZV, _ = weights(scale(logits_SV[row_Z], params.temperature_S[row_Z]))
+        logits_ZV = logits_SV[row_Z]
+        weight_ZV = jnp.exp(scale(logits_ZV, logits_ZV.max(axis=-1), params.temperature_S[row_Z]))
         kept_ZV = keep_top_p(keep_top_k(weight_ZV, params.top_k_S[row_Z]), params.top_p_S[row_Z])
         token_Z = jnp.where(filters_S[row_Z], pick(kept_ZV, uniform_S[row_Z]), drawn_S[row_Z])
         return drawn_S.at[row_Z].set(token_Z)
@@ -91,20 +93,20 @@ class _Blocks:
         padded = jnp.pad(logits_SV, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf)
         logits_SNJ = padded.reshape(S, -1, BLOCK)
         highest_SN = logits_SNJ.max(axis=-1)
-        peak_S = scale(highest_SN.max(axis=-1, keepdims=True), temperature_S)
-        weight_SNJ = jnp.exp(scale(logits_SNJ, temperature_S) - peak_S[:, :, None])
+        weight_SNJ = jnp.exp(scale(logits_SNJ, highest_SN.max(axis=-1), temperature_S))
         # Else XLA makes the sum of these sums one more of all weights, and keeps those in memory to read them twice.
         weight_SN = jax.lax.optimization_barrier(weight_SNJ.sum(axis=-1))
         return cls(logits_SNJ, temperature_S, highest_SN, weight_SN)
 
     @property
     def log_total_S(self) -> jax.Array:
-        """The log of the sum of exp of the scaled logits."""
-        return self._peak_S1[:, 0] + jnp.log(self.weight_SN.sum(axis=-1))
+        """The log of the sum of exp of what `scale` returns."""
+        return jnp.log(self.weight_SN.sum(axis=-1))
 
     @property
-    def _peak_S1(self) -> jax.Array:
-        return scale(self.highest_SN.max(axis=-1, keepdims=True), self.temperature_S)
+    def highest_S(self) -> jax.Array:
+        """The largest logit of each row."""
+        return self.highest_SN.max(axis=-1)
 
     def likeliest(self) -> jax.Array:
         """Return each row's likeliest token, of equal ones the first."""
@@ -115,7 +117,7 @@ class _Blocks:
         """Return the token at which the cumulative weight passes `uniform_S` of the total; never one of weight 0."""
 
         def weight_SJ(block_S: jax.Array) -> jax.Array:
-            return jnp.exp(scale(self._logits_SJ(block_S), self.temperature_S) - self._peak_S1)
+            return jnp.exp(scale(self._logits_SJ(block_S), self.highest_S, self.temperature_S))
 
         return _pick(self.weight_SN, weight_SJ, uniform_S)
 
@@ -123,17 +125,14 @@ class _Blocks:
         return jnp.take_along_axis(self.logits_SNJ, block_S[:, None, None], axis=1)[:, 0]
 
 
-def scale(logits: jax.Array, temperature_S: jax.Array) -> jax.Array:
-    """Return the logits [S, ...] whose softmax is reported: by temperature, of greedy rows as they are."""
+def scale(logits: jax.Array, highest_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
+    """Return the logits [S, ...] whose softmax is reported: less the row's highest, by temperature unless it is greedy.
+
+    Divided first, what differs between them would be lost in rounding, the more the lower the temperature.
+    """
+    shape = (-1, *[1] * (logits.ndim - 1))
     divisor_S = jnp.where(temperature_S > 0, temperature_S, 1.0)
-    return logits / divisor_S.reshape(-1, *[1] * (logits.ndim - 1))
-
-
-def weights(scaled_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return probabilities up to a factor, the largest being 1, and the log of the sum of exp [S]."""
-    peak_S1 = scaled_SV.max(axis=-1, keepdims=True)
-    weight_SV = jnp.exp(scaled_SV - peak_S1)
-    return weight_SV, peak_S1[:, 0] + jnp.log(weight_SV.sum(axis=-1))
+    return (logits - highest_S.reshape(shape)) / divisor_S.reshape(shape)
 
 
 def uniform(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> jax.Array:
@@ -237,12 +236,15 @@ def _keep(weight_SV: jax.Array, above_SV: jax.Array, least_S: jax.Array, num_equ
 def top(
     logits_SV: jax.Array, temperature_S: jax.Array, log_total_S: jax.Array, max_topk: int, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the `max_topk` likeliest tokens and their log-probabilities, best first; zeros unless `wanted`."""
+    """Return the `max_topk` likeliest tokens and their log-probabilities, best first; zeros unless `wanted`.
+
+    `log_total_S` is the log of the sum of exp of what `scale` returns.
+    """
     shape = (logits_SV.shape[0], min(max_topk, logits_SV.shape[1]))
 
     def find() -> tuple[jax.Array, jax.Array]:
         logits_SK, token_SK = jax.lax.top_k(logits_SV, shape[1])
-        return token_SK, scale(logits_SK, temperature_S) - log_total_S[:, None]
+        return token_SK, scale(logits_SK, logits_SK[:, 0], temperature_S) - log_total_S[:, None]
 
     if shape[1] == 0:
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)

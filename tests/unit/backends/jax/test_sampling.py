@@ -120,8 +120,18 @@ def test_seed_sample_and_position_each_change_the_number():
     assert len(set(numbers.tolist())) == 5
 
 
-def test_the_smallest_temperature_that_is_taken_is_greedy_in_numbers_that_float32_has():
-    logits = 1000 * random_logits()
-    for how in (params(1, temperature=1e-30), params(1, temperature=1e-30, top_k=3, top_p=0.5)):
+@pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-10, 1e-20, 1e-30])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_low_temperatures_take_the_likeliest_and_lose_nothing_in_rounding(temperature, filters):
+    for logits in (random_logits(), 1000 * random_logits()):
+        how = params(1, temperature=temperature, **filters)
         got = draw(logits[None], how, jnp.zeros(1, jnp.int32), wants_topk=True)
         assert got.token_S.tolist() == [int(logits.argmax())] and got.logprob_S.tolist() == [0.0]
+        assert got.topk_logprob_SK[0, 0] == 0.0 and not np.isnan(got.topk_logprob_SK).any()
+
+
+def test_low_temperatures_report_what_they_draw_from():
+    logits = 30 + np.float32(1e-5) * random_logits()
+    got = draw(logits[None], params(1, temperature=1e-5), jnp.zeros(1, jnp.int32), wants_topk=True)
+    best = np.argsort(-logits, kind="stable")[:5]
+    np.testing.assert_allclose(got.topk_logprob_SK[0], np.log(exact(logits, 1e-5, 0, 1.0)[best]), atol=1e-5)
