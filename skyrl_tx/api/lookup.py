@@ -92,7 +92,10 @@ def owned_sampling_session(
     row = samplers.get(tx, sampling_session_id)
     owning = None if row is None else sessions.get(tx, row.session_id)
     if row is None or owning is None or not caller.may_see(owning.owner):
-        raise not_found(f"sampling session {shown(sampling_session_id)} does not exist")
+        raise not_found(
+            f"sampling session {shown(sampling_session_id)} does not exist, or was not used for long and is forgotten; "
+            "save weights to sample from with a name to keep them"
+        )
     return row, owning.owner
 
 

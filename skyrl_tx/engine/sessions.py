@@ -54,14 +54,16 @@ def _silence_s(room: Room, limit_s: float) -> float:
 
 
 def forget_unneeded(room: Room, now: float) -> None:
-    """Drop what is past its time: models, checkpoints, samplers, records."""
+    """Drop what is past its time: models, checkpoints, samplers, records; and end the sessions that nobody takes up."""
     settings = room.settings
     retention_s = _silence_s(room, settings.session_retention_s)
+    reason = f"no heartbeat for {retention_s:.0f} s"
 
     def drop(tx: Session) -> list[ModelId]:
         checkpoints.expire(tx, now)
         samplers.release_unused(tx, now - settings.sampler_retention_s, max_bytes=settings.max_unnamed_sampler_bytes)
         stability.expire(tx, now)
+        sessions.end_silent(tx, now - retention_s, reason, now)
         return models.expire(tx, now - retention_s)
 
     for model_id in room.store.write(drop):
@@ -118,7 +120,8 @@ def prune(room: Room, now: float) -> bool:
         num_requests = pruning.forget_requests(
             tx, now, retention_s=settings.request_retention_s, session_retention_s=session_retention_s
         )
-        return max(num_results, num_requests)
+        num_samplers = pruning.forget_sampling_sessions(tx, now - session_retention_s)
+        return max(num_results, num_requests, num_samplers)
 
     is_full = room.store.write(drop) >= pruning.AT_ONCE
     return room.store.give_back() or is_full

@@ -1,4 +1,4 @@
-"""What nobody will ask for any more: results, then the requests themselves, a limited number at a time.
+"""What nobody will ask for any more: results, requests, what was sampled from; a limited number at a time.
 
 A request's number is never used again. Once its row is gone a mark says up to which number that is so, and a repetition
 is refused.
@@ -6,13 +6,13 @@ is refused.
 
 from collections.abc import Collection
 
-from sqlalchemy import bindparam, delete, func, literal_column, or_, select, update
+from sqlalchemy import bindparam, delete, exists, func, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId
 from skyrl_tx.store.completions import CLONE_STRIDE
 from skyrl_tx.store.parts import in_parts, is_some
-from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SessionRow, SnapshotRow
+from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
 AT_ONCE = 1000
 """Rows of one transaction, so that answers do not wait behind it for long."""
@@ -36,6 +36,8 @@ def numbered_by(
 
 
 _FORGET_MARKS = delete(PrunedRow).where(is_some(col(PrunedRow.numbered_by)))
+_FORGET_SAMPLING = delete(SamplingSessionRow).where(is_some(col(SamplingSessionRow.sampling_session_id)))
+_SAMPLE_MARKS = select(col(PrunedRow.numbered_by)).where(col(PrunedRow.numbered_by).startswith("sample/"))
 _MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("numbered_by"))
 
 
@@ -112,6 +114,38 @@ def forget_requests(
     for some in in_parts(positions):
         tx.connection().execute(_FORGET, {"some": some})
     return len(positions)
+
+
+def forget_sampling_sessions(tx: Session, before: float, *, limit: int = AT_ONCE) -> int:
+    """Forget sampling sessions, not used since a time, whose weights were let go, or whose client was gone by then.
+
+    Not while requests of theirs are known. Returns how many were forgotten.
+    """
+    gone = select(col(SessionRow.session_id)).where(
+        col(SessionRow.finished_at).is_not(None), col(SessionRow.last_heartbeat_at) < before
+    )
+    was_let_go = col(SamplingSessionRow.model_id).is_not(None) & col(SamplingSessionRow.sampler_id).is_(None)
+    unused = (
+        select(col(SamplingSessionRow.sampling_session_id))
+        .where(
+            col(SamplingSessionRow.last_used_at) < before,
+            or_(was_let_go & ~col(SamplingSessionRow.is_inflight), col(SamplingSessionRow.session_id).in_(gone)),
+            ~exists().where(col(RequestRow.sampling_session_id) == col(SamplingSessionRow.sampling_session_id)),
+        )
+        .limit(limit)
+    )
+    names = list(tx.connection().execute(unused).scalars())
+    for some in in_parts(names):
+        tx.connection().execute(_FORGET_SAMPLING, {"some": some})
+    forget_sample_marks(tx, names)
+    return len(names)
+
+
+def forget_sample_marks(tx: Session, names: Collection[SamplingSessionId]) -> None:
+    """Forget which numbers the clients of sampling sessions used, when those are gone."""
+    if names:
+        marks, gone = tx.connection().execute(_SAMPLE_MARKS).scalars(), {f"sample/{name}" for name in names}
+        forget_marks(tx, [mark for mark in marks if mark.rpartition("/")[0] in gone])
 
 
 def forget_marks(tx: Session, names: Collection[str]) -> None:

@@ -4,7 +4,7 @@ from sqlalchemy import delete
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store import pruning
+from skyrl_tx.store import pruning, samplers
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SnapshotRow
 
 
@@ -19,6 +19,7 @@ def remove_run(tx: Session, model_id: ModelId) -> None:
     if row.status in ("creating", "ready"):
         raise ValueError(f"run {model_id} is {row.status}")
     pruning.forget_marks(tx, [f"model/{model_id}"])
+    pruning.forget_sample_marks(tx, samplers.ids_of_model(tx, model_id))
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
         tx.connection().execute(delete(table).where(col(table.model_id) == model_id))
     tx.delete(row)

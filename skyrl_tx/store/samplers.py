@@ -31,6 +31,12 @@ def ids_of_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId
     return [SamplingSessionId(found) for found in tx.exec(wanted.order_by(*oldest_first))]
 
 
+def ids_of_model(tx: Session, model_id: ModelId) -> list[SamplingSessionId]:
+    """All sampling sessions that a model's unnamed saves began."""
+    wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.model_id == model_id)
+    return [SamplingSessionId(found) for found in tx.exec(wanted)]
+
+
 def find(
     tx: Session, session_id: SessionId, model_path: str | None, sampler: SamplerId | None
 ) -> SamplingSessionRow | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store.tables import SessionRow
+from skyrl_tx.store.tables import ModelRow, SamplingSessionRow, SessionRow
 
 _READ_AT_ONCE = 200
 
@@ -118,8 +118,18 @@ def set_project(tx: Session, session_id: SessionId, project_id: str) -> bool:
     return True
 
 
-def silent_since(tx: Session, before: float) -> list[SessionId]:
-    """Unfinished sessions not heard of since a time, longest silent first."""
-    heard = col(SessionRow.last_heartbeat_at)
-    wanted = select(SessionRow.session_id).where(col(SessionRow.finished_at).is_(None), heard < before).order_by(heard)
-    return [SessionId(session_id) for session_id in tx.exec(wanted)]
+def end_silent(tx: Session, before: float, reason: str, now: float) -> list[SessionId]:
+    """End the sessions not heard of, and of which nothing was asked, since a time; returns them."""
+    asked = select(ModelRow.session_id).where(col(ModelRow.last_request_at) >= before)
+    sampled = select(SamplingSessionRow.session_id).where(col(SamplingSessionRow.last_used_at) >= before)
+    silent = select(SessionRow).where(
+        col(SessionRow.finished_at).is_(None),
+        col(SessionRow.last_heartbeat_at) < before,
+        col(SessionRow.session_id).not_in(asked),
+        col(SessionRow.session_id).not_in(sampled),
+    )
+    ended = list(tx.exec(silent))
+    for row in ended:
+        row.finished_at, row.finish_reason = now, reason
+    tx.flush()
+    return [row.session_id for row in ended]

@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from sqlmodel import Session
+from sqlmodel import Session, select
 
-from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import futures, models, pruning, sessions, snapshots
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.store import futures, models, pruning, samplers, sessions, snapshots
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import ConflictingRequest, FutureState, NewRequest
 from skyrl_tx.store.pruning import RequestForgotten
+from skyrl_tx.store.removal import remove_run
+from skyrl_tx.store.tables import PrunedRow, SamplingSessionRow
 
 MODEL = ModelId("run")
 SAMPLER = SamplingSessionId("sampling")
@@ -184,3 +186,65 @@ class TestRequests:
     def test_an_effect_beyond_the_snapshot_stays(self, store, new: NewRequest) -> None:
         fetched(store, new, effect_order=11)
         assert forget(store, 1e9) == 0
+
+
+class TestSamplingSessions:
+    """They go when nobody can sample from them, with the marks of all their clients."""
+
+    @pytest.fixture(autouse=True)
+    def _begun(self, store: Store, session_id: SessionId) -> None:
+        def begin(tx: Session) -> None:
+            for name, model, sampler in (
+                (SAMPLER, MODEL, None),
+                ("kept", MODEL, "art-1"),
+                ("base", None, None),
+                ("inflight", MODEL, None),
+            ):
+                row = SamplingSessionRow(
+                    sampling_session_id=SamplingSessionId(name),
+                    session_id=session_id,
+                    base_model="b",
+                    sampler_id=None if sampler is None else SamplerId(sampler),
+                    model_id=model,
+                    created_at=1.0,
+                    last_used_at=100.0,
+                    is_inflight=name == "inflight",
+                )
+                samplers.create_session(tx, row)
+
+        store.write(begin)
+
+    def gone(self, store: Store, before: float, **limit: int) -> int:
+        return store.write(lambda tx: pruning.forget_sampling_sessions(tx, before, **limit))
+
+    def left(self, store: Store, session_id: SessionId) -> set[str]:
+        return set(store.read(lambda tx: samplers.ids_of_session(tx, session_id)))
+
+    def marks(self, store: Store) -> set[str]:
+        return set(store.read(lambda tx: tx.exec(select(PrunedRow.numbered_by)).all()))
+
+    def test_what_was_let_go_goes_with_its_marks_once_its_requests_have(self, store, session_id: SessionId) -> None:
+        fetched(store, to_model(session_id, 4))
+        for seq_id in (3, CLONE + 9):
+            fetched(store, to_sampler(session_id, seq_id))
+        assert self.gone(store, 1e9) == 0, "its requests are known"
+        assert forget(store) == 3
+        assert self.marks(store) == {f"model/{MODEL}", f"sample/{SAMPLER}/0", f"sample/{SAMPLER}/7"}
+        assert self.gone(store, 100.0) == 0
+        assert self.gone(store, 100.5) == 1
+        assert self.left(store, session_id) == {"kept", "base", "inflight"}
+        assert self.marks(store) == {f"model/{MODEL}"}
+
+    def test_all_of_a_session_that_ended_goes(self, store, session_id: SessionId) -> None:
+        store.write(lambda tx: sessions.heartbeat(tx, session_id, 100.0))
+        store.write(lambda tx: sessions.finish(tx, session_id, "success", 100.0))
+        assert self.gone(store, 100.0) == 0
+        assert [self.gone(store, 101.0, limit=3) for _ in range(3)] == [3, 1, 0]
+        assert self.left(store, session_id) == set()
+
+    def test_a_run_that_is_removed_takes_the_marks_of_its_samplers_along(self, store, session_id: SessionId) -> None:
+        fetched(store, to_sampler(session_id, 3))
+        forget(store)
+        store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
+        store.write(lambda tx: remove_run(tx, MODEL))
+        assert self.left(store, session_id) == {"base"} and self.marks(store) == set()

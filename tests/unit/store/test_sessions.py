@@ -1,6 +1,11 @@
-from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store import sessions
+import math
+
+from sqlmodel import Session
+
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
+from skyrl_tx.store import models, samplers, sessions
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import SamplingSessionRow
 
 NOBODY = SessionId("nobody")
 
@@ -57,9 +62,27 @@ def test_an_owner_sees_their_own_newest_first_in_pages(store: Store) -> None:
     assert [session_id for page in pages for session_id in page] == mine[::-1]
 
 
-def test_silent_sessions_are_found_until_finished(store: Store) -> None:
-    old, older, fresh = (create(store, "ann", now) for now in (5.0, 4.0, 20.0))
-    assert store.read(lambda tx: sessions.silent_since(tx, 10.0)) == [older, old]
-    store.write(lambda tx: sessions.finish(tx, old, "silent", 11.0))
-    assert store.read(lambda tx: sessions.silent_since(tx, 10.0)) == [older]
-    assert fresh not in store.read(lambda tx: sessions.silent_since(tx, 10.0))
+def test_silent_sessions_end_unless_something_was_asked_of_them(store: Store) -> None:
+    silent, trains, samples, done, fresh = (create(store, "ann", now) for now in (4.0, 4.0, 4.0, 4.0, 20.0))
+
+    def use(tx: Session) -> None:
+        for session_id, now in ((silent, 9.0), (trains, 11.0)):
+            name = ModelId(f"{session_id}:train:0")
+            fields = {"base_model": "b", "spec": b"", "user_metadata": None}
+            models.create(tx, model_id=name, session_id=session_id, now=now, **fields)
+        name = SamplingSessionId("s")
+        begun = {"base_model": "b", "created_at": 4.0, "last_used_at": 11.0}
+        samplers.create_session(tx, SamplingSessionRow(sampling_session_id=name, session_id=samples, **begun))
+        sessions.finish(tx, done, "success", 5.0)
+
+    store.write(use)
+    assert store.write(lambda tx: sessions.end_silent(tx, 10.0, "silent", 30.0)) == [silent]
+    rows = [store.read(lambda tx, name=name: sessions.get(tx, name)) for name in (silent, trains, samples, done, fresh)]
+    assert [(row.finished_at, row.finish_reason) for row in rows] == [
+        (30.0, "silent"),
+        (None, None),
+        (None, None),
+        (5.0, "success"),
+        (None, None),
+    ]
+    assert store.write(lambda tx: sessions.end_silent(tx, -math.inf, "never", 30.0)) == []
