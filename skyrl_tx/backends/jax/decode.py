@@ -102,6 +102,12 @@ def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot_S: jax.Arr
     return jax.lax.fori_loop(0, count, one, cache)
 
 
+@jax.jit
+def take_row(cache: KeyValues, slot: jax.Array) -> KeyValues:
+    """Return a copy of one slot's keys and values [L, 1, K, C, H]."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=1), cache)
+
+
 @partial(jax.jit, static_argnames=("config", "stretch", "length", "max_topk"), donate_argnames="cache")
 def decode_slice(
     params: DecoderParams,

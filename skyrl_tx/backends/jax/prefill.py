@@ -5,7 +5,7 @@ keys are computed with depends on its place in the prompt alone.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -16,8 +16,10 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.prefix_cache import ComputedPrompt, PrefixCache
 from skyrl_tx.backends.jax.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sampler_pool import SamplerPool
+from skyrl_tx.backends.jax.slots import RunningSample
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.layers import kv_cache
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.models import DecoderParams, ModelConfig
@@ -27,7 +29,10 @@ SHORTEST = 32  # tokens that the last chunk of a prompt is padded to, at least
 
 @dataclass(slots=True, kw_only=True)
 class Prefill:
-    """One prompt under way: of its tokens `num_done` have keys, `num_spared` of which were found."""
+    """One prompt under way: of its tokens `num_done` have keys, `num_spared` of which were found.
+
+    With `resumed` it is that sample's, and what had been drawn of it: it lost its keys to make room for others.
+    """
 
     request: SampleRequest
     keys: KeyValues
@@ -35,6 +40,7 @@ class Prefill:
     num_spared: int
     last_1D: jax.Array | None = None
     scores: PromptScores | None = None
+    resumed: RunningSample | None = None
 
     @property
     def is_done(self) -> bool:
@@ -73,7 +79,7 @@ class Prefiller:
 
         What is asked of a prompt needs the hidden states of all of it, so nothing is spared.
         """
-        room = prompt_room(request.prompt.size, self._chunk, self._longest)
+        room = self.room_of(request.prompt.size)
         wants_prompt = request.options.wants_prompt
         found = None if wants_prompt else self.prefixes.find(request.sampler, request.prompt)
         if found is None:
@@ -90,6 +96,12 @@ class Prefiller:
             )
         keys = decode.copy_prompt(prompt.keys, room=room)
         return Prefill(request=request, keys=keys, num_done=num_spared, num_spared=num_spared)
+
+    def resume(self, sample: RunningSample) -> Prefill:
+        """Begin to compute again what a sample had in the cache."""
+        prefill = self.begin(replace(sample.request, prompt=sample.cached_tokens(), options=PromptOptions()))
+        prefill.resumed = sample
+        return prefill
 
     def advance(self, prefill: Prefill) -> int:
         """Compute the next chunk; return how many tokens that were, padding included."""
@@ -129,7 +141,11 @@ class Prefiller:
 
     def rooms(self) -> Iterator[int]:
         """Yield every number of positions that a prompt may take."""
-        return ascending(lambda size: prompt_room(size, self._chunk, self._longest), self._longest)
+        return ascending(self.room_of, self._longest)
+
+    def room_of(self, size: int) -> int:
+        """Return how many positions are set aside for a prompt of that size."""
+        return prompt_room(size, self._chunk, self._longest)
 
     def empty(self, room: int) -> KeyValues:
         """Return a prompt of so many positions, none of which is written."""

@@ -2,14 +2,14 @@
 
 A step computes some chunks of prompts, then decodes one slice of all slots; requests join and leave in between.
 Programs depend on shapes alone, and a sample's numbers on its own request: the decode batch has all slots always, free
-ones included.
+ones included. Who needs longer rows than there are waits until those who run fit beside it, or others have passed it
+often enough; then some of these make room, and go on later from their tokens.
 """
 
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,46 +19,27 @@ from skyrl_tx.backends.jax import decode
 from skyrl_tx.backends.jax.buckets import ascending, next_power
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.decode import SliceRows
+from skyrl_tx.backends.jax.lanes import Lane, PrefilledPrompt, Waiting
 from skyrl_tx.backends.jax.memory import SampleRoom, sample_room
-from skyrl_tx.backends.jax.prefill import Prefill, Prefiller, empty_keys
+from skyrl_tx.backends.jax.prefill import Prefill, Prefiller
+from skyrl_tx.backends.jax.rows import Rows
 from skyrl_tx.backends.jax.sample_rows import draw_params, slice_rows, tokens_of
 from skyrl_tx.backends.jax.sampler_pool import SamplerPool
 from skyrl_tx.backends.jax.sampling import Drawn
-from skyrl_tx.backends.jax.slots import BASE, CacheShape, RunningSample, Slots, cache_shape, max_tokens, num_cached
+from skyrl_tx.backends.jax.slots import BASE, CacheShape, RunningSample, cache_shape, max_tokens, num_cached
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
-from skyrl_tx.contract.errors import BackendLost, UserError
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.results import PromptResult, SampleDelta
-from skyrl_tx.layers.kv_cache import SEGMENT, KeyValues
+from skyrl_tx.layers.kv_cache import SEGMENT
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig
 
 log = logging.getLogger(__name__)
 
+MOST_PASSED = 64  # samples that are given slots before one that waits for longer rows, at most
+FEW_SLICES = 4  # that samples shall fit into shorter rows before these are made
 FIRST_ROWS = (1, 8, 64)  # samples whose first tokens are drawn at once; more take turns
-
-
-@dataclass(slots=True)
-class Lane:
-    """Requests in order of arrival; the prompt of at most one is computed in part."""
-
-    waiting: dict[RequestId, SampleRequest] = field(default_factory=dict[RequestId, SampleRequest])
-    current: Prefill | None = None
-
-    def forget(self, request_id: RequestId) -> None:
-        """Of no effect when it is not here."""
-        self.waiting.pop(request_id, None)
-        if self.current is not None and self.current.request.request_id == request_id:
-            self.current = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefilledPrompt:
-    """A prompt's keys and values [L, 1, K, C, H], and those of its samples that wait for a slot."""
-
-    request: SampleRequest
-    keys: KeyValues
-    samples: deque[RunningSample]
 
 
 class Sampler:
@@ -70,6 +51,7 @@ class Sampler:
         self._params = params
         self._model = model_config
         self._config = config
+        self._slice = config.decode_slice_tokens
         self._eos = frozenset(eos_token_ids)
         self._pool = SamplerPool(model_config, config.max_sampler_adapters, params.layout)
         self.room: SampleRoom = sample_room(config, params, model_config)
@@ -81,9 +63,8 @@ class Sampler:
         )
         self._layers: DecoderParams | None = None  # each by itself: a copy, made when there is something to decode
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
-        self._shape = self._shape_for(1)
-        self._cache = self._empty_cache()
-        self._slots = Slots(self._shape.num_slots)
+        self._rows = Rows(params, model_config, self._shape_for, self._prefiller.room_of)
+        self._num_passed = 0  # samples that were given a slot before one that waits for longer rows
         self._scored = Lane()  # of one new token: they need no slot and pass the others
         self._prompts = Lane()
         self._prefilled: deque[PrefilledPrompt] = deque()
@@ -108,7 +89,7 @@ class Sampler:
                 )
         for request in batch.requests:
             lane = self._scored if max_tokens(request) == 1 else self._prompts
-            lane.waiting[request.request_id] = request
+            lane.new[request.request_id] = Waiting(request)
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Forget requests wherever they are. Unknown ids are of no effect."""
@@ -117,9 +98,9 @@ class Sampler:
             self._scored.forget(request_id)
             self._prompts.forget(request_id)
         self._prefilled = deque(prompt for prompt in self._prefilled if prompt.request.request_id not in gone)
-        for slot, sample in self._slots.live.items():
+        for slot, sample in self._rows.slots.live.items():
             if sample.request.request_id in gone:
-                self._slots.release(slot)
+                self._rows.slots.release(slot)
 
     def end(self, request_id: RequestId, index: int) -> None:
         """Forget one sample, whether it has a slot or waits for one. An unknown one is of no effect."""
@@ -131,9 +112,10 @@ class Sampler:
             if prompt.samples:
                 kept.append(prompt)
         self._prefilled = kept
-        for slot, sample in self._slots.live.items():
+        self._prompts.forget_sample(request_id, index)
+        for slot, sample in self._rows.slots.live.items():
             if (sample.request.request_id, sample.index) == (request_id, index):
-                self._slots.release(slot)
+                self._rows.slots.release(slot)
 
     def step(self) -> list[SampleDelta]:
         """Compute what fits of prompts, then decode one slice; empty when there is nothing to do.
@@ -142,20 +124,21 @@ class Sampler:
         Raises BackendLost when a failure took the cache along.
         """
         deltas = self._admit() + self._decode()
-        under_way = [lane.current.request for lane in (self._scored, self._prompts) if lane.current is not None]
+        under_way = [lane.current for lane in (self._scored, self._prompts) if lane.current is not None]
         if not deltas and under_way:
-            return [_empty_delta(under_way[0])]
+            resumed = under_way[0].resumed
+            return [_empty_delta(under_way[0].request, index=0 if resumed is None else resumed.index)]
         return deltas
 
     def _requests(self) -> Iterator[SampleRequest]:
         """All requests that have not ended."""
         for lane in (self._scored, self._prompts):
-            yield from lane.waiting.values()
+            yield from (waiting.request for waiting in lane.waiting())
             if lane.current is not None:
                 yield lane.current.request
         for prompt in self._prefilled:
             yield prompt.request
-        for sample in self._slots.live.values():
+        for sample in self._rows.slots.live.values():
             yield sample.request
 
     def _admit(self) -> list[SampleDelta]:
@@ -164,64 +147,109 @@ class Sampler:
         A prompt that takes several steps leaves half of them to those behind it that can be computed whole.
         """
         deltas: list[SampleDelta] = []
+        self._leave_full_rows()
         self._fill_slots()
         for lane in (self._scored, self._prompts):
             budget = self._config.prefill_tokens
             if (current := lane.current) is not None:
                 lane.current = None
-                share = budget // 2 if lane.waiting else budget
+                share = budget // 2 if lane.new or lane.aside else budget
                 budget -= self._compute(current, share, lane, deltas)
-            while budget > 0 and (request := self._next(lane, budget)) is not None:
-                del lane.waiting[request.request_id]
-                budget -= self._compute(request, budget, lane, deltas)
+            while budget > 0 and (waiting := self._next(lane, budget)) is not None:
+                lane.take(waiting)
+                budget -= self._compute(waiting, budget, lane, deltas)
         return deltas
 
-    def _next(self, lane: Lane, budget: int) -> SampleRequest | None:
-        """Return the request whose prompt is next: the oldest, or while one is under way the oldest that is short."""
-        for request in lane.waiting.values():
-            if lane.current is None or request.prompt.size <= budget:
-                return request if lane is self._scored or self._can_place(request) else None
+    def _next(self, lane: Lane, budget: int) -> Waiting | None:
+        """Return whose prompt is next: the oldest, or while one is under way the oldest that is short.
+
+        One that needs longer rows than there are is passed by others, up to a bound.
+        """
+        is_passing = False
+        for waiting in lane.waiting():
+            if lane.current is not None and waiting.size > budget:
+                continue
+            if lane is self._scored:
+                return waiting
+            if self._prefilled:
+                return None
+            reach = waiting.reach(self._slice)
+            self._fit_rows(reach)
+            if reach <= self._rows.shape.length:
+                if not self._rows.slots.free:
+                    return None
+                self._num_passed += waiting.num_samples if is_passing else 0
+                return waiting
+            if self._num_passed >= MOST_PASSED:
+                return None
+            is_passing = True
         return None
 
-    def _can_place(self, request: SampleRequest) -> bool:
-        """Whether a sample of the request can have a slot now.
+    def _fit_rows(self, reach: int) -> None:
+        """Have rows of the shape that suits one more sample, if that may be now."""
+        rows, live = self._rows, self._rows.slots.live
+        wanted = rows.shape_for(reach)
+        if wanted.length > rows.shape.length:
+            if len(live) < wanted.num_slots or self._num_passed >= MOST_PASSED:
+                longest_first = sorted(live, key=lambda slot: live[slot].num_drawn, reverse=True)
+                self._reshape(wanted, longest_first[: wanted.num_slots - 1])
+        elif not live or not rows.slots.free:  # rather more rows, if they are not soon too short
+            under_way = self._prompts.current
+            reaches = [reach, *(sample.reach(FEW_SLICES * self._slice) for sample in live.values())]
+            if under_way is not None:
+                reaches.append(Waiting(under_way.request, under_way.resumed).reach(self._slice))
+            wanted = rows.shape_for(max(reaches))
+            if wanted.length < rows.shape.length:
+                self._reshape(wanted, live)
 
-        The cache must have the shape that suits the longest of the running samples and this one. It is given another
-        shape once nothing runs: until then a longer request waits, and so does a shorter one when the longest has left.
-        """
-        if self._prefilled:
-            return False
-        current = [] if self._prompts.current is None else [self._prompts.current.request]
-        placed = [*current, *(sample.request for sample in self._slots.live.values())]
-        wanted = self._shape_for(max(num_cached(each) for each in [request, *placed]))
-        if wanted != self._shape and not placed:
-            self._reshape(wanted)
-        return wanted == self._shape and bool(self._slots.free)
+    def _leave_full_rows(self) -> None:
+        """Have longer rows for those whose next slice does not fit, or let them wait for such."""
+        rows, live = self._rows, self._rows.slots.live
+        full = [slot for slot, sample in live.items() if sample.reach(self._slice) > rows.shape.length]
+        if not full:
+            return
+        others = [slot for slot in live if slot not in full]
+        wanted = rows.shape_for(max(live[slot].reach(self._slice) for slot in full))
+        if self._num_passed >= MOST_PASSED:
+            self._reshape(wanted, [*full, *others][: wanted.num_slots])
+        elif len(others) < wanted.num_slots:
+            self._reshape(wanted, [*others, *full][: wanted.num_slots])
+        else:
+            for slot in full:
+                self._set_aside(slot)
 
-    def _reshape(self, shape: CacheShape) -> None:
-        del self._cache  # before there is another
-        self._shape, self._slots = shape, Slots(shape.num_slots)
-        self._cache = self._empty_cache()
+    def _reshape(self, shape: CacheShape, keep: Collection[int]) -> None:
+        """Lay rows out anew; samples that are not kept wait."""
+        for slot in self._rows.slots.live:
+            if slot not in keep:
+                self._set_aside(slot)
+        if shape.length > self._rows.shape.length:
+            self._num_passed = 0
+        self._rows.reshape(shape, keep)
+
+    def _set_aside(self, slot: int) -> None:
+        sample = self._rows.slots.live[slot]
+        self._prompts.aside[sample.request.request_id, sample.index] = Waiting(sample.request, sample)
+        self._rows.slots.release(slot)
 
     def _shape_for(self, needed: int) -> CacheShape:
         num_slots, tokens = self._config.sample_slots, self.room.tokens
         return cache_shape(needed, num_slots=num_slots, max_tokens=tokens, max_length=self.max_length)
 
-    def _empty_cache(self) -> KeyValues:
-        return empty_keys(self._params, self._model, self._shape.num_slots, self._shape.length)
-
-    def _compute(self, prompt: SampleRequest | Prefill, budget: int, lane: Lane, deltas: list[SampleDelta]) -> int:
+    def _compute(self, prompt: Waiting | Prefill, budget: int, lane: Lane, deltas: list[SampleDelta]) -> int:
         """Compute a prompt as far as the budget goes, at least a chunk; return how many tokens that were.
 
         A failure ends this request alone, since nothing that others use was changed.
         """
         num_tokens = 0
-        request = prompt.request if isinstance(prompt, Prefill) else prompt
+        request = prompt.request
         try:
-            prefill = prompt if isinstance(prompt, Prefill) else self._prefiller.begin(prompt)
+            prefill = prompt if isinstance(prompt, Prefill) else self._begin(prompt)
             while not prefill.is_done and num_tokens < budget:
                 num_tokens += self._prefiller.advance(prefill)
-            if prefill.is_done:
+            if prefill.is_done and prefill.resumed is not None:
+                self._prefilled.append(PrefilledPrompt(request, prefill.keys, deque([prefill.resumed])))
+            elif prefill.is_done:
                 deltas += self._draw_first(prefill)
             else:
                 lane.current = prefill
@@ -230,6 +258,11 @@ class Sampler:
             deltas.append(_empty_delta(request, error=f"the prompt could not be computed: {error}"))
         self._fill_slots()
         return num_tokens
+
+    def _begin(self, waiting: Waiting) -> Prefill:
+        if waiting.resumed is None:
+            return self._prefiller.begin(waiting.request)
+        return self._prefiller.resume(waiting.resumed)
 
     def _draw_first(self, prefill: Prefill) -> list[SampleDelta]:
         """Draw the first token of every sample; those that go on wait for slots."""
@@ -268,34 +301,26 @@ class Sampler:
         """Insert computed prompts for as many of their samples as there are free slots."""
         while self._prefilled:
             prompt = self._prefilled[0]
-            taken = self._slots.free_for(prompt.samples[0].adapter)[: len(prompt.samples)]
-            if not taken:
+            self._rows.insert(prompt.keys, prompt.samples)
+            if prompt.samples:
                 return
-            num_slots = len(self._slots)
-            slot_S = np.full(num_slots, num_slots, np.int32)
-            slot_S[: len(taken)] = taken
-            size = np.int32(prompt.request.prompt.size)
-            with self._cache_at_risk():
-                self._cache = decode.insert(self._cache, prompt.keys, size, slot_S, np.int32(len(taken)))
-            for slot in taken:
-                self._slots.place(prompt.samples.popleft(), slot)
-            if not prompt.samples:
-                self._prefilled.popleft()
+            self._prefilled.popleft()
 
     def _decode(self) -> list[SampleDelta]:
         """Decode one slice of all slots, and free those whose samples have ended."""
-        live = self._slots.live
+        slots = self._rows.slots
+        live = slots.live
         if not live:
             return []
-        num_steps = min(self._config.decode_slice_tokens, max(sample.num_left for sample in live.values()))
+        num_steps = min(self._slice, max(sample.num_left for sample in live.values()))
         longest = max(sample.position for sample in live.values())
         any_adapter = any(sample.adapter != BASE for sample in live.values())
-        drawn = self._run_slice(slice_rows(self._slots), num_steps, self._stretch(longest), any_adapter)
+        drawn = self._run_slice(slice_rows(slots), num_steps, self._stretch(longest), any_adapter)
         deltas: list[SampleDelta] = []
         for slot, sample in live.items():
             deltas.append(sample.take(tokens_of(drawn, slot, num_steps)))
             if sample.stop_reason is not None:
-                self._slots.release(slot)
+                slots.release(slot)
         return deltas
 
     def _run_slice(self, rows: SliceRows, num_steps: int, stretch: int, any_adapter: bool) -> Drawn:
@@ -303,23 +328,23 @@ class Sampler:
         if self._is_one_cpu:
             self._layers = params = self._layers or decode.by_layer(params, self._model)
             adapters = self._pool.gathered(np.asarray(rows.adapter_G).tolist()) if any_adapter else None
-        with self._cache_at_risk():
-            self._cache, drawn = decode.decode_slice(
+        with self._rows.at_risk():
+            self._rows.cache, drawn = decode.decode_slice(
                 params,
                 self._model,
                 adapters,
-                self._cache,
+                self._rows.cache,
                 rows,
                 np.int32(num_steps),
                 stretch=stretch,
-                length=self._config.decode_slice_tokens,
+                length=self._slice,
                 max_topk=self._config.max_topk_logprobs,
             )
             return jax.device_get(drawn)
 
     def _stretch(self, longest: int) -> int:
         """Return how much of the cache is read when that many positions are in use as a slice begins."""
-        return min(max(next_power(longest), SEGMENT), self._shape.length)
+        return min(max(next_power(longest), SEGMENT), self._rows.shape.length)
 
     def rehearse(self, sampler: SamplerId) -> None:
         """Run every program that samples run in once, on nothing, so that none is compiled later.
@@ -329,28 +354,20 @@ class Sampler:
         assert not any(self._requests())
         for each in (None, sampler):
             self._prefiller.rehearse(each)
-        for length in ascending(lambda size: self._shape_for(size).length, self.max_length):
-            self._reshape(self._shape_for(length))
-            nowhere_S = np.full(len(self._slots), len(self._slots), np.int32)
+        rows = self._rows
+        for length in ascending(lambda size: rows.shape_for(size).length, self.max_length):
+            rows.reshape(rows.shape_for(length))
+            nowhere_S = np.full(len(rows.slots), len(rows.slots), np.int32)
             for room in self._prefiller.rooms():
                 prompt = self._prefiller.empty(room)
-                self._cache = decode.insert(self._cache, prompt, np.int32(0), nowhere_S, np.int32(0))
-            by_tile = slice_rows(self._slots)
-            by_slot = replace(by_tile, adapter_G=jnp.asarray([BASE] * len(self._slots), jnp.int32))
+                rows.cache = decode.insert(rows.cache, prompt, np.int32(0), nowhere_S, np.int32(0))
+            decode.take_row(rows.cache, np.int32(0))
+            by_tile = slice_rows(rows.slots)
+            by_slot = replace(by_tile, adapter_G=jnp.asarray([BASE] * len(rows.slots), jnp.int32))
             for stretch in ascending(self._stretch, length):
-                for rows, any_adapter in ((by_tile, False), (by_tile, True), (by_slot, True)):
-                    self._run_slice(rows, 1, stretch, any_adapter)
-        self._reshape(self._shape_for(1))
-
-    @contextmanager
-    def _cache_at_risk(self) -> Iterator[None]:
-        """Tell a failure that took the cache, which is updated in place, from one that left it whole."""
-        try:
-            yield
-        except Exception as error:
-            if self._cache.k.is_deleted():
-                raise BackendLost(f"decoding failed and took the key/value cache along: {error}") from error
-            raise
+                for each, any_adapter in ((by_tile, False), (by_tile, True), (by_slot, True)):
+                    self._run_slice(each, 1, stretch, any_adapter)
+        rows.reshape(rows.shape_for(1))
 
 
 def longest_sample(model_config: ModelConfig, config: JaxConfig, room: SampleRoom) -> int:
@@ -359,10 +376,10 @@ def longest_sample(model_config: ModelConfig, config: JaxConfig, room: SampleRoo
     return min(context, config.max_context_length or context, room.tokens)
 
 
-def _empty_delta(request: SampleRequest, *, error: str | None = None) -> SampleDelta:
+def _empty_delta(request: SampleRequest, *, index: int = 0, error: str | None = None) -> SampleDelta:
     return SampleDelta(
         request_id=request.request_id,
-        index=0,
+        index=index,
         tokens=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
         error=error,

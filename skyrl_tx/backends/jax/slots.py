@@ -44,6 +44,7 @@ class RunningSample:
     index: int
     adapter: int  # its place in the sampler pool; 0 is the base model
     stops: frozenset[int]
+    drawn: list[Int32Array] = field(default_factory=list[Int32Array])
     num_drawn: int = 0
     last_token: int = field(default=-1)
     stop_reason: StopReason | None = None
@@ -53,10 +54,13 @@ class RunningSample:
         """Where the last token goes: what the cache holds before it is the prompt and the other drawn tokens."""
         return self.request.prompt.size + self.num_drawn - 1
 
-    @property
-    def num_cached(self) -> int:
-        """How many positions of the cache it may come to need."""
-        return num_cached(self.request)
+    def cached_tokens(self) -> Int32Array:
+        """Return what the cache holds before the last token."""
+        return np.concatenate([self.request.prompt, *self.drawn])[: self.position]
+
+    def reach(self, slice_tokens: int) -> int:
+        """Return how many positions of the cache it has, or will have after the next slice."""
+        return self.position + min(slice_tokens, self.num_left)
 
     @property
     def num_left(self) -> int:
@@ -69,6 +73,7 @@ class RunningSample:
         stopping = np.flatnonzero([token in self.stops for token in tokens.token_N[:num].tolist()])
         if stopping.size:
             num = int(stopping[0]) + 1
+        self.drawn.append(tokens.token_N[:num].copy())
         self.num_drawn += num
         self.last_token = int(tokens.token_N[num - 1])
         if stopping.size:
@@ -79,7 +84,7 @@ class RunningSample:
         return SampleDelta(
             request_id=self.request.request_id,
             index=self.index,
-            tokens=tokens.token_N[:num].copy(),
+            tokens=self.drawn[-1],
             logprobs=tokens.logprob_N[:num].copy(),
             stop_reason=self.stop_reason,
             topk=TopK(token_ids=tokens.topk.token_ids[:num, :k].copy(), logprobs=tokens.topk.logprobs[:num, :k].copy())

@@ -235,7 +235,7 @@ def test_a_sample_that_is_ended_makes_room_in_the_next_step(sampler):
     collected.add(sampler.step())
     for index in (0, 3, 15, 19, 19, 99):
         sampler.end(RequestId("many"), index)
-    assert len(sampler._slots.free) == 3
+    assert len(sampler._rows.slots.free) == 3
     deltas = sampler.step()
     assert {delta.index for delta in deltas} == set(range(19)) - {0, 3, 15}
     collected.add(deltas)
