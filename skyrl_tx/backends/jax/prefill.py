@@ -83,7 +83,8 @@ class Prefiller:
         wants_prompt = request.options.wants_prompt
         found = None if wants_prompt else self.prefixes.find(request.sampler, request.prompt)
         if found is None:
-            scores = PromptScores(self._params, request, max_topk=self._max_topk) if wants_prompt else None
+            most = self._max_topk
+            scores = PromptScores(self._params, request, max_topk=most, max_alt=most) if wants_prompt else None
             return Prefill(request=request, keys=self.empty(room), num_done=0, num_spared=0, scores=scores)
         prompt, num_spared = found
         if num_spared == request.prompt.size:

@@ -15,7 +15,6 @@ from flax import struct
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import sampling
-from skyrl_tx.backends.jax.buckets import next_power
 from skyrl_tx.backends.jax.decode import take_adapter
 from skyrl_tx.backends.jax.sample_rows import seed_words
 from skyrl_tx.contract.arrays import Float32Array, Int64Array
@@ -28,11 +27,12 @@ from skyrl_tx.models import DecoderParams
 WINDOW = 256  # positions whose logits exist at once
 NOT_COMPUTED = -99999.0  # the SDK's filler in rows of top-k (tinker/types/sample_response.py)
 SKIP = -1
+FEW_TARGETS = 32  # scored of each position, the next token included; of more there are other shapes
 
 
 @struct.dataclass
 class Window:
-    """Scores of P positions; what was not asked for has K = 0 or J = 0."""
+    """Scores of P positions; what was not asked for is zeros."""
 
     target_PQ: jax.Array
     topk_token_PK: jax.Array
@@ -41,7 +41,7 @@ class Window:
     alt_logprob_PJ: jax.Array
 
 
-@partial(jax.jit, static_argnames=("max_topk", "max_alt"))
+@partial(jax.jit, static_argnames=("max_topk", "max_alt"))  # the backend's limits: of a request's own there are many
 def score_window(
     params: DecoderParams,
     pool: Adapter | None,
@@ -52,11 +52,13 @@ def score_window(
     target_PQ: jax.Array,
     seed_2: jax.Array,
     temperature: jax.Array,
+    wants_topk: jax.Array,
+    num_alt: jax.Array,
     *,
     max_topk: int,
     max_alt: int,
 ) -> Window:
-    """Score P rows: targets and top-k at temperature 1, `max_alt` draws at the request's own.
+    """Score P rows: targets and top-k at temperature 1, `num_alt` draws at the request's own.
 
     The first is row number `row` of the prompt, and `start` of these hidden states.
     """
@@ -65,19 +67,12 @@ def score_window(
     logits_PV = models.logits(params, hidden_PD, take_adapter(pool, place))
     highest_P = logits_PV.max(axis=-1)
     log_total_P = jnp.log(jnp.exp(logits_PV - highest_P[:, None]).sum(axis=-1))
-    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, jnp.ones(P), log_total_P, max_topk, jnp.bool_(True))
-    scaled_PV = sampling.scale(logits_PV, highest_P, jnp.broadcast_to(temperature, P))
-    weight_PV = jnp.exp(scaled_PV)
-    scaled_total_P = jnp.log(weight_PV.sum(axis=-1))
-    greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
-    seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), row + jnp.arange(P, dtype=jnp.int32)
-
-    def draw_one(j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        number_P = sampling.uniform(seed_P2, jnp.broadcast_to(sampling.PROMPT_INDEX - j, P), row_P)
-        token_P = jnp.where(temperature > 0, sampling.pick(weight_PV, number_P), greedy_P)
-        return token_P, jnp.take_along_axis(scaled_PV, token_P[:, None], axis=-1)[:, 0] - scaled_total_P
-
-    alt_token_JP, alt_logprob_JP = jax.lax.map(draw_one, jnp.arange(max_alt, dtype=jnp.uint32))
+    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, jnp.ones(P), log_total_P, max_topk, wants_topk)
+    alt_token_JP, alt_logprob_JP = jnp.zeros((max_alt, P), jnp.int32), jnp.zeros((max_alt, P), jnp.float32)
+    if max_alt:
+        alternatives = partial(_draw_alternatives, logits_PV, highest_P, row, seed_2, temperature, num_alt)
+        none = alt_token_JP, alt_logprob_JP
+        alt_token_JP, alt_logprob_JP = jax.lax.cond(num_alt > 0, alternatives, lambda *kept: kept, *none)
     return Window(
         target_PQ=jnp.take_along_axis(logits_PV, target_PQ, axis=-1) - highest_P[:, None] - log_total_P[:, None],
         topk_token_PK=topk_token_PK,
@@ -87,14 +82,43 @@ def score_window(
     )
 
 
+def _draw_alternatives(
+    logits_PV: jax.Array,
+    highest_P: jax.Array,
+    row: jax.Array,
+    seed_2: jax.Array,
+    temperature: jax.Array,
+    num_alt: jax.Array,
+    token_JP: jax.Array,
+    logprob_JP: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Draw the first `num_alt` of J tokens at each position, and their log-probabilities."""
+    P = logits_PV.shape[0]
+    scaled_PV = sampling.scale(logits_PV, highest_P, jnp.broadcast_to(temperature, P))
+    weight_PV = jnp.exp(scaled_PV)
+    scaled_total_P = jnp.log(weight_PV.sum(axis=-1))
+    greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
+    seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), row + jnp.arange(P, dtype=jnp.int32)
+
+    def draw_one(j: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        index_P = jnp.broadcast_to(sampling.PROMPT_INDEX - j.astype(jnp.uint32), P)
+        number_P = sampling.uniform(seed_P2, index_P, row_P)
+        token_P = jnp.where(temperature > 0, sampling.pick(weight_PV, number_P), greedy_P)
+        logprob_P = jnp.take_along_axis(scaled_PV, token_P[:, None], axis=-1)[:, 0] - scaled_total_P
+        return drawn[0].at[j].set(token_P), drawn[1].at[j].set(logprob_P)
+
+    return jax.lax.fori_loop(0, num_alt, draw_one, (token_JP, logprob_JP))
+
+
 class PromptScores:
     """The answer to `request.options` about a prompt, gathered chunk by chunk."""
 
-    def __init__(self, params: DecoderParams, request: SampleRequest, *, max_topk: int) -> None:
+    def __init__(self, params: DecoderParams, request: SampleRequest, *, max_topk: int, max_alt: int) -> None:
         self._params = params
         self._request = request
         self._seed_2 = seed_words(request.params.seed)
-        self._max_topk = max_topk if request.options.topk else 0
+        self._max_topk = max_topk
+        self._max_alt = max_alt
         self._target_TQ = _targets(request)
         self._num_rows = request.prompt.size - 1
         last_n = request.options.last_n
@@ -120,8 +144,10 @@ class PromptScores:
                 np.pad(target_PQ, ((0, window - target_PQ.shape[0]), (0, 0))),
                 self._seed_2,
                 np.float32(self._request.params.temperature),
+                np.bool_(options.topk > 0),
+                np.int32(options.alt_tokens_k),
                 max_topk=self._max_topk,
-                max_alt=next_power(options.alt_tokens_k) if options.alt_tokens_k else 0,
+                max_alt=self._max_alt,
             )
 
     def result(self) -> PromptResult:
@@ -134,10 +160,13 @@ def _wants_every_row(options: PromptOptions) -> bool:
 
 
 def _targets(request: SampleRequest) -> np.ndarray:
-    """Return int32 [rows, Q]: the next token, then the given targets; Q a power of two, to keep shapes few."""
+    """Return int32 [rows, Q]: the next token, then the given targets; Q of few different numbers."""
     given = request.options.target_tokens
     num_given = 0 if given is None else given.shape[1]
-    padded = np.zeros((request.prompt.size - 1, next_power(1 + num_given)), np.int32)
+    size = FEW_TARGETS
+    while size < 1 + num_given:
+        size *= 8
+    padded = np.zeros((request.prompt.size - 1, size), np.int32)
     padded[:, 0] = request.prompt[1:]
     if given is not None:
         padded[: given.shape[0], 1 : 1 + num_given] = np.maximum(given, 0)

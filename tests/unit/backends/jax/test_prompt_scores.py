@@ -34,7 +34,7 @@ def score(tiny, monkeypatch):
         )
         padded = np.pad(prompt, (0, BUCKET - prompt.size))
         hidden = forward(tiny.params, tiny.config, padded[None])[0]
-        scores = PromptScores(tiny.params, request, max_topk=4)
+        scores = PromptScores(tiny.params, request, max_topk=4, max_alt=32)
         for start in range(0, prompt.size, CHUNK):
             scores.add(None, 0, hidden[start : start + CHUNK], start)
         result = scores.result()
