@@ -15,8 +15,8 @@ from skyrl_tx.testing.tiny_models import write_model
 
 CONFIG = JaxConfig(
     compile_cache_dir=None,
-    max_context_length=32,
-    micro_batch_tokens=64,
+    max_context_length=64,
+    micro_batch_tokens=32,
     max_sample_tokens=64,
     sample_slots=4,
     max_lora_rank=8,
@@ -26,15 +26,15 @@ CONFIG = JaxConfig(
 
 
 def test_lengths_are_those_of_the_plan():
-    assert list(warmup.training_lengths(CONFIG.micro_batch_tokens, 32)) == [32, 48, 64]
-    assert list(warmup.training_lengths(CONFIG.micro_batch_tokens, 128)) == [32, 48, 64, 96, 128]
+    assert list(warmup.training_lengths(64, 32)) == [32, 48, 64]
+    assert list(warmup.training_lengths(64, 128)) == [32, 48, 64, 96, 128]
 
 
 @pytest.mark.slow
 def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
     backend = JaxBackend(str(write_model(tmp_path, num_layers=1)), CONFIG)
     capabilities = backend.start()
-    assert (capabilities.max_context_length, capabilities.max_sample_tokens) == (32, 64)
+    assert (capabilities.max_context_length, capabilities.max_sample_tokens) == (64, 64)
     model = ModelId("m")
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=8, seed=1)))  # the only place is free again
     compiled: list[str] = []
@@ -45,7 +45,7 @@ def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        for num_tokens, longest in ((14, 7), (30, 32), (60, 20), (160, 32)):
+        for num_tokens, longest in ((14, 7), (30, 32), (60, 20), (160, 32), (60, 60), (130, 64)):  # the budget is 32
             batch = warmup._training_batch(model, num_tokens, longest)
             assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
             backend.forward(batch)
