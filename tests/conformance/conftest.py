@@ -18,6 +18,7 @@ VARIANTS = {
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True, "head_dim": 8},
     "qwen3-untied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": False, "rope_theta": 1e6},
     "qwen2-tied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": True, "head_dim": 8},
+    "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": False},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
     "qwen3-moe-untied": {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
     "qwen3-moe-mixed": {

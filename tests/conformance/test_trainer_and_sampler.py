@@ -1,7 +1,7 @@
 """The log-probabilities of sampled tokens are those that `forward` gives them, for every family, in mixed company.
 
 The base model and adapters of two ranks are sampled side by side, from prompts around the bounds of prefill buckets
-(32), of blocks of attention (64), and of stretches of the cache (128).
+(32), of blocks of attention (64), and of stretches of the cache (128); in one, two and three chunks.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ DESCRIBED = 65  # the length of the prompts that are told of too
 RANKS = {"base": None, "low": 2, "high": 8}
 VARIANTS = {
     "LlamaForCausalLM": {"tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
-    "Qwen2ForCausalLM": {"head_dim": 8},
+    "Qwen2ForCausalLM": {"head_dim": 8, "tied_embeddings": False},
     "Qwen3ForCausalLM": {},
     "Qwen3MoeForCausalLM": {"experts": {"mlp_only_layers": [1]}},
 }
@@ -50,6 +50,7 @@ def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
         sample_slots=16,
         max_sample_tokens=16 * 384,
         prefill_tokens=128,
+        prefill_chunk_tokens=64,
     )
     backend = JaxBackend(str(directory), config)
     backend.start()
