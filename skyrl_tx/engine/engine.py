@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
@@ -34,6 +34,7 @@ _LONGEST_WAIT_S = 1.0
 _READING_S = 0.1
 _SHORTEST_WAIT_S = 0.05
 _PRUNING_PAUSE_S = 0.2
+_LARGE_BODY = 65_536  # to read it later takes another statement, which is little beside what so large a pass takes
 _BATCH_STEPS = 4  # micro-batches that requests share: enough to keep a device busy, few to wait for
 
 
@@ -107,6 +108,8 @@ class _Loop:
             hole_wait_s=room.settings.hole_wait_s,
             max_pass_tokens=_batch_tokens(room.capabilities),
             max_models=room.capabilities.max_models,
+            max_read_bytes=room.settings.max_backlog_bytes // 2,
+            read=self._read_bodies,
         )
         self._passes = Passes(room)
         self._sampling = Sampling(room)
@@ -176,7 +179,10 @@ class _Loop:
         )
 
     def _has_room(self) -> bool:
-        """Whether more may be read. When nothing runs all may be waiting for what is not read yet."""
+        """Whether more may be read. When nothing runs all may be waiting for what is not read yet.
+
+        Of large passes only that they are there, so that who queues many keeps nobody from being seen.
+        """
         backlog = self._schedule.num_bytes + self._sampling.num_bytes
         return backlog < self._room.settings.max_backlog_bytes or not self._is_busy
 
@@ -208,8 +214,9 @@ class _Loop:
         return worked
 
     def _read_page(self) -> bool:
-        position = self._position
-        page = self._room.store.read(lambda tx: futures.pending(tx, position, _PAGE))
+        position, is_full = self._position, self._schedule.num_bytes >= self._room.settings.max_backlog_bytes // 2
+        most = 0 if is_full else _LARGE_BODY
+        page = self._room.store.read(lambda tx: futures.pending(tx, position, _PAGE, most))
         for pending in page:
             self._position = pending.position
             work = work_of(pending)
@@ -218,6 +225,12 @@ class _Loop:
             else:
                 self._line_up(work)
         return bool(page)
+
+    def _read_bodies(self, works: Sequence[Work]) -> list[Work]:
+        """What was left out while much was waiting, or for its size."""
+        request_ids = [work.request_id for work in works]
+        found = {each.request_id: each for each in self._room.store.read(lambda tx: futures.some(tx, request_ids))}
+        return [work_of(found[request_id]) for request_id in request_ids]
 
     def _line_up(self, work: Work) -> None:
         model_id = work.model_id

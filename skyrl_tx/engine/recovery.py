@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, artifact_id_for
-from skyrl_tx.contract import codec, requests
+from skyrl_tx.contract import requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
@@ -179,7 +179,7 @@ class Recovery:
             case requests.Rejected(message=message):
                 raise ServerError(f"cannot repeat request {work.request_id}: {message}")
             case _:
-                raise ServerError(f"cannot repeat the {codec.kind_of(work.request)} request {work.request_id}")
+                raise ServerError(f"cannot repeat the {work.kind} request {work.request_id}")
 
     def _lost_sampler(self, work: Work) -> SamplerId | None:
         """The unnamed sampler that a request made, if it is still wanted and an engine's end forestalled its files."""

@@ -6,14 +6,17 @@ when a barrier is there already (the SDK posts one only once all before it is ac
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.engine.work import Work
 
 MOST_UNDER_WAY = 4
 """Batches of passes, each with gradients of its own in memory. The last place is for what is within the budget."""
+Read = Callable[[Sequence[Work]], Sequence[Work]]
+"""Gives requests that are not read yet as they are once read."""
 _MOST_TOGETHER = 32
 """Requests in a batch: however short, each is computed by itself."""
 
@@ -45,8 +48,21 @@ class Step:
 class Schedule:
     """All requests that wait, but samples. `now` is in seconds during which missing ids could have arrived."""
 
-    def __init__(self, *, hole_wait_s: float, max_pass_tokens: int, max_models: int) -> None:
-        """`max_pass_tokens` is the budget of a batch; one request may exceed it."""
+    def __init__(
+        self,
+        *,
+        hole_wait_s: float,
+        max_pass_tokens: int,
+        max_models: int,
+        max_read_bytes: int = 0,
+        read: Read = lambda works: works,
+    ) -> None:
+        """`max_pass_tokens` is the budget of a batch; one request may exceed it.
+
+        What was added unread is read when its turn is near: `max_read_bytes` of all models, or one request of each.
+        """
+        self._max_read_bytes = max_read_bytes
+        self._read = read
         self._hole_wait_s = hole_wait_s
         self._max_pass_tokens = max_pass_tokens
         self._max_models = max_models
@@ -87,7 +103,7 @@ class Schedule:
         if self.num_suspects:
             turns.sort(key=lambda line: not line.has_suspect(now, self._hole_wait_s))
         for line in turns:
-            first = line.head(now, self._hole_wait_s)
+            first = self._head(line, now)
             if first is None:
                 continue
             if refusal := line.refusal_of(first):
@@ -126,10 +142,10 @@ class Schedule:
         assert first.model_pass is not None
         budget, num_models, num_left = self._max_pass_tokens, 0, _MOST_TOGETHER
         for line in [lead, *(line for line in turns if line is not lead)]:
-            if num_models == max_models:
+            if num_models == max_models or budget <= 0 or not num_left:
                 return
             is_taken = False
-            while (work := line.head(now, self._hole_wait_s)) is not None:
+            while (work := self._head(line, now)) is not None:
                 is_same = work.model_pass is not None and work.model_pass.backward == first.model_pass.backward
                 if not is_same or (work.is_suspect and work is not first) or line.refusal_of(work):
                     break
@@ -140,6 +156,18 @@ class Schedule:
                 is_taken = True
                 yield self._serve(line, work)
             num_models += is_taken
+
+    def _head(self, line: "_Line", now: float) -> Work | None:
+        """A line's head, read, and with it some of those behind it."""
+        head = line.head(now, self._hole_wait_s)
+        if head is None or not head.num_unread_bytes:
+            return head
+        num_waiting = sum(each.is_waiting for each in self._lines.values())
+        unread = line.near(head, _MOST_TOGETHER, self._max_read_bytes // num_waiting)
+        for before, after in zip(unread, self._read(unread), strict=True):
+            line.replace(before, after)
+            self.num_bytes += after.num_bytes - before.num_bytes
+        return line.head(now, self._hole_wait_s)
 
     def _serve(self, line: "_Line", work: Work) -> Work:
         self._num_served += 1
@@ -181,6 +209,24 @@ class _Line:
         if numbered is not None and unnumbered is not None:
             return min(numbered, unnumbered, key=lambda work: work.position)
         return numbered or unnumbered
+
+    def near(self, head: Work, most: int, most_bytes: int) -> list[Work]:
+        """The head, and those behind it that are not read yet either, as far as there is room for them."""
+        behind = [work for work in (*self._numbered[:most], *islice(self._unnumbered, most)) if work is not head]
+        found = [head]
+        for work in behind:
+            most_bytes -= work.num_unread_bytes
+            if work.num_unread_bytes and most_bytes >= head.num_unread_bytes:
+                found.append(work)
+        return found
+
+    def replace(self, before: Work, after: Work) -> None:
+        """Put a request, now read, in its own place."""
+        for queue in (self._numbered, self._unnumbered):
+            for place, work in enumerate(islice(queue, _MOST_TOGETHER)):
+                if work is before:
+                    queue[place] = after
+                    return
 
     def has_suspect(self, now: float, hole_wait_s: float) -> bool:
         """Whether the head is one that may run now."""

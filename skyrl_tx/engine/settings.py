@@ -42,7 +42,9 @@ class EngineSettings(BaseModel):
         description="the part of the time that snapshots for the number of steps may take; fast steps get fewer",
     )
     max_backlog_bytes: int = Field(
-        default=2**31, ge=1, description="requests held in memory; more wait in the database while these are worked on"
+        default=2**31,
+        ge=1,
+        description="requests held in memory; of more passes only that they wait, until their turn is near",
     )
     max_waiting_sample_bytes: int = Field(
         default=2**30,

@@ -10,6 +10,18 @@ _PASS_KINDS = frozenset({"model_pass"})
 BARRIER_KINDS = frozenset({"optim_step", "save_weights", "load_weights", "unload_model"})
 
 
+UNREAD_BYTES = 1024
+"""What a request takes in memory while its body is not read, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A request whose body is still in the database alone."""
+
+    kind: str
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One request, decoded. `attempts` counts how often it was begun by engines that then ended."""
@@ -21,7 +33,7 @@ class Work:
     seq_id: int | None
     sampling_session_id: SamplingSessionId | None
     attempts: int
-    request: requests.Request
+    request: requests.Request | Unread
     num_bytes: int = 0
     """What it takes in memory, about."""
     is_damaged: bool = False
@@ -30,7 +42,13 @@ class Work:
     @property
     def kind(self) -> str:
         """The request's kind; for a rejected one, the kind it would have had."""
-        return self.request.kind if isinstance(self.request, requests.Rejected) else codec.kind_of(self.request)
+        request = self.request
+        return request.kind if isinstance(request, requests.Rejected | Unread) else codec.kind_of(request)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """How much of it is still to be read from the database."""
+        return self.request.num_bytes if isinstance(self.request, Unread) else 0
 
     @property
     def is_suspect(self) -> bool:
@@ -60,13 +78,16 @@ class Work:
 
 def work_of(pending: PendingRequest) -> Work:
     """Decode a stored request; one that this release cannot read becomes one that fails with the reason."""
-    request: requests.Request
+    request: requests.Request | Unread
     try:
         if pending.is_damaged:
             raise codec.CodecError("the stored request is damaged: its checksum is not that of what was written")
-        decoded = codec.decode(pending.body)
-        assert not isinstance(decoded, requests.ModelSpec)
-        request = decoded  # pyright: ignore[reportAssignmentType]
+        if pending.num_left_out:
+            request = Unread(pending.kind, pending.num_left_out)
+        else:
+            decoded = codec.decode(pending.body)
+            assert not isinstance(decoded, requests.ModelSpec)
+            request = decoded  # pyright: ignore[reportAssignmentType]
     except codec.CodecError as error:
         request = requests.Rejected(kind=pending.kind, message=str(error), backward=pending.kind == "model_pass")
     return Work(
@@ -78,6 +99,6 @@ def work_of(pending: PendingRequest) -> Work:
         sampling_session_id=pending.sampling_session_id,
         attempts=pending.attempts,
         request=request,
-        num_bytes=len(pending.body),
+        num_bytes=len(pending.body) or UNREAD_BYTES,
         is_damaged=pending.is_damaged,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from zlib import crc32
 
-from sqlalchemy import RowMapping, String, bindparam, func, insert, literal_column, or_, select, update
+from sqlalchemy import RowMapping, String, and_, bindparam, case, func, insert, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
@@ -20,6 +20,7 @@ from skyrl_tx.store import pruning
 from skyrl_tx.store.parts import in_parts, is_some
 from skyrl_tx.store.tables import AnswerCounterRow, RequestRow
 
+_NO_LIMIT = 2**62
 _FORM = re.compile("req-[a-z2-7]{32}")
 
 
@@ -74,6 +75,8 @@ class PendingRequest:
     failed: bool
     is_damaged: bool = False
     """Whether the body is not as it was written; it is then left out."""
+    num_left_out: int = 0
+    """Bytes of the body, where it was left out for its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +93,10 @@ class FutureState:
 
 
 _IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # spelt out, as the partial index on it must see it
-_PENDING = (
+_ALL_BUT_BODY = (
     col(RequestRow.position),
     col(RequestRow.request_id),
     col(RequestRow.kind),
-    col(RequestRow.body),
     col(RequestRow.session_id),
     col(RequestRow.model_id),
     col(RequestRow.seq_id),
@@ -105,6 +107,7 @@ _PENDING = (
     (col(RequestRow.status) == "failed").label("failed"),
     col(RequestRow.body_crc),
 )
+_PENDING = (*_ALL_BUT_BODY, col(RequestRow.body))
 
 # Built once: these run for every request or turn, and building one takes longer than running it.
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
@@ -136,12 +139,20 @@ _FETCHED = (
     .where(is_some(col(RequestRow.request_id)), col(RequestRow.fetched_at).is_(None))
     .values(fetched_at=bindparam("now"))
 )
+_IS_LEFT_OUT = and_(
+    col(RequestRow.kind) == "model_pass", func.length(col(RequestRow.body)) > bindparam("max_pass_bytes")
+)
 _OPEN_AFTER = (
-    select(*_PENDING)
+    select(
+        *_ALL_BUT_BODY,
+        case((_IS_LEFT_OUT, None), else_=col(RequestRow.body)).label("body"),
+        case((_IS_LEFT_OUT, func.length(col(RequestRow.body))), else_=0).label("num_left_out"),
+    )
     .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )
+_SOME = select(*_PENDING).where(is_some(col(RequestRow.request_id))).order_by(col(RequestRow.position))
 _COUNT_ANSWER = update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1)
 _ANSWER = (
     update(RequestRow)
@@ -215,16 +226,24 @@ def _digest(new: NewRequest) -> bytes:
     return hashlib.blake2b(new.body if new.digest_body is None else new.digest_body, digest_size=20).digest()
 
 
-def pending(tx: Session, after_position: int, limit: int) -> list[PendingRequest]:
-    """Open requests that arrived after a position, in order of arrival."""
-    rows = tx.connection().execute(_OPEN_AFTER, {"after_position": after_position, "limit": limit})
-    return [_checked(row) for row in rows.mappings()]
+def pending(tx: Session, after_position: int, limit: int, max_pass_bytes: int = _NO_LIMIT) -> list[PendingRequest]:
+    """Open requests that arrived after a position, in order of arrival; larger bodies of passes are left out."""
+    where = {"after_position": after_position, "limit": limit, "max_pass_bytes": max_pass_bytes}
+    return [_checked(row) for row in tx.connection().execute(_OPEN_AFTER, where).mappings()]
+
+
+def some(tx: Session, request_ids: Iterable[RequestId]) -> list[PendingRequest]:
+    """Those of the requests that are there, whole, in order of arrival."""
+    rows = [row for part in in_parts(request_ids) for row in tx.connection().execute(_SOME, {"some": part}).mappings()]
+    return [_checked(row) for row in rows]
 
 
 def _checked(row: RowMapping) -> PendingRequest:
     columns: dict[str, Any] = dict(row)
     crc = columns.pop("body_crc")
-    if crc is not None and crc != crc32(columns["body"]):
+    if columns["body"] is None:
+        columns["body"] = b""
+    elif crc is not None and crc != crc32(columns["body"]):
         columns |= {"body": b"", "is_damaged": True}
     return PendingRequest(**columns)
 

@@ -4,13 +4,16 @@ import time
 
 import numpy as np
 import pytest
+from sqlmodel import select
 
 from skyrl_tx.backends.fake.backend import FakeBackend
+from skyrl_tx.contract import codec
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.ids import SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.sampling import _MOST_PASSED
 from skyrl_tx.store import futures, samplers
+from skyrl_tx.store.tables import RequestRow
 from skyrl_tx.testing.engine_house import House, datum, forward_backward, sample
 
 NUM_QUEUED = 10_000
@@ -168,6 +171,30 @@ def test_a_pass_waits_for_some_steps_of_others_whatever_they_ask_for(open_house,
     assert place <= 4, "a step or two while it is read, and one of each under way"
     assert after[place + 1] == "answered", "and it is answered at once"
     assert house.result(arrived[0]).metrics["num_tokens:sum"] == 32
+
+
+def test_who_comes_behind_more_than_memory_holds_is_served_in_turn(open_house):
+    house = open_house(max_backlog_bytes=2**20)
+    greedy, created = house.create("greedy")
+    house.run(created, house.create("modest")[1])
+    modest = greedy.replace("greedy", "modest")
+    large = forward_backward(data=(datum(length=2000),))
+    size = len(codec.encode(large))
+    queued = [house.submit(large, model_id=greedy, seq_id=seq_id) for seq_id in range(1, 201)]
+    assert 200 * size > 4 * 2**20
+    last = house.submit(large, model_id=modest, seq_id=1), house.submit(sample())
+    backend = Scripted(house.config)
+    house.run(*last, backend=backend)
+    assert len(backend.passes) <= 20 and all(house.result(each) is not None for each in last)
+    house.run(*queued)
+    orders = house.api.read(
+        lambda tx: tx.exec(
+            select(RequestRow.seq_id)
+            .where(RequestRow.model_id == greedy, RequestRow.seq_id > 0)
+            .order_by(RequestRow.effect_order)
+        ).all()
+    )
+    assert list(orders) == list(range(1, 201)), "what was read late took effect in order all the same"
 
 
 def test_a_long_queue_of_one_session_delays_another_by_one_sample(open_house):

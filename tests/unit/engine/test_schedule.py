@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoraSpec, ModelSpec, Rejected
 from skyrl_tx.engine.schedule import MOST_UNDER_WAY, Place, Schedule
-from skyrl_tx.engine.work import Work
+from skyrl_tx.engine.work import Unread, Work
 from skyrl_tx.testing.engine_house import datum, forward_backward, optim_step
 
 A, B, C = (ModelId(name) for name in "abc")
@@ -175,6 +175,23 @@ def test_models_under_way_take_up_room_for_models():
 def test_a_batch_has_an_end_however_short_its_requests():
     made = schedule(*(work(n) for n in range(1, 101)))
     assert [len(step.works) for step in iter(lambda: made.take(0.0), None)] == [32, 32, 32, 4]
+
+
+def test_what_is_not_read_yet_is_read_when_its_turn_is_near():
+    whole = {n: work(n) for n in range(1, 9)}
+    asked = []
+
+    def read(works):
+        asked.append([each.seq_id for each in works])
+        return [whole[each.seq_id] for each in works]
+
+    made = Schedule(hole_wait_s=10.0, max_pass_tokens=10, max_models=8, max_read_bytes=300, read=read)
+    made.open(A, Place())
+    for seq_id in (3, 1, 2, 4, 5, 6, 8, 7):
+        made.add(replace(whole[seq_id], request=Unread("model_pass", 100)))
+    assert [taken(made) for _ in range(8)] == [[n] for n in range(1, 9)]
+    assert asked == [[1, 2, 3], [4, 5, 6], [7, 8]]
+    assert made.num_bytes == 0
 
 
 def test_rejected_requests_keep_their_place():
