@@ -15,6 +15,7 @@ from skyrl_tx.contract.errors import ErrorCategory, RequestError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import Failure, Result
+from skyrl_tx.engine.attempts import Attempts
 from skyrl_tx.engine.work import Work
 from skyrl_tx.failpoints import reach
 from skyrl_tx.store import futures, models
@@ -44,20 +45,27 @@ def failure_of(error: Exception) -> Failure:
 class Answers:
     """Writes answers in the order they are given, without waiting for the disk."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, attempts: Attempts) -> None:
         self._store = store
+        self._attempts = attempts
         self._writing: deque[Future[None]] = deque()
         self._touched: dict[ModelId, float] = {}
 
     def give(self, answers: Sequence[Answer], rows: Rows | None = None) -> None:
         """Answer requests, all in one transaction with `rows`; returns at once."""
         reach("engine.result")
-        self._writing.append(self._store.write_soon(self._commit(answers, rows)))
+        written = self._store.write_soon(self._commit(answers, rows))
+        written.add_done_callback(lambda _: self._forget(answers) if written.exception() is None else None)
+        self._writing.append(written)
         reach("engine.answer")
 
     def give_now(self, answers: Sequence[Answer], rows: Rows | None = None) -> None:
         """As `give`, but wait; what `rows` raises is raised here, and nothing was answered."""
         self._store.write(self._commit(answers, rows))
+        self._forget(answers)
+
+    def _forget(self, answers: Sequence[Answer]) -> None:
+        self._attempts.forget([answer.work.request_id for answer in answers])
 
     def settle(self, *, wait: bool = False) -> None:
         """Raise what writing raised; `wait` until all is on disk."""

@@ -11,6 +11,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine import sessions
 from skyrl_tx.engine.answers import Answers
+from skyrl_tx.engine.attempts import Attempts
 from skyrl_tx.engine.handlers import handle
 from skyrl_tx.engine.jobs import Jobs
 from skyrl_tx.engine.passes import Passes
@@ -57,11 +58,13 @@ class Engine:
         state = StatePublisher(self._store, self._settings.base_models)
         state.start()
         jobs = Jobs(self._store.wake)
+        attempts = Attempts(self._store)
+        threading.Thread(target=attempts.give_back_when, args=(stop,), name="heed stop", daemon=True).start()
         try:
             started = time.monotonic()
             capabilities = self._backend.start()
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
-            answers = Answers(self._store)
+            answers = Answers(self._store, attempts)
             recovery = Recovery(self._backend, capabilities, self._store, self._artifacts)
             recovery.check_base(self._settings.base_models[0])
             behind = WriteBehind(jobs, recovery, self._store, self._settings.max_unwritten_samplers)
@@ -70,6 +73,7 @@ class Engine:
                 backend=self._backend,
                 capabilities=capabilities,
                 store=self._store,
+                attempts=attempts,
                 answers=answers,
                 jobs=jobs,
                 recovery=recovery,
@@ -93,6 +97,7 @@ class Engine:
             loop.finish()
             _log.info("engine stopped in good order")
         finally:
+            attempts.close()
             state.close()
             jobs.close()
             self._backend.close()

@@ -4,7 +4,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
 from enum import IntEnum
 from types import FrameType
 
@@ -51,23 +52,49 @@ def run_engine(
         return ExitCode.CANNOT_START
     stop = threading.Event()
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int) -> None:
         if stop.is_set() and second_signal_exits:
             os._exit(128 + number)
         stop.set()
         store.wake()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    try:
-        backend = spec.load()(settings.base_model, backend_config)
-        Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts")).run(stop, on_ready)
-    except UserError as error:
-        _log.error("%s", error.message)
-        return ExitCode.CANNOT_START
-    except (BackendLost, StoreError):
-        _log.exception("the engine cannot go on")
-        return ExitCode.LOST
-    finally:
-        store.close()
+    with closing(store), _heard({signal.SIGTERM, signal.SIGINT}, on_signal):
+        try:
+            backend = spec.load()(settings.base_model, backend_config)
+            Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts")).run(stop, on_ready)
+        except UserError as error:
+            _log.error("%s", error.message)
+            return ExitCode.CANNOT_START
+        except (BackendLost, StoreError):
+            _log.exception("the engine cannot go on")
+            return ExitCode.LOST
     return ExitCode.STOPPED
+
+
+@contextmanager
+def _heard(numbers: set[signal.Signals], on_signal: Callable[[int], None]) -> Generator[None]:
+    """Have signals heard on a thread of their own: the main one, where handlers run, may be busy on the device."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def listen() -> None:
+        while number := os.read(heard, 1):
+            if number[0] in numbers:
+                on_signal(number[0])
+
+    listener = threading.Thread(target=listen, name="hear signals", daemon=True)
+    listener.start()
+    for number in numbers:
+        signal.signal(number, _note)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(told)
+        listener.join()
+        os.close(heard)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Do nothing: without a handler Python would take no note of a signal, and the process would end."""

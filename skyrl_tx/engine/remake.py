@@ -7,7 +7,6 @@ from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.engine.recovery import sampler_of
 from skyrl_tx.engine.room import ENDS_ENGINE, Room
-from skyrl_tx.failpoints import reach
 from skyrl_tx.store import futures, samplers
 
 _log = logging.getLogger(__name__)
@@ -31,8 +30,7 @@ def _make_again(room: Room, model_id: ModelId, saves: dict[RequestId, SamplerId]
     if attempts >= room.settings.max_attempts:
         _give_up(room, model_id, saves, f"the engine ended {attempts} times while it made them again")
         return
-    room.store.write(lambda tx: futures.mark_attempt(tx, saves))
-    reach("engine.attempt")
+    room.attempts.mark(saves)
     try:
         room.models.ensure([model_id])
     except ENDS_ENGINE:
@@ -42,7 +40,7 @@ def _make_again(room: Room, model_id: ModelId, saves: dict[RequestId, SamplerId]
     except Exception as error:  # whatever it is, it is this model's alone
         _log.exception("model %s cannot be brought back", model_id)
         _give_up(room, model_id, saves, f"internal error: {type(error).__name__}: {error}")
-    room.store.write(lambda tx: futures.release_attempt(tx, saves))
+    room.attempts.give_back(saves)
 
 
 def _give_up(room: Room, model_id: ModelId, saves: dict[RequestId, SamplerId], reason: str) -> None:

@@ -9,6 +9,7 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory, RequestError, S
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.answers import Answer, Answers, failure_of
+from skyrl_tx.engine.attempts import Attempts
 from skyrl_tx.engine.jobs import Jobs
 from skyrl_tx.engine.presence import Presence
 from skyrl_tx.engine.recovery import Recovery
@@ -16,8 +17,7 @@ from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.unnamed import WriteBehind
 from skyrl_tx.engine.work import Work
-from skyrl_tx.failpoints import reach
-from skyrl_tx.store import futures, models
+from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 
@@ -34,6 +34,7 @@ class Room:
     backend: AbstractBackend
     capabilities: Capabilities
     store: Store
+    attempts: Attempts
     answers: Answers
     jobs: Jobs
     recovery: Recovery
@@ -56,9 +57,7 @@ class Room:
             else:
                 self.fail(work, ServerError(f"given up: the engine ended {work.attempts} times while it ran this"))
         if fit:
-            request_ids = [work.request_id for work in fit]
-            self.store.write(lambda tx: futures.mark_attempt(tx, request_ids))
-            reach("engine.attempt")
+            self.attempts.mark([work.request_id for work in fit])
         return fit
 
     def fail(self, work: Work, error: Exception) -> None:

@@ -20,7 +20,7 @@ from skyrl_tx.engine.gather import Gathering
 from skyrl_tx.engine.room import ENDS_ENGINE, Room
 from skyrl_tx.engine.work import Work
 from skyrl_tx.failpoints import reach
-from skyrl_tx.store import cancellations, futures, samplers, stability
+from skyrl_tx.store import cancellations, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Sampling:
         """Stop in good order: what runs stays open and runs again later, no attempt counted."""
         request_ids = list(self._running)
         self._drop_all()
-        self._room.store.write(lambda tx: futures.release_attempt(tx, request_ids))
+        self._room.attempts.give_back(request_ids)
 
     def _forget_cancelled(self) -> None:
         """Let go of what was answered already because its client wants it no more."""
@@ -171,6 +171,7 @@ class Sampling:
         removed = [running.work for running in self._running.values() if running.work.request_id in request_ids]
         for work in removed:
             self._drop(self._running[work.request_id])
+        self._room.attempts.forget(request_ids)
         for lane, queue in list(self._waiting.items()):
             gone = [work for work in queue if work.request_id in request_ids]
             if not gone:
@@ -270,6 +271,7 @@ class Sampling:
             return
         _log.warning("a slice of %d requests failed; each runs alone now: %s", len(failed), error)
         self._drop_all()
+        self._room.attempts.give_back([running.work.request_id for running in failed])
         for running in reversed(failed):
             self._suspects[running.work.request_id] = running.work
             self._waiting.setdefault(_lane(running.work), deque()).appendleft(running.work)

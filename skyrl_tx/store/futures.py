@@ -129,10 +129,11 @@ _OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(
     is_some(col(RequestRow.request_id)), col(RequestRow.status) != "open"
 )
 _MOST_ATTEMPTS = select(func.max(col(RequestRow.attempts))).where(is_some(col(RequestRow.request_id)))
-_ATTEMPTED = (
+_ATTEMPTED = update(RequestRow).where(is_some(col(RequestRow.request_id))).values(attempts=col(RequestRow.attempts) + 1)
+_RELEASED = (
     update(RequestRow)
-    .where(is_some(col(RequestRow.request_id)))
-    .values(attempts=col(RequestRow.attempts) + bindparam("more"))
+    .where(is_some(col(RequestRow.request_id)), col(RequestRow.attempts) > 0)  # an answer takes all marks away
+    .values(attempts=col(RequestRow.attempts) - 1)
 )
 _FETCHED = (
     update(RequestRow)
@@ -258,7 +259,7 @@ def effects_since(tx: Session, model_id: ModelId, effect_order: int) -> list[Pen
 def mark_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
     """Note, before it is tried, that a request is tried once more."""
     for some in in_parts(request_ids):
-        tx.connection().execute(_ATTEMPTED, {"some": some, "more": 1})
+        tx.connection().execute(_ATTEMPTED, {"some": some})
 
 
 def attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
@@ -273,7 +274,7 @@ def attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
 def release_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
     """Take an attempt back: it was given up in good order, and the request is not to blame."""
     for some in in_parts(request_ids):
-        tx.connection().execute(_ATTEMPTED, {"some": some, "more": -1})
+        tx.connection().execute(_RELEASED, {"some": some})
 
 
 def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:

@@ -1,5 +1,7 @@
 """What takes an engine down, or keeps it from bringing something back, hurts the one who asked for it alone."""
 
+import threading
+
 import pytest
 
 from skyrl_tx.backends.fake.backend import FakeBackend
@@ -7,8 +9,10 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.contract.results import Failure
+from skyrl_tx.engine.attempts import Attempts
 from skyrl_tx.store import checkpoints, futures, snapshots
 from skyrl_tx.testing.engine_house import House, datum, forward_backward, optim_step, sample
+from skyrl_tx.testing.waiting import until
 
 
 class Faulty(FakeBackend):
@@ -193,3 +197,53 @@ def test_suspects_are_first_and_then_all_run_together_again(house):
     house.run(*suspects, *others, backend=Watched("tiny", house.config))
     assert under_way[:30] == [0] * 30, "nothing else runs beside the sample that is one"
     assert set(under_way[30:]) == {2, 3}, "then the pass, then the others, side by side"
+
+
+def test_what_runs_when_an_engine_is_told_to_stop_is_not_to_blame_for_its_end(house):
+    """Four times an engine is told to stop in the middle of a pass, and is killed before the device has finished it."""
+    model_id, created = house.create()
+    house.run(created)
+    long = house.submit(forward_backward(), model_id=model_id, seq_id=1)
+    ends: list[int] = []
+
+    def attempts():
+        return house.api.read(lambda tx: futures.attempts(tx, [long]))
+
+    class Busy(FakeBackend):
+        def begin_pass(self, batch, *, backward):
+            ends.append(attempts())
+            house.api.write(  # the watch tells the engine to stop
+                lambda tx: futures.complete(tx, watched, b"", failed=True, effect_order=None, now=0.0)
+            )
+            until(lambda: attempts() == 0)
+            raise BackendLost("killed")
+
+    for _ in range(house.settings.max_attempts + 1):
+        watched = house.submit(sample(max_tokens=4000, eos_stops=False))
+        with pytest.raises(BackendLost):
+            house.run(watched, backend=Busy("tiny", house.config))
+    assert ends == [1] * 4
+    house.run(long)
+    assert house.result(long).metrics["num_datums:sum"] == 2
+
+
+def test_marks_are_given_back_once_and_only_where_they_are(house):
+    attempts = Attempts(house.api)
+    first, second = (house.submit(sample()) for _ in range(2))
+    for _ in range(2):
+        attempts.mark([first, second])
+        attempts.forget([first])
+
+    def marks():
+        return [pending.attempts for pending in house.api.read(lambda tx: futures.pending(tx, 0, 10))]
+
+    assert marks() == [2, 2]
+    attempts.give_back([first, second])
+    attempts.give_back([first, second])
+    assert marks() == [2, 1], "what was forgotten is left alone"
+    attempts.mark([first])
+    stop = threading.Event()
+    stop.set()
+    attempts.give_back_when(stop)
+    attempts.mark([first, second])
+    assert marks() == [2, 1], "and nothing is marked any more"

@@ -14,6 +14,7 @@ from skyrl_tx.engine.process import ExitCode, run_engine
 from skyrl_tx.store import engine_state, futures, snapshots
 from skyrl_tx.store.database import Store
 from skyrl_tx.testing.engine_house import House, Perishable, forward_backward, optim_step, run_fake_engine
+from skyrl_tx.testing.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,21 @@ def test_sigterm_ends_in_good_order(house):
         process.join()
     assert house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order == 2
     assert house.api.read(engine_state.get).status == "stopping"
+
+
+def test_what_a_stopped_engine_leaves_undone_costs_no_attempt(house):
+    start = multiprocessing.get_context("spawn").Process
+    process = start(target=run_fake_engine, args=(house.settings, 60.0))  # a step takes longer than anybody waits
+    process.start()
+    try:
+        model_id, _ = house.create()
+        house.submit(forward_backward(), model_id=model_id, seq_id=1)
+        until(lambda: [pending.attempts for pending in open_requests(house)] == [1])
+        os.kill(process.pid, signal.SIGTERM)
+        until(lambda: [pending.attempts for pending in open_requests(house)] == [0])
+    finally:
+        process.kill()
+        process.join()
 
 
 def open_requests(house):
