@@ -17,7 +17,7 @@ from skyrl_tx.listening import CannotServe, listen, url_of
 from skyrl_tx.settings import ServerSettings
 from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
-from skyrl_tx.store.errors import StoreUnreachable
+from skyrl_tx.store.errors import StoreBlocked, StoreUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +106,12 @@ class EngineKeeper:
         while not self._stopping.is_set():
             try:
                 return await asyncio.to_thread(self._has_progressed, started_at) or is_told
-            except StoreUnreachable as error:
+            except (StoreUnreachable, StoreBlocked) as error:
                 if not is_told:
                     log.warning("%s; the engine starts again when it is back", error)
                 is_told = True
+            except StoreError as error:
+                raise CannotServe(str(error)) from error
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _DATABASE_AGAIN_S)
         return True

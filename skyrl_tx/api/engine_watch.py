@@ -28,10 +28,11 @@ class EngineWatch:
             return "the engine has not started yet"
         silence_s = time.time() - state.updated_at
         if silence_s > self._silence_s:
-            return f"the engine has been silent for {silence_s:.0f} s"
+            silence = f"the engine has been silent for {silence_s:.0f} s"
+            return silence if self._store.trouble is None else f"{silence}; {self._store.trouble}"
         if state.status != "ready":
             return f"the engine is {state.status}" + (f": {state.detail}" if state.detail else "")
-        return None
+        return f"the engine waits: {state.detail}" if state.detail else None
 
     async def recent_trouble(self) -> str | None:
         """The same as it was half a second ago, at most. Called on one event loop."""

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from enum import IntEnum
@@ -17,9 +18,13 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
+from skyrl_tx.store.errors import StoreBlocked
+from skyrl_tx.store.patience import Patience
 
 _log = logging.getLogger(__name__)
+_OPEN_AGAIN_S = 1.0
 
 
 class ExitCode(IntEnum):
@@ -45,12 +50,12 @@ def run_engine(
 
     Unless another process decides on that: then `second_signal_exits` is False, and more signals mean no more than one.
     """
+    stop = threading.Event()
     try:
-        store = Store.open(settings.data_dir, role="engine", url=settings.store_url)
+        store = open_store(settings, stop)
     except StoreInUse as error:
         _log.error("%s", error)
         return ExitCode.CANNOT_START
-    stop = threading.Event()
 
     def on_signal(number: int) -> None:
         if stop.is_set() and second_signal_exits:
@@ -69,6 +74,17 @@ def run_engine(
             _log.exception("the engine cannot go on")
             return ExitCode.LOST
     return ExitCode.STOPPED
+
+
+def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
+    """Open the engine's database. While it is full or locked wait for it, and later with each write, until `stop`."""
+    patience = Patience(until=stop, tell=lambda tx, why: engine_state.say_waiting(tx, why, time.time()))
+    while True:
+        try:
+            return Store.open(settings.data_dir, role="engine", url=settings.store_url, patience=patience)
+        except StoreBlocked as error:
+            _log.warning("%s; trying again", error)
+            time.sleep(_OPEN_AGAIN_S)
 
 
 @contextmanager

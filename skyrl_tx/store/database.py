@@ -14,6 +14,7 @@ from sqlmodel import Session
 from skyrl_tx.store import binding, schema
 from skyrl_tx.store.dialect import Bell, Dialect, Role
 from skyrl_tx.store.errors import StoreError, StoreInUse
+from skyrl_tx.store.patience import Patience
 from skyrl_tx.store.sqlite import DATABASE_NAME, Sqlite
 from skyrl_tx.store.writer import GroupWriter, refused
 
@@ -38,12 +39,21 @@ class Store:
         self._is_closed = False
 
     @classmethod
-    def open(cls, data_dir: Path, *, role: Role, url: str | None = None, busy_timeout_s: float = 10.0) -> Self:
+    def open(
+        cls,
+        data_dir: Path,
+        *,
+        role: Role,
+        url: str | None = None,
+        busy_timeout_s: float = 10.0,
+        patience: Patience | None = None,
+    ) -> Self:
         """Open, creating or migrating as needed, and take the role; any number may be a `tool` at once.
 
         Raises StoreInUse if the role is taken, StoreError if the database cannot serve. `url` names another file
         ("sqlite:///path") or a database of PostgreSQL ("postgresql://user@host/name"), where any number may be an
-        `api`. `busy_timeout_s` is how long a write waits while another process writes.
+        `api`. `busy_timeout_s` is how long a write waits while another process writes. With `patience` it then tries
+        again, as it does while there is no space left.
         """
         dialect = _dialect(data_dir, url, busy_timeout_s)
         with ExitStack() as stack:
@@ -64,7 +74,7 @@ class Store:
                 stack.callback(bell.close)
             except (DBAPIError, OSError, *dialect.errors) as error:
                 raise dialect.explain(error) from error
-            writer = GroupWriter(write_engine, explain=dialect.explain, committed=bell.ring_peer)
+            writer = GroupWriter(write_engine, explain=dialect.explain, committed=bell.ring_peer, patience=patience)
             stack.callback(writer.close)
             return cls(dialect=dialect, reader=reader, writer=writer, bell=bell, resources=stack.pop_all())
 
@@ -117,6 +127,12 @@ class Store:
         """
         with self._waiting:
             return not self._is_closed and self._bell.wait(timeout_s) and not self._is_closed
+
+    @property
+    def trouble(self) -> str | None:
+        """Why what was to be written last was not; None if it was."""
+        failure = self._writer.failure
+        return None if failure is None else str(failure)
 
     def wake(self) -> None:
         """End this process's own `wait`."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from sqlalchemy import update
 from sqlmodel import Session
 
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
@@ -51,6 +52,11 @@ def publish(
         )
     )
     tx.flush()
+
+
+def say_waiting(tx: Session, detail: str, now: float) -> None:
+    """Say what the engine waits for, until it is heard of again."""
+    tx.connection().execute(update(EngineStateRow).values(detail=detail, updated_at=now))
 
 
 def get(tx: Session) -> EngineStateRow | None:

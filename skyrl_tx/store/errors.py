@@ -13,5 +13,9 @@ class StoreUnreachable(StoreError):
     """There is no connection to the database now; it may come back."""
 
 
+class StoreBlocked(StoreError):
+    """The database cannot be written now, as it is full or locked; that may pass."""
+
+
 class ValueRefused(Exception):
     """A text or number that this database cannot hold, such as a zero character in PostgreSQL; the caller's mistake."""

@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from skyrl_tx.store.dialect import PEER, Bell, Dialect, Role
-from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.locks import role_lock
 
 _log = logging.getLogger(__name__)
@@ -213,10 +213,11 @@ class Postgresql(Dialect):
         is_away = isinstance(cause, psycopg.OperationalError) and (state is None or state.startswith(("08", "533")))
         if is_away or state in _GONE:
             return StoreUnreachable(f"{self._place}: it cannot be reached now ({said})")
+        kind = StoreError
         if state in _LOCKED:
-            what = "another process keeps it locked"
+            kind, what = StoreBlocked, "another process keeps it locked"
         elif state in _NO_SPACE:
-            what = "no space left for it on the disk"
+            kind, what = StoreBlocked, "no space left for it on the disk"
         elif state in _FAILING:
             what = "the disk failed"
         elif state in _DAMAGED:
@@ -225,7 +226,7 @@ class Postgresql(Dialect):
             what = "it cannot be written; give this user the right to, in a database that is not read-only"
         else:
             what = "it failed"
-        return StoreError(f"{self._place}: {what} ({said})")
+        return kind(f"{self._place}: {what} ({said})")
 
 
 class _PostgresqlBell(Bell):

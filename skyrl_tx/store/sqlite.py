@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from skyrl_tx.store.dialect import PEER, Bell, Dialect, Role
 from skyrl_tx.store.doorbell import Doorbell
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.errors import StoreBlocked, StoreError
 from skyrl_tx.store.locks import file_lock, role_lock
 
 DATABASE_NAME = "skyrl_tx.db"
@@ -30,6 +30,7 @@ _DAMAGED = (
     "it is damaged and is not served from; keep a copy, then bring back a backup of the data directory, or what "
     "sqlite3's .recover can read of it"
 )
+_NO_SPACE = "no space left for it on the disk"
 _NOT_WRITABLE = "it cannot be written; give this user the right to, on a disk that is not read-only"
 
 # After these a transaction may be gone, or is not to be trusted (sqlite.org/lang_transaction, "Response To Errors").
@@ -156,13 +157,14 @@ class Sqlite(Dialect):
         if isinstance(error, StoreError):
             return error
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        kind = StoreError
         match _code(cause):
             case sqlite3.SQLITE_FULL:
-                what = "no space left for it on the disk"
+                kind, what = StoreBlocked, _NO_SPACE
             case sqlite3.SQLITE_IOERR:
                 what = "the disk failed"
             case sqlite3.SQLITE_BUSY:
-                what = "another process keeps it locked"
+                kind, what = StoreBlocked, "another process keeps it locked"
             case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
                 what = _DAMAGED
             case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
@@ -170,10 +172,10 @@ class Sqlite(Dialect):
             case None if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 what = _NOT_WRITABLE
             case None if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                what = "no space left for it on the disk"
+                kind, what = StoreBlocked, _NO_SPACE
             case _:
                 what = "it failed"
-        return StoreError(f"database {self._path}: {what} ({cause})")
+        return kind(f"database {self._path}: {what} ({cause})")
 
 
 class _SqliteBell(Bell):

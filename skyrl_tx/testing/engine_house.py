@@ -21,7 +21,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSession
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams, OptimStep, Sample
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.engine.engine import Engine
-from skyrl_tx.engine.process import run_engine
+from skyrl_tx.engine.process import open_store, run_engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import futures, models, sessions
 from skyrl_tx.store.database import Store
@@ -151,7 +151,7 @@ class House:
     def run(self, *until: RequestId, backend: AbstractBackend | None = None) -> None:
         """Run an engine until these requests are answered."""
         stop = threading.Event()
-        store = Store.open(self.data_dir, role="engine", url=self.settings.store_url)
+        store = open_store(self.settings, stop)
 
         def watch() -> None:
             while not stop.is_set():

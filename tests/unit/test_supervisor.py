@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from skyrl_tx import supervisor
 from skyrl_tx.engine_process import EngineEnd, EngineReady
 from skyrl_tx.listening import CannotServe
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.supervisor import EngineKeeper, Restarts
 
 READY = EngineReady(num_parameters=1, devices=("cpu",))
@@ -113,3 +115,31 @@ def test_stopping_while_waiting_to_start_again_starts_no_more() -> None:
 
     story = Story([], [])
     asyncio.run(run())
+
+
+def keeper_told(monkeypatch: pytest.MonkeyPatch, *answers: bool | StoreError) -> EngineKeeper:
+    """Of engines that crash, on a database that answers so when it is asked for progress."""
+    monkeypatch.setattr(supervisor, "_DATABASE_AGAIN_S", 0.001)
+    left = iter(answers)
+
+    def has_progressed(_since: float) -> bool:
+        answer = next(left)
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    restarts = Restarts(2, first_delay_s=0.001)
+    return EngineKeeper(lambda: Life(True, CRASH), restarts, on_ready=lambda _: None, has_progressed=has_progressed)
+
+
+@pytest.mark.parametrize("kind", [StoreUnreachable, StoreBlocked])
+def test_a_database_that_cannot_be_asked_for_now_is_no_engines_fault(monkeypatch, caplog, kind) -> None:
+    away = [kind("database: not now")] * 3
+    with pytest.raises(CannotServe, match="keeps dying"):
+        asyncio.run(keeper_told(monkeypatch, *away, False, *away, False, False).run())
+    assert caplog.text.count("not now") == 2, "said once for each time"
+
+
+def test_a_database_that_fails_for_good_ends_the_server_in_words(monkeypatch) -> None:
+    with pytest.raises(CannotServe, match=r"^database x: it is damaged$"):
+        asyncio.run(keeper_told(monkeypatch, StoreError("database x: it is damaged")).run())
