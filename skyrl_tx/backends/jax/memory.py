@@ -21,6 +21,8 @@ from skyrl_tx.layers.lora import Adapter, AdapterWeights
 UNKNOWN_MEMORY_TOKENS = 1024  # of a micro-batch where the device does not tell its memory, as no CPU does
 SHARE = 0.5  # of what is free beside weights and cache; the rest is for models in training, prompts and fragmentation
 SAMPLE_SHARE = 0.4  # of what is free beside weights, for the keys and values of samples
+POOL_SHARE = 0.05  # of the same, for frozen adapters from the start; more samplers in use take more
+FEWEST_PLACES = 4  # of which one is the base model's
 MODEL_SHARE = 0.4  # of what is free beside weights and cache, for all that models in training have of their own
 MOST_MODELS = 64  # a team's; more would seldom be in use at once
 UNKNOWN_SAMPLE_TOKENS = 65536  # in the cache where the device does not tell its memory, if the host has that much
@@ -175,6 +177,20 @@ def model_room(config: JaxConfig, params: models.DecoderParams, model: models.Mo
     room = max(1, min(int(MODEL_SHARE * free / cost), MOST_MODELS))
     log.info("%d models in training at once: %.1f GiB are free, one takes %.1f MiB", room, free / 2**30, cost / 2**20)
     return room
+
+
+def sampler_places(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+    """Return how many places for frozen adapters to lay out from the start, the base model's included.
+
+    Places for all that there may be, so that no program changes when another is loaded; or for what a share of the
+    memory holds at the default rank. To be asked once weights are on the device.
+    """
+    free = free_bytes(params)
+    if free is None:
+        free = _free_on_host(params)
+    weights = models.adapter_shapes(model, min(RANK, config.max_lora_rank)).weights
+    fitting = int(POOL_SHARE * free / sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)))
+    return min(1 + config.max_sampler_adapters, max(fitting, FEWEST_PLACES))
 
 
 def _free_on_host(params: models.DecoderParams) -> int:

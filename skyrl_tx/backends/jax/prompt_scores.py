@@ -15,6 +15,7 @@ from flax import struct
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import sampling
+from skyrl_tx.backends.jax.buckets import next_power
 from skyrl_tx.backends.jax.decode import take_adapter
 from skyrl_tx.backends.jax.sample_rows import seed_words
 from skyrl_tx.contract.arrays import Float32Array, Int64Array
@@ -163,10 +164,7 @@ def _targets(request: SampleRequest) -> np.ndarray:
     """Return int32 [rows, Q]: the next token, then the given targets; Q of few different numbers."""
     given = request.options.target_tokens
     num_given = 0 if given is None else given.shape[1]
-    size = FEW_TARGETS
-    while size < 1 + num_given:
-        size *= 8
-    padded = np.zeros((request.prompt.size - 1, size), np.int32)
+    padded = np.zeros((request.prompt.size - 1, max(next_power(1 + num_given), FEW_TARGETS)), np.int32)
     padded[:, 0] = request.prompt[1:]
     if given is not None:
         padded[: given.shape[0], 1 : 1 + num_given] = np.maximum(given, 0)

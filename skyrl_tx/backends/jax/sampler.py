@@ -20,7 +20,7 @@ from skyrl_tx.backends.jax.buckets import ascending, next_power
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.decode import SliceRows
 from skyrl_tx.backends.jax.lanes import Lane, PrefilledPrompt, Waiting
-from skyrl_tx.backends.jax.memory import SampleRoom, sample_room
+from skyrl_tx.backends.jax.memory import SampleRoom, sample_room, sampler_places
 from skyrl_tx.backends.jax.prefill import Prefill, Prefiller
 from skyrl_tx.backends.jax.rows import Rows
 from skyrl_tx.backends.jax.sample_rows import draw_params, slice_rows, tokens_of
@@ -53,7 +53,8 @@ class Sampler:
         self._config = config
         self._slice = config.decode_slice_tokens
         self._eos = frozenset(eos_token_ids)
-        self._pool = SamplerPool(model_config, config.max_sampler_adapters, params.layout)
+        num_places = sampler_places(config, params, model_config)
+        self._pool = SamplerPool(model_config, config.max_sampler_adapters, params.layout, num_places=num_places)
         self.room: SampleRoom = sample_room(config, params, model_config)
         """What the device has for samples and for prompts."""
         self.max_length = longest_sample(model_config, config, self.room)

@@ -20,22 +20,24 @@ from skyrl_tx.layers.lora import Adapter, GatheredAdapter, RowsByLayer, gather_r
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models import ModelConfig
 
-FEWEST = 4  # places to begin with, the base model's included
 LOWEST_RANK = 8
 
 
 class SamplerPool:
     """Which sampler lies in which place, and the places: an `Adapter` whose leaves have a leading axis for them.
 
-    The arrays have as many places and as high a rank as was needed so far: memory and work follow what was loaded, at
-    the price of other shapes, so of compiling again, when more is asked for than ever before.
+    The arrays have `num_places` to begin with, the base model's included, then as many as were needed so far, and as
+    high a rank: memory follows what was loaded, at the price of other shapes, so of compiling again, when more is asked
+    for than ever before. Work follows the places in use.
     """
 
-    def __init__(self, model_config: ModelConfig, max_samplers: int, layout: Layout = WHOLE) -> None:
+    def __init__(
+        self, model_config: ModelConfig, max_samplers: int, layout: Layout = WHOLE, *, num_places: int
+    ) -> None:
         self._model = model_config
         self._max_samplers = max_samplers
         self._place = adapter_place(layout, model_config, is_pool=True) if layout.is_split else lambda tree: tree
-        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(FEWEST, LOWEST_RANK))
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(num_places, LOWEST_RANK))
         self._places: Adapter = self._place(empty)
         self._place_of: dict[SamplerId, int] = {}
         self._gathered: tuple[tuple[int, ...], RowsByLayer] | None = None
@@ -48,12 +50,13 @@ class SamplerPool:
             raise CapacityError(f"all {self._max_samplers} places for samplers are taken")
         place = min(set(range(BASE + 1, 2 + self._max_samplers)) - set(self._place_of.values()))
         num_places, rank = self._places.weights["unembed"].a.shape[0], self._places.weights["unembed"].a.shape[-1]
-        fitting = self._shapes(
-            max(num_places, next_power(place + 1)), max(rank, adapter.weights["unembed"].a.shape[-1])
-        )
+        rank = max(rank, adapter.weights["unembed"].a.shape[-1])
+        if place >= num_places:
+            num_places = min(next_power(place + 1), 1 + self._max_samplers)
         self._gathered = None
-        larger = self._place(jax.tree.map(_pad, self._places, fitting))
-        self._places = self._place(_put(larger, np.int32(place), adapter))
+        larger = self._place(jax.tree.map(_pad, self._places, self._shapes(num_places, rank)))
+        fitting = jax.tree.map(_pad_on_host, adapter, models.adapter_shapes(self._model, rank))
+        self._places = self._place(_put(larger, np.int32(place), fitting))
         self._place_of[sampler] = place
 
     def drop(self, sampler: SamplerId) -> None:
@@ -97,11 +100,14 @@ def _pad(leaf: jax.Array, fitting: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.pad(leaf, [(0, wanted - size) for size, wanted in zip(leaf.shape, fitting.shape, strict=True)])
 
 
+def _pad_on_host(leaf: jax.Array, fitting: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Return what an adapter of a lower rank is in the pool: one program writes them all."""
+    if leaf.shape == fitting.shape:
+        return np.asarray(leaf)
+    return np.pad(leaf, [(0, wanted - size) for size, wanted in zip(leaf.shape, fitting.shape, strict=True)])
+
+
 @partial(jax.jit, donate_argnames="places")
 def _put(places: Adapter, place: jax.Array, adapter: Adapter) -> Adapter:
-    """Overwrite one place; what the adapter's rank leaves over becomes zero."""
-
-    def write(into: jax.Array, leaf: jax.Array) -> jax.Array:
-        return into.at[place].set(_pad(leaf.astype(into.dtype), jax.ShapeDtypeStruct(into.shape[1:], into.dtype)))
-
-    return jax.tree.map(write, places, adapter)
+    """Overwrite one place."""
+    return jax.tree.map(lambda into, leaf: into.at[place].set(leaf.astype(into.dtype)), places, adapter)

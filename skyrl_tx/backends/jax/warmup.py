@@ -2,7 +2,8 @@
 
 Common is: one target per position, the SDK's default rank, every length of a micro-batch; and in sampling every chunk
 of a prompt, number of samples, shape of the cache and stretch of it, from the base model, from an adapter, and from
-both at once, with the prompt's log-probabilities. What else may be asked of prompts is compiled when it is.
+both at once, with whatever may be asked of prompts. What is compiled later all the same: the first sampler of a rank
+above the default, one more than memory had room for from the start, and more than 31 targets at a prompt's position.
 """
 
 import logging

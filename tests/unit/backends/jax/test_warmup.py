@@ -50,10 +50,21 @@ def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
             assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
             backend.forward(batch)
             backend.optim_step(model, OptimizerParams())
-        sampler = SamplerId("s")
-        backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+        for number in range(16):  # as many as there may be, of more ranks than one
+            if number == 8:
+                backend.delete_model(model)
+                backend.create_model(model, ModelSpec(lora=LoraSpec(rank=2, seed=1)))
+            sampler = SamplerId(f"s{number}")
+            backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
         for prompt, new, num_samples in ((3, 1, 1), (3, 4, 2), (20, 12, 1), (9, 20, 70), (14, 2, 9)):
-            for options in (PromptOptions(), PromptOptions(logprobs=True)):
+            targets = np.ones((prompt - 1, 5), np.int64)
+            about_prompt = (
+                PromptOptions(logprobs=True),
+                PromptOptions(logprobs=True, topk=7),
+                PromptOptions(target_tokens=targets),
+                PromptOptions(alt_tokens_k=3),
+            )
+            for options in (PromptOptions(), *about_prompt[: 4 if new == 1 else 1]):
                 for each in ((None,), (sampler,), (None, sampler)):
                     requests = tuple(warmup._sample_request(one, prompt, new, num_samples, options) for one in each)
                     assert backend.sample(PreparedSampleBatch(requests=requests))
