@@ -247,3 +247,16 @@ def test_marks_are_given_back_once_and_only_where_they_are(house):
     attempts.give_back_when(stop)
     attempts.mark([first, second])
     assert marks() == [2, 1], "and nothing is marked any more"
+
+
+def test_files_that_cannot_be_removed_keep_nobody_waiting(tmp_path, caplog):
+    house = House(tmp_path, housekeeping_interval_s=0.001)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    house.artifacts.collect = refuse
+    output = house.answer(sample(max_tokens=200, eos_stops=False))
+    assert len(output.sequences[0].tokens) == 200
+    assert "files that nothing points at could not be removed" in caplog.text
+    house.close()

@@ -31,7 +31,7 @@ def test_an_answer_that_does_not_fit_waits_for_room(tmp_path, caplog, is_full):
     house = House(tmp_path)
     model_id, created = house.create()
     house.run(created)
-    data = tuple(datum(seed, 2000) for seed in range(20))
+    data = tuple(datum(seed, 1000) for seed in range(5))
     large = house.submit(forward_backward(data=data), model_id=model_id, seq_id=1)
     step = house.submit(optim_step(), model_id=model_id, seq_id=2)
     watch = EngineWatch(house.api, silence_s=60.0)
@@ -44,7 +44,7 @@ def test_an_answer_that_does_not_fit_waits_for_room(tmp_path, caplog, is_full):
         assert "waiting until it takes what is to be written" in caplog.text
         is_full.clear()
         running.result(60)
-    assert house.result(large).metrics["num_datums:sum"] == 20
+    assert house.result(large).metrics["num_datums:sum"] == 5
     assert house.result(step).metrics["unclipped_grad_l2:mean"] > 0
     assert house.api.read(lambda tx: futures.attempts(tx, [large, step])) == 0
     house.close()
@@ -54,7 +54,7 @@ def test_told_to_stop_it_waits_no_longer_and_what_ran_is_not_to_blame(tmp_path, 
     house = House(tmp_path)
     model_id, created = house.create()
     house.run(created)
-    data = tuple(datum(seed, 2000) for seed in range(20))
+    data = tuple(datum(seed, 1000) for seed in range(5))
     large = house.submit(forward_backward(data=data), model_id=model_id, seq_id=1)
     watched = house.submit(sample(max_tokens=4000, eos_stops=False))
     is_full.set()
@@ -68,5 +68,5 @@ def test_told_to_stop_it_waits_no_longer_and_what_ran_is_not_to_blame(tmp_path, 
     assert house.api.read(lambda tx: futures.attempts(tx, [large])) == 0
     is_full.clear()
     house.run(large)
-    assert house.result(large).metrics["num_datums:sum"] == 20
+    assert house.result(large).metrics["num_datums:sum"] == 5
     house.close()
