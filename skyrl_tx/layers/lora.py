@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from skyrl_tx.layers.kept import product
+
 
 @struct.dataclass
 class LoraPair:
@@ -98,6 +100,7 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
         y = _adapted(flat_MI, weight, adapter.pair, adapter.scale).reshape(*x.shape[:-1], weight.shape[-1])
     else:
         y = multiply(x, weight) + adapter.delta(x, weight.dtype)
+    y = product(y)
     return y if bias is None else y + bias.astype(jnp.float32)
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.kept import Kept, keeping
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowAdapters, select_rows
 
 Output = TypeVar("Output")
@@ -21,14 +22,14 @@ def apply_stack(
     adapter_B: jax.Array | None,
     targets: Mapping[str, int],
     *,
-    remat: bool = False,
+    kept: Kept = Kept.ALL,
 ) -> tuple[jax.Array, Any]:
     """Run `x` through all layers; return it and each layer's other output, stacked over L.
 
     `layers` is a tree whose leaves have a leading L, numbered from 0. `targets` are the adapter's maps in them, with
     the place of the first of these layers in the map's own stack. A shared adapter is sliced layer by layer like the
-    parameters, so its gradient comes back stacked; of slots each layer gathers its rows' own. With `remat` the
-    backward pass runs each layer's forward again instead of keeping what is inside.
+    parameters, so its gradient comes back stacked; of slots each layer gathers its rows' own. `kept` says what the
+    backward pass keeps of each layer.
 
     Of layers in a tuple, each with parameters of its own, one is computed after the other without a loop, and the
     other outputs are a tuple too: a larger program, that copies nothing out of a stack.
@@ -49,8 +50,7 @@ def apply_stack(
             rows = {name: select_rows(adapter, name, adapter_B, first + layer) for name, first in targets.items()}
         return block(x, parameters, rows, layer)
 
-    if remat:
-        step = jax.checkpoint(step, prevent_cse=False)  # a scan already keeps the two computations apart
+    step = keeping(kept, step)
     if isinstance(layers, tuple):
         outputs: list[Output] = []
         for layer, parameters in enumerate(layers):

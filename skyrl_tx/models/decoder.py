@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers import kv_cache, logprobs
 from skyrl_tx.layers.attention import cached_attention, causal_attention, extending_attention
+from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.kv_cache import KeyValues, SliceCache
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, RowAdapter, RowAdapters, linear, select_rows
 from skyrl_tx.layers.mlp import gated_mlp
@@ -52,7 +53,8 @@ def forward(
         mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, start_BT, layout)
         return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), None
 
-    x_BTD, _ = _apply_layers(block, _embed(params, tokens_BT), params.layers, config, adapter, adapter_B, remat=remat)
+    kept = Kept.INPUTS if remat else Kept.PRODUCTS
+    x_BTD, _ = _apply_layers(block, _embed(params, tokens_BT), params.layers, config, adapter, adapter_B, kept=kept)
     return layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None)
 
 
@@ -132,12 +134,12 @@ def _apply_layers(
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
     *,
-    remat: bool = False,
+    kept: Kept = Kept.ALL,
 ) -> tuple[jax.Array, Any]:
     """Run `x` through all layers, one loop for each run of layers of a kind; return it and what they give besides."""
     outputs: list[Any] = []
     for run in config.runs():
-        x, output = _apply_run(block, x, layers, run, adapter, adapter_B, remat=remat)
+        x, output = _apply_run(block, x, layers, run, adapter, adapter_B, kept=kept)
         outputs.append(output)
     if len(outputs) == 1:
         return x, outputs[0]
@@ -154,7 +156,7 @@ def _apply_run(
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
     *,
-    remat: bool,
+    kept: Kept,
 ) -> tuple[jax.Array, Any]:
     is_pool = adapter is not None and adapter.scale.ndim > 0
     targets: dict[str, int] = dict.fromkeys(ATTENTION_TARGETS, run.layers.start)
@@ -172,7 +174,9 @@ def _apply_run(
             experts = share_experts(rows, EXPERT_PREFIX)
         return block(x, layer, LayerAdapters(rows, experts), run.layers.start + index)
 
-    return apply_stack(one, x, layers_of(layers, run), adapter, adapter_B, targets, remat=remat)
+    if run.is_sparse and kept is Kept.PRODUCTS:
+        kept = Kept.ALL  # those of experts are not marked
+    return apply_stack(one, x, layers_of(layers, run), adapter, adapter_B, targets, kept=kept)
 
 
 def decode_step(
