@@ -75,7 +75,7 @@ class Costs:
     """Bytes of one device, by trace."""
 
     fixed: int
-    token: int  # with all activations kept
+    token: int  # with what products gave kept
     token_with_remat: int
 
 
@@ -103,7 +103,7 @@ def choose(config: JaxConfig, params: models.DecoderParams, model: models.ModelC
     log.info(
         "micro-batches of %d tokens, %s: %s%s",
         plan.micro_batch_tokens,
-        "layers computed twice" if plan.remat else "all activations kept",
+        "layers computed twice" if plan.remat else "results of products kept",
         reason,
         f" ({' and '.join(told)} as told)" if told else "",
     )
