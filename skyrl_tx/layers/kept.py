@@ -5,12 +5,13 @@ Norms, rotations and activations take less time to compute than to write out, fo
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PRODUCT = "product"
 
@@ -28,7 +29,7 @@ def product(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, _PRODUCT)
 
 
-def keeping(kept: Kept, layer: F) -> F:
+def keeping(kept: Kept, layer: Callable[P, R]) -> Callable[P, R]:
     """Return the layer, whose gradient keeps so much."""
     if kept is Kept.ALL:
         return layer

@@ -60,7 +60,7 @@ def test_each_device_with_rows_of_its_own_takes_as_many_tokens():
 def test_a_device_that_tells_nothing_gets_the_stated_default(tiny, caplog):
     with caplog.at_level("INFO"):
         assert choose(JaxConfig(), tiny.params, tiny.config) == MemoryPlan(UNKNOWN_MEMORY_TOKENS, remat=False)
-    assert "1024 tokens, all activations kept: the device does not tell its memory" in caplog.text
+    assert "1024 tokens, results of products kept: the device does not tell its memory" in caplog.text
 
 
 def test_layers_computed_twice_keep_less(tiny):
