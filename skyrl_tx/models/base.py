@@ -4,7 +4,7 @@ A model is a frozen `ModelConfig` (static under jit) and a `DecoderParams` tree 
 constant). Everything below is a pure function; `adapter` may be None (the base model), one `Adapter` for all rows, or
 slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, logits and log-probabilities are float32.
 
-    forward(params, config, tokens_BT, adapter, adapter_B, remat=False)  -> hidden [B, T, D]
+    forward(params, config, tokens_BT, adapter, adapter_B, kept=...)    -> hidden [B, T, D]
     target_logprobs(params, hidden_BTD, targets, adapter, adapter_B)     -> log p, [B, T] or [B, T, K] as the targets
     target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, slope, inputs)
                                                                          -> log p, d hidden, d unembedding pair

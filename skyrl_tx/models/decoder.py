@@ -37,11 +37,12 @@ def forward(
     adapter_B: jax.Array | None = None,
     *,
     start_BT: jax.Array | None = None,
-    remat: bool = False,
+    kept: Kept = Kept.PRODUCTS,
 ) -> jax.Array:
     """Return the hidden states after the final norm, float32 [B, T, D], of rows padded at their right.
 
     A row may hold several sequences, one behind the other: `start_BT` says where that of each position begins.
+    `kept` says what a gradient keeps of each layer.
     """
     layout = params.layout
     position = jnp.arange(tokens_BT.shape[1])  # [T], or [B, T] where sequences begin within rows
@@ -53,7 +54,6 @@ def forward(
         mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, start_BT, layout)
         return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), None
 
-    kept = Kept.INPUTS if remat else Kept.PRODUCTS
     x_BTD, _ = _apply_layers(block, _embed(params, tokens_BT), params.layers, config, adapter, adapter_B, kept=kept)
     return layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None)
 

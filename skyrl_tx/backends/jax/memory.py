@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 
@@ -208,12 +209,12 @@ def _rounded_down(size: int) -> int:
 def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
     """Return what training takes beside what lies on the device already. Heads that `tp` cuts are counted whole."""
 
-    def kept(length: int, *, remat: bool) -> int:
+    def bytes_kept(length: int, kept: Kept) -> int:
         def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
             def hidden_of(weights: AdapterWeights) -> jax.Array:
                 start_BT = jnp.zeros_like(tokens_BT)
                 own = Adapter(weights, scale)
-                return models.forward(params, config, tokens_BT, own, start_BT=start_BT, remat=remat)
+                return models.forward(params, config, tokens_BT, own, start_BT=start_BT, kept=kept)
 
             return jax.vjp(hidden_of, weights)
 
@@ -222,17 +223,16 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
         outputs = jax.eval_shape(run, adapter.weights, adapter.scale, params, tokens)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
 
-    def of_token(*, remat: bool) -> int:
+    def of_token(kept: Kept) -> int:
         short, long = 512, 1024
         rows = params.layout.num_shards("batch")
-        return (kept(long, remat=remat) - kept(short, remat=remat)) // ((long - short) * rows)
+        return (bytes_kept(long, kept) - bytes_kept(short, kept)) // ((long - short) * rows)
 
-    all_kept = of_token(remat=False)
-    one_layer = all_kept // config.num_layers  # what a layer's own backward pass holds besides
+    one_layer = of_token(Kept.ALL) // config.num_layers  # what a layer's own backward pass holds besides
     logits = CHUNK * config.vocab_size * 4
     merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
     return Costs(
         fixed=3 * logits + merged,
-        token=all_kept + one_layer,
-        token_with_remat=of_token(remat=True) + 2 * one_layer,
+        token=of_token(Kept.PRODUCTS) + one_layer,
+        token_with_remat=of_token(Kept.INPUTS) + one_layer,
     )

@@ -13,6 +13,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import any_loss
 from skyrl_tx.backends.jax.mesh import constrain_adapter
 from skyrl_tx.backends.jax.packing import MicroBatch
+from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.losses import LossOutput
 
@@ -49,7 +50,8 @@ def accumulate(
 
     def hidden_of(weights: AdapterWeights) -> jax.Array:
         own = Adapter(weights, adapter.scale)
-        return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
+        kept = Kept.INPUTS if remat else Kept.PRODUCTS
+        return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, kept=kept)
 
     hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
     logprobs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)

@@ -10,8 +10,9 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.layers import kv_cache
+from skyrl_tx.layers.kept import Kept
 
-forward = jax.jit(models.forward, static_argnames=("config", "remat"))
+forward = jax.jit(models.forward, static_argnames=("config", "kept"))
 extend = jax.jit(models.extend, static_argnames="config")
 
 
@@ -143,25 +144,27 @@ def test_slots_decode_at_positions_of_their_own(loaded):
 
 
 @pytest.mark.parametrize("slotted", [False, True])
-def test_remat_changes_no_gradient(loaded, slotted):
+def test_what_is_kept_changes_no_gradient(loaded, slotted):
     adapter = loaded.adapter(1)
     x = tokens(2, 8)
     rows = jnp.array([0, 0]) if slotted else None
     if slotted:
         adapter = stack(adapter)
 
-    @partial(jax.jit, static_argnames="remat")
-    def gradient(weights, remat):
+    @partial(jax.jit, static_argnames="kept")
+    def gradient(weights, kept):
         def loss(weights):
             mine = adapter.replace(weights=weights)
-            hidden = models.forward(loaded.params, loaded.config, x, mine, rows, remat=remat)
+            hidden = models.forward(loaded.params, loaded.config, x, mine, rows, kept=kept)
             return models.target_logprobs(loaded.params, hidden, x, mine, rows).sum()
 
         return jax.grad(loss)(weights)
 
-    plain, again = gradient(adapter.weights, remat=False), gradient(adapter.weights, remat=True)
+    plain = gradient(adapter.weights, Kept.ALL)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(plain))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
+    for kept in (Kept.PRODUCTS, Kept.INPUTS):
+        again = gradient(adapter.weights, kept)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
 
 
 def test_padded_rank_is_a_fixpoint(loaded):
