@@ -170,11 +170,7 @@ def model_room(config: JaxConfig, params: models.DecoderParams, model: models.Mo
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free = free_bytes(params)
-    if free is None:
-        free = _free_on_host(params)
-    weights = models.adapter_shapes(model, min(RANK, config.max_lora_rank)).weights
-    cost = 4 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+    free, cost = _free(params), 4 * _adapter_bytes(config, model)
     room = max(1, min(int(MODEL_SHARE * free / cost), MOST_MODELS))
     log.info("%d models in training at once: %.1f GiB are free, one takes %.1f MiB", room, free / 2**30, cost / 2**20)
     return room
@@ -186,12 +182,20 @@ def sampler_places(config: JaxConfig, params: models.DecoderParams, model: model
     Places for all that there may be, so that no program changes when another is loaded; or for what a share of the
     memory holds at the default rank. To be asked once weights are on the device.
     """
-    free = free_bytes(params)
-    if free is None:
-        free = _free_on_host(params)
-    weights = models.adapter_shapes(model, min(RANK, config.max_lora_rank)).weights
-    fitting = int(POOL_SHARE * free / sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)))
+    fitting = int(POOL_SHARE * _free(params) / _adapter_bytes(config, model))
     return min(1 + config.max_sampler_adapters, max(fitting, FEWEST_PLACES))
+
+
+def _adapter_bytes(config: JaxConfig, model: models.ModelConfig) -> int:
+    """Return what an adapter of the default rank takes."""
+    weights = models.adapter_shapes(model, min(RANK, config.max_lora_rank)).weights
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+
+
+def _free(params: models.DecoderParams) -> int:
+    """Return what the fullest device has left, or the host where devices do not tell."""
+    told = free_bytes(params)
+    return _free_on_host(params) if told is None else told
 
 
 def _free_on_host(params: models.DecoderParams) -> int:
