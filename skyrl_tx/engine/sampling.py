@@ -55,7 +55,6 @@ class Sampling:
         self._waiting: dict[_Lane, deque[Work]] = {}  # the one served least recently first
         self._running: dict[RequestId, _Running] = {}
         self._num_passed: Counter[_Lane] = Counter()  # requests begun while a lane waited for a sampler's slot
-        self._num_open: Counter[bool] = Counter()  # samples under way, those that decode and the others
         self._num_running_tokens = self._num_running_bytes = 0
         slots = room.capabilities.sample_slots
         self._most_open = -(-slots * (_LOOK_AHEAD + 1) // _LOOK_AHEAD) if slots else sys.maxsize
@@ -189,11 +188,11 @@ class Sampling:
 
     def _admit(self) -> None:
         begun: list[Work] = []
-        self._num_open.clear()
+        num_open: Counter[bool] = Counter()  # samples under way, those that decode and the others
         for running in self._running.values():
-            self._num_open[_lane(running.work).decodes] += running.gathering.num_open
+            num_open[_lane(running.work).decodes] += running.gathering.num_open
         without_slot: set[_Lane] = set()
-        while (work := self._next(without_slot)) is not None:
+        while (work := self._next(without_slot, num_open)) is not None:
             if not self._has_slot(work):
                 without_slot.add(_lane(work))
                 continue
@@ -203,14 +202,14 @@ class Sampling:
             gathering = Gathering(request, self._room.backend.text_of)
             self._running[work.request_id] = running = _Running(work, gathering, is_suspect)
             self._num_running_tokens += running.num_tokens
-            self._num_open[_lane(work).decodes] += request.num_samples
+            num_open[_lane(work).decodes] += request.num_samples
             self._num_running_bytes += work.num_bytes
             begun.append(work)
             self._num_passed.update(without_slot)
         if begun:
             self._begin(begun)
 
-    def _next(self, without_slot: Collection[_Lane]) -> Work | None:
+    def _next(self, without_slot: Collection[_Lane], num_open: Counter[bool]) -> Work | None:
         """The head of the lane that was served least recently, if there is room for it.
 
         One whose sampler has no slot is passed over, but not for ever: then all wait until a slot is free.
@@ -220,7 +219,7 @@ class Sampling:
         free = (
             queue[0]
             for lane, queue in self._waiting.items()
-            if lane not in without_slot and self._num_open[lane.decodes] < self._most_open
+            if lane not in without_slot and num_open[lane.decodes] < self._most_open
         )
         head = min(free, key=lambda work: not work.is_suspect, default=None) if self.has_suspect else next(free, None)
         return head if head is not None and self._has_room(head) else None
