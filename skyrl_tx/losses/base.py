@@ -64,7 +64,7 @@ class LossInputs:
         return jnp.clip(self._difference(where), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def distance(self, where: jax.Array) -> jax.Array:
-        """Return l - q to be squared, and 0 elsewhere: bounded only where its square would be infinite."""
+        """Return l - q as it is, and 0 elsewhere: bounded only where its square would be infinite."""
         return jnp.clip(self._difference(where), -MAX_DISTANCE, MAX_DISTANCE)
 
     def _difference(self, where: jax.Array) -> jax.Array:
@@ -177,7 +177,7 @@ class Loss:
         bounded = jnp.exp(self.clipped_log_ratio(x))
         values = {
             "ratio": jnp.exp(log_ratio),
-            "kl_to_sampler": -log_ratio,  # q - l on samples of q estimates KL(sampler || model)
+            "kl_to_sampler": -x.distance(x.counts),  # q - l on samples of q estimates KL(sampler || model)
             "clip_fraction": ((bounded < low) | (bounded > high)).astype(jnp.float32),
         }
         count_BT = x.counts.astype(jnp.float32)

@@ -11,9 +11,12 @@ from skyrl_tx.losses.base import MAX_LOG_RATIO, POLICY_INPUTS, REQUIRED, Loss, L
 
 
 def sequence_log_ratio(x: LossInputs) -> jax.Array:
-    """Return the sequence's mean of l - q over its masked positions, without gradient; 0 for an empty mask."""
+    """Return the sequence's mean of l - q over its masked positions, without gradient; 0 for an empty mask.
+
+    Only the mean is an exponent, so it is what is bounded: one far token counts in full.
+    """
     mask = x.sequence_ratio_mask
-    total = x.sum_sequences(x.log_ratio(mask != 0) * mask)
+    total = x.sum_sequences(x.distance(mask != 0) * mask)
     count = x.sum_sequences(mask)
     mean = jnp.where(count != 0, total / jnp.where(count != 0, count, 1.0), 0.0)
     return jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))

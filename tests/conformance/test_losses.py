@@ -212,6 +212,32 @@ def test_a_huge_ratio_stays_finite(name, target):
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize(
+    ("logp", "sampling"),
+    [
+        ([-1.0, -100.0], [-100.0, 0.0]),  # +99 and -100: their mean is -0.5
+        ([-101.0] + [-1.0] * 99, [-1.0] * 100),  # one of a hundred: -1
+        ([-1.0] * 3, [-90.0, -1.0, -1.0]),
+    ],
+)
+def test_far_tokens_count_in_full_in_the_ratio_of_their_sequence(logp, sampling):
+    T = len(logp)
+    row = {key: np.ones(T) for key in ("weights", "sequence_ratio_mask")}
+    row |= {"logprobs": np.array(sampling), "advantages": np.linspace(-1.0, 2.0, T)}
+    inputs, config = (
+        {key: value[None] for key, value in row.items()},
+        {"clip_low_threshold": 0.0, "clip_high_threshold": 1e20},
+    )
+    value, gradient = jax.value_and_grad(lambda logp: evaluate("gspo", logp, inputs, config).loss_BT.sum())(
+        jnp.array([logp])
+    )
+    assert float(value) == pytest.approx(
+        reference("gspo", np.array(logp), row, config, frozen=np.array(logp)), rel=1e-4
+    )
+    ratio = np.exp(np.mean(np.array(logp) - sampling))
+    np.testing.assert_allclose(gradient[0], -ratio * row["advantages"], rtol=1e-4)
+
+
 @pytest.mark.parametrize(("name", "config"), [("dro", {"beta": 0.3}), ("stable_reinforce", {"kl_coeff": 0.3})])
 def test_a_penalty_pulls_from_however_far(name, config):
     _, inputs = batch(1, 1)
@@ -240,6 +266,12 @@ def test_every_policy_gradient_reports_ratio_clipping_and_distance(name):
     assert means.keys() == expected
     if name in ("importance_sampling", "dro"):
         assert not means["clip_fraction"].total_BT.any(), "there is nothing that clips"
+
+
+def test_the_distance_to_the_sampler_is_told_however_far():
+    inputs = {key: np.ones((1, 1)) for key in ("weights", "advantages")} | {"logprobs": [[0.0]]}
+    distance = evaluate("ppo", jnp.array([[-100.0]]), inputs).means["kl_to_sampler"]
+    assert float(distance.total_BT[0, 0]) == 100.0
 
 
 def test_gspo_counts_the_sequences_that_it_clips():
