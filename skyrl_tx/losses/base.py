@@ -154,11 +154,13 @@ class Loss:
         `start_BT` is that of LossInputs.
         """
         assert config_BC.shape[1] == len(self.columns), f"{self.spec.name} has config columns {self.columns}"
+        weights, ones = inputs["weights"], jnp.ones_like(target_logprobs)
         x = LossInputs(
             target_logprobs=target_logprobs,
             sampling_logprobs=inputs.get("logprobs", jnp.zeros_like(target_logprobs)),
-            advantages=inputs.get("advantages", jnp.ones_like(target_logprobs)),
-            weights=inputs["weights"],
+            # None where the weight is 0: times a ratio, or a threshold, it may be infinite, and inf * 0 is NaN.
+            advantages=jnp.where(weights != 0, inputs.get("advantages", ones), 0.0),
+            weights=weights,
             sequence_ratio_mask=inputs.get("sequence_ratio_mask", jnp.zeros_like(target_logprobs)),
             sampled=inputs.get("sampled", jnp.zeros_like(target_logprobs)),
             start_BT=start_BT,

@@ -167,6 +167,22 @@ def test_zero_advantage_or_weight_is_finite_at_any_logprob(name, extreme, zero):
     assert zero == "advantages" or output.loss_BT[0, 2] == 0
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("thresholds", [{}, {"clip_low_threshold": 1e10, "clip_high_threshold": 1e20}])
+@pytest.mark.parametrize(("advantage", "sampling"), [(-1e13, -200.0), (3e38, 200.0), (-3e38, -200.0)])
+def test_what_has_no_weight_is_finite_at_any_advantage(name, thresholds, advantage, sampling):
+    """Also where times a ratio, or times what bounds it, it is more than float32 holds."""
+    inputs = {key: np.ones((1, 2)) for key in ("sequence_ratio_mask", "sampled")}
+    inputs |= {"weights": [[0.0, 1.0]], "advantages": [[advantage, 1.0]], "logprobs": [[sampling, sampling]]}
+    config = {key: value for key, value in thresholds.items() if key in LOSSES[name].columns}
+    logp = jnp.array([[-1.0, -1.0]])
+    output = evaluate(name, logp, inputs, config)
+    gradient = jax.grad(lambda logp: evaluate(name, logp, inputs, config).loss_BT.sum())(logp)
+    assert np.isfinite(output.loss_BT).all() and output.loss_BT[0, 0] == 0
+    assert np.isfinite(gradient).all() and gradient[0, 0] == 0
+    assert all(np.isfinite(mean.total_BT).all() and mean.count_BT[0, 0] == 0 for mean in output.means.values())
+
+
 def test_the_defaults_are_those_that_are_documented():
     assert {name: dict(loss.spec.config) for name, loss in LOSSES.items()} == {
         "cross_entropy": {},

@@ -14,6 +14,8 @@ Floats = NDArray[np.float64]
 Inputs = Mapping[str, Floats]
 Config = Mapping[str, float]
 
+_MAX_LOG_RATIO = 60.0  # so that a ratio that counts for nothing stays finite
+
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
@@ -58,7 +60,7 @@ def gspo(logprobs: Floats, inputs: Inputs, config: Config) -> LossValue:
     """Clipped policy gradient on the sequence's ratio: Zheng et al. 2025, arXiv:2507.18071, eq. 14."""
     mask = inputs["sequence_ratio_mask"]
     gap = np.where(mask == 0, 0.0, logprobs - inputs["logprobs"])
-    ratio = np.exp((mask * gap).sum() / max(mask.sum(), 1e-30))
+    ratio = _exp((mask * gap).sum() / max(mask.sum(), 1e-30))
     return _clipped(np.full_like(logprobs, ratio), inputs, config)
 
 
@@ -79,7 +81,11 @@ def _advantage(inputs: Inputs) -> Floats:
 
 def _ratio(logprobs: Floats, inputs: Inputs) -> Floats:
     # Prompt positions come with advantage 0 and logprob 0: their ratio may overflow, and inf * 0 is NaN.
-    return np.exp(np.where(_advantage(inputs) == 0, 0.0, logprobs - inputs["logprobs"]))
+    return _exp(np.where(_advantage(inputs) == 0, 0.0, logprobs - inputs["logprobs"]))
+
+
+def _exp(log_ratio: Floats) -> Floats:
+    return np.exp(np.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
 def _clip(ratio: Floats, config: Config) -> Floats:

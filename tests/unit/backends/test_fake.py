@@ -76,6 +76,16 @@ def test_gradients_match_finite_differences(name):
             assert expected[place] == pytest.approx(slope_here, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_what_has_no_weight_counts_for_nothing(name):
+    """However far the policies are apart, and whatever the advantage."""
+    inputs = {key: np.ones(2) for key in ("sequence_ratio_mask", "sampled")}
+    inputs |= {"weights": np.array([0.0, 1.0]), "advantages": np.array([-3e38, 1.0]), "logprobs": np.full(2, -2e3)}
+    value = LOSSES[name].compute(np.full(2, -1.0), inputs, dict(LOSSES[name].spec.config))
+    assert np.isfinite(value.loss).all() and np.isfinite(value.slope).all()
+    assert value.loss[0] == value.slope[0] == 0
+
+
 def test_prompt_questions():
     backend = FakeBackend("tiny", FakeConfig(vocab_size=VOCAB))
     backend.start()
