@@ -40,7 +40,11 @@ class Capabilities:
     max_samplers: int
     """Resident for sampling at once, the base model not counted."""
     max_sample_tokens: int
-    """Prompt and new tokens resident at once, over all samples."""
+    """Prompt and new tokens resident at once, over all samples; no request is for one that may come to more.
+
+    Without `sample_slots` as many are handed over as fit whatever they come to, and one request more. With them those
+    wait in the backend that it finds no room for yet: few samples come to what they may.
+    """
     max_pass_tokens: int
     """A target per batch; one example may exceed it."""
     micro_batch_tokens: int = 0

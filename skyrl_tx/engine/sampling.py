@@ -238,7 +238,8 @@ class Sampling:
             return True
         if work.request_id in self._suspects or any(running.is_suspect for running in self._running.values()):
             return False
-        return self._num_running_tokens < self._room.capabilities.max_sample_tokens
+        capabilities = self._room.capabilities
+        return capabilities.sample_slots > 0 or self._num_running_tokens < capabilities.max_sample_tokens
 
     def _has_slot(self, work: Work) -> bool:
         sampler = _sample(work).sampler

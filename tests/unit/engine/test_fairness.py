@@ -1,6 +1,7 @@
 """Training and sampling take turns, and so do tenants, however much one of them asks for."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -231,6 +232,16 @@ def test_the_backend_is_handed_what_it_can_start_soon_and_sessions_take_turns_fo
     house.run(first, backend=backend)
     assert backend.num_held == 16 + 2, "an eighth more than there are slots"
     assert backend.begun.index(arrived[0]) - backend.num_before <= 16, "it had the first slot but those free by then"
+
+
+def test_what_samples_may_come_to_be_takes_no_room_where_slots_are_told(open_house):
+    room = {"max_context_length": 40_960, "max_sample_tokens": 65_536, "sample_slots": 32}
+    house = open_house(config=room)
+    many(house, [replace(endless(max_tokens=None), num_samples=8)] * 3)
+    last = house.submit(sample())
+    backend = Scripted(house.config)
+    house.run(last, backend=backend)
+    assert len(backend.turns) < 500, "of 32 slots 24 are taken: it did not wait for what the others may come to"
 
 
 def test_what_takes_no_slot_does_not_wait_for_one(open_house):
