@@ -96,10 +96,10 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
-        """Apply the summed gradient, clear it, and report at least "unclipped_grad_l2:mean".
+        """Apply the summed gradient and clear it.
 
-        "learning_rate:mean" and "step:max", the optimizer's count of steps, where there are such. No name without a
-        colon: clients write these beside columns of their own ("step" is one).
+        Reports at least "unclipped_grad_l2:mean", "learning_rate:mean" and "step:max", the optimizer's count of steps.
+        No name without a colon: clients write these beside columns of their own ("step" is one).
         """
 
     @abstractmethod

@@ -346,7 +346,7 @@ class BackendSuite:
     # Round trip
 
     def test_a_restored_model_goes_on_bit_equal(self, bench: Bench) -> None:
-        """Captured with a pending gradient, written, opened, restored into another model."""
+        """Captured with a pending gradient, written, opened, restored into another model; its steps are counted on."""
         model_id, copy = bench.model(steps=2), bench.new_id()
         bench.backend.forward_backward(bench.batch(bench.request(model_id, seed=4)))
         directory = bench.directory / "kept"
@@ -359,6 +359,7 @@ class BackendSuite:
             bench.backend.forward_backward(bench.batch(bench.request(each, seed=5)))
             metrics.append(bench.backend.optim_step(each, STEP))
         assert metrics[0] == metrics[1]
+        assert (metrics[1]["step:max"], metrics[1]["learning_rate:mean"]) == (3, pytest.approx(STEP.learning_rate))
         assert bench.state_of(copy) == bench.state_of(model_id)
 
     def test_parts_not_named_start_fresh(self, bench: Bench) -> None:
@@ -367,7 +368,8 @@ class BackendSuite:
         bench.backend.forward_backward(bench.batch(bench.request(model_id, seed=4)))
         source = bench.backend.capture(model_id, ALL_PARTS)
         bench.backend.restore(copy, bench.spec(), source, WEIGHTS_ONLY)
-        assert bench.backend.optim_step(copy, OptimizerParams(learning_rate=0.0))["unclipped_grad_l2:mean"] == 0
+        metrics = bench.backend.optim_step(copy, OptimizerParams(learning_rate=0.0))
+        assert (metrics["unclipped_grad_l2:mean"], metrics["step:max"], metrics["learning_rate:mean"]) == (0, 1, 0)
         weights = bench.files_of(bench.backend.capture(copy, WEIGHTS_ONLY))
         assert weights == bench.files_of(bench.backend.capture(model_id, WEIGHTS_ONLY))
         bench.backend.restore(copy, bench.spec(), source, {StatePart.WEIGHTS, StatePart.OPTIMIZER})
