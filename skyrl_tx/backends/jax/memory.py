@@ -213,24 +213,9 @@ def _rounded_down(size: int) -> int:
 def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
     """Return what training takes beside what lies on the device already. Heads that `tp` cuts are counted whole."""
 
-    def bytes_kept(length: int, kept: Kept) -> int:
-        def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
-            def hidden_of(weights: AdapterWeights) -> jax.Array:
-                start_BT = jnp.zeros_like(tokens_BT)
-                own = Adapter(weights, scale)
-                return models.forward(params, config, tokens_BT, own, start_BT=start_BT, kept=kept)
-
-            return jax.vjp(hidden_of, weights)
-
-        adapter = models.adapter_shapes(config, RANK)
-        tokens = jax.ShapeDtypeStruct((params.layout.num_shards("batch"), length), jnp.int32)
-        outputs = jax.eval_shape(run, adapter.weights, adapter.scale, params, tokens)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
-
     def of_token(kept: Kept) -> int:
-        short, long = 512, 1024
-        rows = params.layout.num_shards("batch")
-        return (bytes_kept(long, kept) - bytes_kept(short, kept)) // ((long - short) * rows)
+        short, long = (bytes_kept(params, config, length, kept) for length in (512, 1024))
+        return (long - short) // (512 * params.layout.num_shards("batch"))
 
     one_layer = of_token(Kept.ALL) // config.num_layers  # what a layer's own backward pass holds besides
     logits = CHUNK * config.vocab_size * 4
@@ -240,3 +225,19 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
         token=of_token(Kept.PRODUCTS) + one_layer,
         token_with_remat=of_token(Kept.INPUTS) + one_layer,
     )
+
+
+def bytes_kept(params: models.DecoderParams, config: models.ModelConfig, length: int, kept: Kept) -> int:
+    """Return what the forward pass hands to the backward pass, by trace: one row a shard, weights counted too."""
+
+    def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
+        def hidden_of(weights: AdapterWeights) -> jax.Array:
+            own, start_BT = Adapter(weights, scale), jnp.zeros_like(tokens_BT)
+            return models.forward(params, config, tokens_BT, own, start_BT=start_BT, kept=kept)
+
+        return jax.vjp(hidden_of, weights)
+
+    adapter = models.adapter_shapes(config, RANK)
+    tokens = jax.ShapeDtypeStruct((params.layout.num_shards("batch"), length), jnp.int32)
+    outputs = jax.eval_shape(run, adapter.weights, adapter.scale, params, tokens)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))

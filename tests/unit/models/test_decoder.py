@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.layers import kv_cache
+from skyrl_tx.layers.attention import DENSE_LENGTH
 from skyrl_tx.layers.kept import Kept
 
 forward = jax.jit(models.forward, static_argnames=("config", "kept"))
@@ -143,10 +144,11 @@ def test_slots_decode_at_positions_of_their_own(loaded):
     np.testing.assert_allclose(hidden, whole[np.array([0, 1]), np.array([3, 7])], atol=1e-5)
 
 
-@pytest.mark.parametrize("slotted", [False, True])
-def test_what_is_kept_changes_no_gradient(loaded, slotted):
+@pytest.mark.parametrize(("slotted", "length"), [(False, 8), (True, 8), (False, DENSE_LENGTH + 6)])
+def test_what_is_kept_changes_no_gradient(loaded, slotted, length):
+    """Nor where attention goes by blocks, which marks what to keep in a rule of its own."""
     adapter = loaded.adapter(1)
-    x = tokens(2, 8)
+    x = tokens(2, length)
     rows = jnp.array([0, 0]) if slotted else None
     if slotted:
         adapter = stack(adapter)

@@ -17,6 +17,7 @@ from skyrl_tx.backends.jax.memory import (
     Costs,
     MemoryPlan,
     SampleRoom,
+    bytes_kept,
     choose,
     costs_of,
     model_room,
@@ -27,6 +28,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.backend_bench import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
@@ -67,6 +69,14 @@ def test_layers_computed_twice_keep_less(tiny):
     costs = costs_of(tiny.params, tiny.config)
     hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
     assert hidden < costs.token_with_remat < costs.token
+
+
+def test_products_alone_are_well_below_all_that_a_gradient_names(tiny):
+    def of_a_token(kept: Kept) -> float:
+        short, long = (bytes_kept(tiny.params, tiny.config, length, kept) for length in (512, 1024))
+        return (long - short) / 512
+
+    assert of_a_token(Kept.INPUTS) < of_a_token(Kept.PRODUCTS) < 0.5 * of_a_token(Kept.ALL)
 
 
 def test_room_for_samples_follows_the_memory_and_flags_have_the_last_word(tiny, monkeypatch):
@@ -190,6 +200,50 @@ def test_memory_that_ends_where_results_are_read(start, monkeypatch):
 def raise_next(errors: list[Exception]) -> None:
     if errors:
         raise errors.pop()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_passes_under_way_may_both_run_out_of_memory(start, monkeypatch, first):
+    """One gets by with 64 tokens at once, one with 32: each has the bits of its own, and the plan is the smaller."""
+    models_, budgets = (MODEL, ModelId("other")), (64, 32)
+    batches = [PreparedModelPassBatch(examples=drawn_examples(each, (30,), (30,), (20,), (31,))) for each in models_]
+
+    def begun(backend: JaxBackend, which: int):
+        return backend.begin_pass(batches[which], backward=True)
+
+    def told(backend: JaxBackend, which: int, results) -> list[np.ndarray]:
+        gradient = backend.capture(models_[which], {StatePart.GRADIENT}).gradient
+        return [result.logprobs for result in results] + [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
+
+    def with_both(micro_batch_tokens: int) -> JaxBackend:
+        backend = start(micro_batch_tokens)
+        backend.create_model(models_[1], ModelSpec(lora=LoraSpec(rank=4, seed=2)))
+        return backend
+
+    wanted = []
+    for which, budget in enumerate(budgets):
+        backend = with_both(budget)
+        wanted.append(told(backend, which, begun(backend, which).results()))
+
+    backend, accumulate, refused = with_both(128), training.accumulate, set()
+    budget_of = {id(backend._pool.take(each).adapter): budget for each, budget in zip(models_, budgets, strict=True)}
+
+    def exhausted(params, adapter, *given, **settings):
+        size, budget = given[1].tokens_BT.size, budget_of[id(adapter)]
+        if size > budget:
+            refused.add(size)
+            raise EXHAUSTED
+        return accumulate(params, adapter, *given, **settings)
+
+    monkeypatch.setattr(training, "accumulate", exhausted)
+    passes = [begun(backend, which) for which in range(2)]
+    under_way = set(range(2))
+    while under_way:
+        under_way -= {which for which in under_way if passes[which].step()}
+    results = {which: passes[which].results() for which in (first, 1 - first)}
+    for which in range(2):
+        assert_bit_equal(told(backend, which, results[which]), wanted[which])
+    assert backend._memory.plan == MemoryPlan(32, remat=False) and {64, 128} <= refused
 
 
 def test_remat_is_the_last_resort_and_then_the_pass_fails_alone(start, monkeypatch):
