@@ -124,7 +124,7 @@ class Prefiller:
         prefill.num_done += tokens.size
         if prefill.scores is not None:
             prefill.scores.add(adapters, place, hidden_TD, start)
-        elif prefill.is_done:
+        elif prefill.is_done and prefill.resumed is None:  # of one that made room nobody else begins with the answer
             self.prefixes.add(request.sampler, prefill.computed())
         return size
 

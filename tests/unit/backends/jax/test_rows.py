@@ -37,10 +37,11 @@ def ask(name: str, size: int, max_tokens: int, *, samples=1, **params) -> Sample
 class Watch:
     """A sampler whose steps are counted: when each sample got its tokens, and what these were."""
 
-    def __init__(self, tiny) -> None:
-        self.sampler = Sampler(tiny.params, tiny.config, CONFIG, [])
+    def __init__(self, tiny, config: JaxConfig = CONFIG) -> None:
+        self.sampler = Sampler(tiny.params, tiny.config, config, [])
         self.num_steps = 0
         self.tokens, self.logprobs, self.ended_at = defaultdict(list), defaultdict(list), {}
+        self.spared: dict[str, int] = {}
 
     @property
     def shape(self) -> CacheShape:
@@ -57,6 +58,8 @@ class Watch:
             assert delta.error is None and key not in self.ended_at
             self.tokens[key] += delta.tokens.tolist()
             self.logprobs[key] += delta.logprobs.tolist()
+            if delta.prompt is not None:
+                self.spared[delta.request_id] = delta.prompt.cache_hit_tokens
             if delta.stop_reason is not None:
                 self.ended_at[key] = self.num_steps
         return bool(deltas)
@@ -98,14 +101,21 @@ def test_short_samples_wait_for_nobody_who_may_become_long(watch):
     assert len(watch.tokens["unbounded", 0]) == LONGEST - 5
 
 
-def test_what_grows_and_what_made_room_goes_on_as_if_alone(tiny, watch):
+def test_what_grows_and_what_made_room_goes_on_as_if_there_were_room(tiny, watch):
     request = ask("many", 5, 90, samples=8, temperature=0.8)  # eight reach the end of their rows at once
     watch.run(request)
     assert len(set(watch.ended_at.values())) >= 3, "some had to wait"
-    alone = Watch(tiny).run(ask("many", 5, 90, temperature=0.8))
-    assert watch.tokens["many", 0] == alone.tokens["many", 0]
-    np.testing.assert_allclose(watch.logprobs["many", 0], alone.logprobs["many", 0], atol=1e-5)
-    assert all(len(tokens) == 90 for tokens in watch.tokens.values())
+    roomy = Watch(tiny, CONFIG.model_copy(update={"max_sample_tokens": 8 * LONGEST})).run(request)
+    assert roomy.shape == CacheShape(8, LONGEST) and len(set(roomy.ended_at.values())) == 1
+    assert len(roomy.tokens) == 8
+    for key, tokens in roomy.tokens.items():
+        assert watch.tokens[key] == tokens and len(tokens) == 90
+        np.testing.assert_allclose(watch.logprobs[key], roomy.logprobs[key], atol=1e-5)
+
+
+def test_what_made_room_drives_no_prompt_out_of_those_kept(watch):
+    watch.run(ask("many", 5, 90, samples=8))
+    assert watch.run(ask("again", 5, 2)).spared == {"again": 5}
 
 
 def test_a_long_prompt_is_passed_by_so_many_and_no_more(watch):
