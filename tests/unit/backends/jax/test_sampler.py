@@ -12,6 +12,7 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sampler import Sampler
+from skyrl_tx.backends.jax.slots import CacheShape
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
@@ -141,6 +142,36 @@ def test_trainer_and_sampler_agree_on_drawn_tokens_to_the_end_of_the_cache(tiny,
         expected = trainer(tiny, request, sequence.tokens, tiny.adapter(1))[39:]
         np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
     assert len({sequence.tokens.tobytes() for sequence in sequences}) == 3
+
+
+def test_trainer_and_sampler_agree_where_rows_grow_beside_filters_and_topk(tiny):
+    config = CONFIG.model_copy(update={"sample_slots": 8, "max_sample_tokens": 8 * 64, "max_context_length": LENGTH})
+    sampler = Sampler(tiny.params, tiny.config, config, [])
+    adapters = {RED: tiny.adapter(1), BLUE: tiny.adapter(2)}
+    for name, adapter in adapters.items():
+        sampler.load(name, adapter)
+    topk = PromptOptions(sample_topk=2)
+    requests = [
+        ask("red", prompt_of(40), sampler=RED, samples=3, max_tokens=60, top_p=0.7, options=topk),
+        ask("blue", prompt_of(33), sampler=BLUE, samples=3, max_tokens=60, top_k=3),
+    ]
+    assert sampler._rows.shape == CacheShape(8, 64)
+    got = run(sampler, *requests)
+    assert sampler._rows.shape == CacheShape(4, 128)
+    for request in requests:
+        adapter, first = adapters[request.sampler], request.prompt.size - 1
+        for index in range(3):
+            sequence = got.sequence(request.request_id, index)
+            expected = trainer(tiny, request, sequence.tokens, adapter)[first:]
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+            padded = np.pad(np.concatenate([request.prompt, sequence.tokens]), (0, LENGTH - first - 61))
+            every = np.asarray(all_logprobs(tiny.params, tiny.config, padded, adapter))
+            likeliest = -np.sort(-every[first : first + 60])[:, :3]
+            if request.sampler == BLUE:
+                assert (sequence.logprobs >= likeliest[:, 2] - 1e-5).all()
+            else:
+                told = np.concatenate([part.topk.logprobs for part in got.parts["red", index]])
+                np.testing.assert_allclose(told, likeliest[:, :2], atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", [None, RED])
