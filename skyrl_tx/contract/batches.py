@@ -38,10 +38,13 @@ class PreparedModelPassBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One prompt int32 [T], prefilled once, and `num_samples` continuations.
+    """One prompt int32 [T], prefilled once, and `num_samples` continuations, numbered from `first_index` on.
 
     `sampler` None is the base model; any other was loaded before. `params.max_tokens` is settled (never None) and
     prompt + max_tokens fits the context; `params.stop_strings` are the engine's business, not the backend's.
+
+    A request of many samples may come in parts under one `request_id`, those of the lowest numbers first, while
+    earlier ones run; what is asked of the prompt comes with the first part. A sample is the same in any part.
     """
 
     request_id: RequestId
@@ -50,9 +53,10 @@ class SampleRequest:
     num_samples: int
     params: SamplingParams
     options: PromptOptions
+    first_index: int = 0
 
     def __post_init__(self) -> None:
-        assert self.prompt.ndim == 1 and self.prompt.size > 0 and self.num_samples > 0
+        assert self.prompt.ndim == 1 and self.prompt.size > 0 and self.num_samples > 0 and self.first_index >= 0
         assert self.params.max_tokens is not None
 
 

@@ -9,7 +9,7 @@ from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities, LossSpec
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.requests import Datum, ModelPass, Sample
+from skyrl_tx.contract.requests import Datum, ModelPass, PromptOptions, Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
 
 
@@ -84,3 +84,9 @@ def sample_request(request_id: RequestId, request: Sample, capabilities: Capabil
         params=replace(request.params, max_tokens=max_tokens),
         options=request.options,
     )
+
+
+def sample_part(request: SampleRequest, first: int, end: int) -> SampleRequest:
+    """Some of a request's samples; what is asked of its prompt goes with the first of them."""
+    options = PromptOptions(sample_topk=request.options.sample_topk) if first else request.options
+    return replace(request, first_index=first, num_samples=end - first, options=options)

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from sqlmodel import Session
@@ -37,14 +37,28 @@ class _Lane(NamedTuple):
 
 
 class _Running:
-    """One request in decoding. `is_suspect`: it was under way when something failed, so it runs alone."""
+    """One request in decoding, whose first `num_begun` samples have been handed over.
+
+    `is_suspect`: it was under way when something failed, so it runs alone.
+    """
 
     def __init__(self, work: Work, gathering: Gathering, is_suspect: bool) -> None:
         self.work = work
         self.gathering = gathering
         self.is_suspect = is_suspect
+        self.num_begun = 0
         request = gathering.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
+
+    @property
+    def num_left(self) -> int:
+        """How many samples have not begun: while there are any, it stays the first of its lane."""
+        return self.gathering.request.num_samples - self.num_begun
+
+    @property
+    def num_open(self) -> int:
+        """How many samples have begun and not ended."""
+        return self.gathering.num_open - self.num_left
 
 
 class Sampling:
@@ -52,12 +66,13 @@ class Sampling:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._waiting: dict[_Lane, deque[Work]] = {}  # the one served least recently first
+        self._waiting: dict[_Lane, deque[Work]] = {}  # the one served least recently first; what is left of it too
         self._running: dict[RequestId, _Running] = {}
         self._num_passed: Counter[_Lane] = Counter()  # requests begun while a lane waited for a sampler's slot
         self._num_running_tokens = self._num_running_bytes = 0
         slots = room.capabilities.sample_slots
         self._most_open = -(-slots * (_LOOK_AHEAD + 1) // _LOOK_AHEAD) if slots else sys.maxsize
+        self._at_once = 1 if slots else sys.maxsize  # samples of a request that begin in one turn of its lane
         self._suspects: dict[RequestId, Work] = {}  # no other sample runs beside these
         self._heard = 0  # cancellations, up to this position
         self.num_bytes = 0
@@ -85,7 +100,8 @@ class Sampling:
     @property
     def num_held_bytes(self) -> int:
         """What all requests that are not answered take in memory, about."""
-        num_requests = sum(map(len, self._waiting.values())) + len(self._running)
+        num_waiting = sum(map(len, self._waiting.values()))
+        num_requests = num_waiting + sum(not running.num_left for running in self._running.values())
         return self.num_bytes + self._num_running_bytes + num_requests * REQUEST_BYTES
 
     def sessions(self) -> set[SessionId]:
@@ -130,8 +146,9 @@ class Sampling:
         return self._decode()
 
     def go_on(self) -> bool:
-        """As `step`, beginning nothing."""
+        """As `step`, beginning no other request."""
         self._forget_cancelled()
+        self._admit(may_begin=False)
         return self._decode()
 
     def _decode(self) -> bool:
@@ -186,50 +203,70 @@ class Sampling:
             self._suspects.pop(request_id, None)
         return removed
 
-    def _admit(self) -> None:
+    def _admit(self, *, may_begin: bool = True) -> None:
+        """Hand over as many samples as there is room for, where slots are told a sample of each lane in turn."""
         begun: list[Work] = []
+        handed: dict[RequestId, int] = {}  # the first of a request's samples that is handed over now
         num_open: Counter[bool] = Counter()  # samples under way, those that decode and the others
         for running in self._running.values():
-            num_open[_lane(running.work).decodes] += running.gathering.num_open
+            num_open[_lane(running.work).decodes] += running.num_open
         without_slot: set[_Lane] = set()
-        while (work := self._next(without_slot, num_open)) is not None:
-            if not self._has_slot(work):
-                without_slot.add(_lane(work))
-                continue
-            self._take(work)
-            request = prepare.sample_request(work.request_id, _sample(work), self._room.capabilities)
-            is_suspect = work.request_id in self._suspects
-            gathering = Gathering(request, self._room.backend.text_of)
-            self._running[work.request_id] = running = _Running(work, gathering, is_suspect)
-            self._num_running_tokens += running.num_tokens
-            num_open[_lane(work).decodes] += request.num_samples
-            self._num_running_bytes += work.num_bytes
-            begun.append(work)
-            self._num_passed.update(without_slot)
-        if begun:
-            self._begin(begun)
+        while (work := self._next(without_slot, num_open, may_begin)) is not None:
+            running = self._running.get(work.request_id)
+            if running is None:
+                if not self._has_slot(work):
+                    without_slot.add(_lane(work))
+                    continue
+                running = self._enter(work)
+                begun.append(work)
+                self._num_passed.update(without_slot)
+            handed.setdefault(work.request_id, running.num_begun)
+            count = min(running.num_left, self._at_once)
+            running.num_begun += count
+            num_open[_lane(work).decodes] += count
+            self._end_turn(running)
+        self._begin(begun, handed)
 
-    def _next(self, without_slot: Collection[_Lane], num_open: Counter[bool]) -> Work | None:
-        """The head of the lane that was served least recently, if there is room for it.
+    def _next(self, without_slot: Collection[_Lane], num_open: Counter[bool], may_begin: bool) -> Work | None:
+        """Whose sample is next: of the lane that was served least recently, if there is room for it.
 
-        One whose sampler has no slot is passed over, but not for ever: then all wait until a slot is free.
+        One whose sampler has no slot is passed over, but not for ever: then all wait until a slot is free. What has
+        begun goes on meanwhile, or its own slot would never be free.
         """
-        if any(self._num_passed[lane] >= _MOST_PASSED for lane in without_slot):
-            return None
-        free = (
+        heads: Iterable[Work] = (
             queue[0]
             for lane, queue in self._waiting.items()
             if lane not in without_slot and num_open[lane.decodes] < self._most_open
         )
-        head = min(free, key=lambda work: not work.is_suspect, default=None) if self.has_suspect else next(free, None)
-        return head if head is not None and self._has_room(head) else None
+        if self.has_suspect:
+            heads = sorted(heads, key=lambda work: not work.is_suspect)
+        may_begin = may_begin and all(self._num_passed[lane] < _MOST_PASSED for lane in without_slot)
+        for work in heads:
+            if work.request_id in self._running:
+                return work
+            may_begin = may_begin and self._has_room(work)
+            if may_begin:
+                return work
+        return None
 
-    def _take(self, work: Work) -> None:
-        lane = _lane(work)
-        self._num_passed.pop(lane, None)
-        queue = self._waiting.pop(lane)
-        queue.popleft()
+    def _enter(self, work: Work) -> _Running:
+        """Have the head of a lane run; none of its samples has begun."""
+        self._num_passed.pop(_lane(work), None)
+        request = prepare.sample_request(work.request_id, _sample(work), self._room.capabilities)
+        is_suspect = work.request_id in self._suspects
+        running = _Running(work, Gathering(request, self._room.backend.text_of), is_suspect)
+        self._running[work.request_id] = running
         self.num_bytes -= work.num_bytes
+        self._num_running_bytes += work.num_bytes
+        self._num_running_tokens += running.num_tokens
+        return running
+
+    def _end_turn(self, running: _Running) -> None:
+        """Have the lane of a request that runs be the last; it stays the first in there while samples are left."""
+        lane = _lane(running.work)
+        queue = self._waiting.pop(lane)
+        if not running.num_left:
+            queue.popleft()
         if queue:
             self._waiting[lane] = queue
 
@@ -245,19 +282,22 @@ class Sampling:
         sampler = _sample(work).sampler
         return sampler is None or self._room.samplers.acquire(sampler, work.session_id)
 
-    def _begin(self, works: list[Work]) -> None:
+    def _begin(self, works: list[Work], handed: Mapping[RequestId, int]) -> None:
+        """Hand over samples, from the one that is told for each request; `works` are those that had not begun."""
         fit = {work.request_id for work in self._room.attempt(works)}
         for work in works:
-            running = self._running[work.request_id]
             if work.request_id not in fit:
-                self._drop(running)
+                self._drop(self._running[work.request_id])
                 self._suspects.pop(work.request_id, None)
+        for request_id, first in handed.items():
+            if (running := self._running.get(request_id)) is None:
                 continue
             request = running.gathering.request
+            part = prepare.sample_part(request, first, running.num_begun)
             try:
                 if request.sampler is not None:
                     self._room.samplers.load(request.sampler)
-                self._room.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
+                self._room.backend.begin_sample(PreparedSampleBatch(requests=(part,)))
             except ENDS_ENGINE:
                 raise
             except Exception as error:
@@ -322,8 +362,12 @@ class Sampling:
 
     def _drop(self, running: _Running) -> None:
         """Have a request run no more."""
-        request = running.gathering.request
+        request, lane = running.gathering.request, _lane(running.work)
         del self._running[request.request_id]
+        if running.num_left:
+            self._waiting[lane].popleft()
+            if not self._waiting[lane]:
+                del self._waiting[lane]
         self._num_running_tokens -= running.num_tokens
         self._num_running_bytes -= running.work.num_bytes
         self._room.backend.cancel_sample([request.request_id])  # of no effect where all had ended

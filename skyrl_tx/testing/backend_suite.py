@@ -8,22 +8,21 @@ import numpy as np
 import pytest
 
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, StatePart
-from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.contract.requests import OptimizerParams, PromptOptions
 from skyrl_tx.contract.results import REDUCTIONS
 from skyrl_tx.testing.backend_bench import STEP, WEIGHTS_ONLY, Bench, Drawn, same_bits
+from skyrl_tx.testing.sampling_suite import SamplingSuite
 
 
-class BackendSuite:
+class BackendSuite(SamplingSuite):
     """Guarantees of the contract, with a tiny base model.
 
     The backend needs room for three models and two samplers, 64 tokens of context, and "cross_entropy". It is started
     once per class; override `make_backend`, and `tolerance` where the numbers are not float32.
     """
-
-    tolerance = 1e-5
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
@@ -282,66 +281,6 @@ class BackendSuite:
         scored = type(example)(**fields, tokens=tokens[:-1], loss_inputs=inputs, loss_config=example.loss_config)
         [result] = bench.backend.forward(bench.batch([scored]))
         np.testing.assert_allclose(sampled, result.logprobs, rtol=0, atol=self.tolerance)
-
-    # Sampling
-
-    def test_one_seed_gives_one_output(self, bench: Bench) -> None:
-        """Samples of one request differ; another request in the batch changes nothing."""
-        sampler = bench.sampler(bench.model(steps=1))
-        request = bench.sample_request(sampler, num_samples=3)
-        first, again = bench.draw(request), bench.draw(request, bench.sample_request(None, num_samples=2))
-        assert [drawn.tokens for drawn in first] == [drawn.tokens for drawn in again]
-        assert len({drawn.tokens for drawn in first}) > 1
-        for drawn, other in zip(first, again, strict=True):
-            assert drawn.logprobs == pytest.approx(other.logprobs, abs=self.tolerance)
-        params = SamplingParams(seed=8, max_tokens=8, eos_stops=False)
-        assert bench.draw(bench.sample_request(sampler, num_samples=3, params=params)) != first
-
-    def test_greedy_is_the_limit_of_truncation(self, bench: Bench) -> None:
-        """Temperature 0, the likeliest token alone, and the smallest nucleus draw the same tokens."""
-        ways = (
-            SamplingParams(seed=1, max_tokens=6, eos_stops=False, temperature=0.0),
-            SamplingParams(seed=1, max_tokens=6, eos_stops=False, top_k=1),
-            SamplingParams(seed=1, max_tokens=6, eos_stops=False, top_p=1e-6),
-        )
-        drawn = [bench.draw(bench.sample_request(None, params=params))[0].tokens for params in ways]
-        assert drawn[0] == drawn[1] == drawn[2]
-
-    def test_a_sample_ends_at_its_length_or_after_its_stop_token(self, bench: Bench) -> None:
-        """The stop token stays, once."""
-        long = bench.draw(bench.sample_request(None))[0]
-        assert (len(long.tokens), long.stop_reason) == (8, "length")
-        stop = long.tokens[3]
-        params = SamplingParams(seed=7, max_tokens=8, eos_stops=False, stop_token_ids=(stop,))
-        short = bench.draw(bench.sample_request(None, params=params))[0]
-        assert short.stop_reason == "stop"
-        assert short.tokens == long.tokens[: long.tokens.index(stop) + 1]
-
-    def test_a_cancelled_sample_says_nothing_more(self, bench: Bench) -> None:
-        """Others go on."""
-        gone, stays = bench.sample_request(None), bench.sample_request(None)
-        bench.backend.begin_sample(PreparedSampleBatch(requests=(gone, stays)))
-        bench.backend.cancel_sample([gone.request_id, gone.request_id])
-        ids = set()
-        while new := bench.backend.step_sample():
-            ids |= {delta.request_id for delta in new}
-        assert ids == {stays.request_id}
-        assert bench.backend.step_sample() == []
-
-    def test_an_ended_sample_says_nothing_more(self, bench: Bench) -> None:
-        """The others of its request go on to their ends."""
-        params = SamplingParams(seed=7, max_tokens=60, eos_stops=False)
-        request = bench.sample_request(None, num_samples=3, params=params)
-        bench.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
-        deltas = bench.backend.step_sample()
-        bench.backend.end_sample(request.request_id, 1)
-        bench.backend.end_sample(request.request_id, 1)
-        bench.backend.end_sample(bench.sample_request(None).request_id, 0)
-        while new := bench.backend.step_sample():
-            assert all(delta.index != 1 for delta in new)
-            deltas += new
-        ended = {delta.index for delta in deltas if delta.stop_reason == "length"}
-        assert ended >= {0, 2}
 
     # Round trip
 

@@ -106,7 +106,8 @@ class FakeBackend(AbstractBackend):
 
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
         """See AbstractBackend."""
-        self._running.update(self._decoders(batch))
+        for request_id, samples in self._decoders(batch).items():
+            self._running.setdefault(request_id, {}).update(samples)
 
     def step_sample(self) -> list[SampleDelta]:
         """See AbstractBackend."""
@@ -171,20 +172,15 @@ class FakeBackend(AbstractBackend):
 
     def _decoders(self, batch: PreparedSampleBatch) -> dict[RequestId, dict[int, Iterator[SampleDelta]]]:
         config = self._config
-        return {
-            request.request_id: {
-                index: sampling.decode(
-                    request,
-                    index,
-                    None if request.sampler is None else self._samplers[request.sampler],
-                    config.vocab_size,
-                    frozenset({config.eos_token_id}),
-                    config.slice_tokens,
-                )
-                for index in range(request.num_samples)
-            }
-            for request in batch.requests
-        }
+        decoders: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
+        for request in batch.requests:
+            adapter = None if request.sampler is None else self._samplers[request.sampler]
+            eos = frozenset({config.eos_token_id})
+            decoders.setdefault(request.request_id, {}).update(
+                (index, sampling.decode(request, index, adapter, config.vocab_size, eos, config.slice_tokens))
+                for index in range(request.first_index, request.first_index + request.num_samples)
+            )
+        return decoders
 
 
 class _FakePass(Pass):

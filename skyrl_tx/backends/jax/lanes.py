@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skyrl_tx.backends.jax.prefill import Prefill
 from skyrl_tx.backends.jax.slots import RunningSample, num_cached
@@ -47,6 +47,15 @@ class Lane:
         """All but the current one, in order."""
         yield from self.aside.values()
         yield from self.new.values()
+
+    def add(self, request: SampleRequest) -> None:
+        """Have a request wait, or a part of one: with an earlier part that does, so that both share a prompt."""
+        before = self.new.get(request.request_id)
+        if before is not None:
+            earlier = before.request
+            assert request.first_index == earlier.first_index + earlier.num_samples
+            request = replace(earlier, num_samples=earlier.num_samples + request.num_samples)
+        self.new[request.request_id] = Waiting(request)
 
     def take(self, waiting: Waiting) -> None:
         """Have one wait no more."""

@@ -90,7 +90,7 @@ class Sampler:
                 )
         for request in batch.requests:
             lane = self._scored if max_tokens(request) == 1 else self._prompts
-            lane.new[request.request_id] = Waiting(request)
+            lane.add(request)
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Forget requests wherever they are. Unknown ids are of no effect."""
@@ -128,7 +128,8 @@ class Sampler:
         under_way = [lane.current for lane in (self._scored, self._prompts) if lane.current is not None]
         if not deltas and under_way:
             resumed = under_way[0].resumed
-            return [_empty_delta(under_way[0].request, index=0 if resumed is None else resumed.index)]
+            first = under_way[0].request.first_index
+            return [_empty_delta(under_way[0].request, index=first if resumed is None else resumed.index)]
         return deltas
 
     def _requests(self) -> Iterator[SampleRequest]:
@@ -275,7 +276,7 @@ class Sampler:
         stops = frozenset(request.params.stop_token_ids) | (self._eos if request.params.eos_stops else frozenset())
         samples = [
             RunningSample(request=request, index=index, adapter=slot, stops=stops)
-            for index in range(request.num_samples)
+            for index in range(request.first_index, request.first_index + request.num_samples)
         ]
         deltas: list[SampleDelta] = []
         num_rows = min(rows for rows in FIRST_ROWS if rows >= min(len(samples), FIRST_ROWS[-1]))

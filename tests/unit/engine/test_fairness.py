@@ -32,7 +32,7 @@ class Scripted(FakeBackend):
         return Counted(super().begin_pass(batch, backward=backward), self.turns)
 
     def begin_sample(self, batch):
-        self.begun += [request.request_id for request in batch.requests]
+        self.begun += [request.request_id for request in batch.requests for _ in range(request.num_samples)]
         super().begin_sample(batch)
 
     def step_sample(self):
@@ -217,7 +217,7 @@ class Interrupted(Scripted):
 
     def step_sample(self):
         if len(self.turns) == 5:
-            self.num_before, self.num_held = len(self.begun), len(self._running)
+            self.num_before, self.num_held = len(self.begun), sum(map(len, self._running.values()))
             self.arrive()
         return super().step_sample()
 
@@ -226,12 +226,35 @@ def test_the_backend_is_handed_what_it_can_start_soon_and_sessions_take_turns_fo
     house = open_house(config={"sample_slots": 16})
     first = house.submit(sample(max_tokens=320, eos_stops=False))
     many(house, [sample(max_tokens=32, eos_stops=False)] * 500)
+    check_that_a_visitor_has_the_first_slot(house, first)
+
+
+def test_samples_of_one_request_take_turns_with_those_of_others(open_house):
+    house = open_house(config={"sample_slots": 16})
+    first = house.submit(sample(max_tokens=320, eos_stops=False))
+    house.submit(replace(sample(max_tokens=32, eos_stops=False), num_samples=500))
+    check_that_a_visitor_has_the_first_slot(house, first)
+
+
+def check_that_a_visitor_has_the_first_slot(house, first):
+    """In the fifth slice, with 16 slots and 500 samples of another session waiting for them."""
     house.session_id = house.new_session()
     arrived = []
     backend = Interrupted(house.config, lambda: arrived.append(house.submit(sample())))
     house.run(first, backend=backend)
     assert backend.num_held == 16 + 2, "an eighth more than there are slots"
     assert backend.begun.index(arrived[0]) - backend.num_before <= 16, "it had the first slot but those free by then"
+
+
+def test_sessions_share_what_comes_free_sample_by_sample(open_house):
+    house = open_house(config={"sample_slots": 8})
+    many_samples = house.submit(replace(endless(max_tokens=160), num_samples=40))
+    house.session_id = house.new_session()
+    few_samples = many(house, [endless(max_tokens=16)] * 40)
+    backend = Scripted(house.config)
+    house.run(many_samples, *few_samples, backend=backend)
+    assert backend.begun[:9].count(many_samples) == 5, "of nine that are handed over first"
+    assert max(backend.begun.index(each) for each in few_samples) < 2 * len(few_samples), "and so on"
 
 
 def test_what_samples_may_come_to_be_takes_no_room_where_slots_are_told(open_house):

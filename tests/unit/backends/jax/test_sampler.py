@@ -341,3 +341,18 @@ def test_scores_need_no_slot_and_pass_those_who_wait(sampler):
     sampler.begin(PreparedSampleBatch(requests=(score,)))
     (delta,) = [delta for delta in sampler.step() if delta.request_id == "score"]
     assert delta.stop_reason == "length" and delta.tokens.size == 1 and delta.prompt.logprobs.size == 30
+
+
+def test_parts_of_a_request_draw_what_the_whole_draws_to_the_bit(sampler):
+    request = ask("a", prompt_of(40), sampler=RED, samples=20, max_tokens=9)
+    whole, parts = run(sampler, request), Collected()
+    for first, end in ((0, 1), (1, 3), (3, 12), (12, 18), (18, 19), (19, 20)):
+        part = replace(request, first_index=first, num_samples=end - first)
+        sampler.begin(PreparedSampleBatch(requests=(part,)))
+        if first < 18:
+            parts.add(sampler.step())
+    assert len(sampler._prompts.new) == 1, "two parts of one prompt wait together"
+    run(sampler, into=parts)
+    for index in range(20):
+        left, right = whole.sequence("a", index), parts.sequence("a", index)
+        assert left.tokens.tobytes() == right.tokens.tobytes() and left.logprobs.tobytes() == right.logprobs.tobytes()
