@@ -81,10 +81,16 @@ def adapter_spec(lora: LoraSpec) -> models.AdapterSpec:
     )
 
 
-def fresh_training_state(config: models.ModelConfig, lora: LoraSpec, place: Place) -> TrainingState:
-    """Return a new model: A from the seed, B zero, no gradient, no step taken."""
+def fresh_training_state(config: models.ModelConfig, lora: LoraSpec) -> TrainingState:
+    """Return a new model, on the host: A from the seed, B zero, no gradient, no step taken."""
     adapter = models.init_adapter(config, adapter_spec(lora), padded_rank(lora.rank))
-    return TrainingState(lora=lora, adapter=place(adapter), optimizer=place(fresh_state(adapter.weights)))
+    return TrainingState(lora=lora, adapter=adapter, optimizer=fresh_state(adapter.weights))
+
+
+def placed(state: TrainingState, place: Place) -> TrainingState:
+    """Return a state that lies on the devices: what they cannot hold is raised here, and no later."""
+    parts = {name: place(getattr(state, name)) for name in ("adapter", "optimizer", "gradient")}
+    return replace(state, **jax.block_until_ready(parts))
 
 
 def apply_gradient(state: TrainingState, params: OptimizerParams) -> tuple[TrainingState, jax.Array]:

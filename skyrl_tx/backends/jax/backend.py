@@ -16,9 +16,10 @@ from skyrl_tx.backends.jax.adapters import (
     apply_gradient,
     fresh_training_state,
     padded_rank,
+    placed,
 )
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import Memory, choose, model_room
+from skyrl_tx.backends.jax.memory import Memory, choose, model_room, said_if_exhausted
 from skyrl_tx.backends.jax.passes import Ahead, JaxPass
 from skyrl_tx.backends.jax.sampler import Sampler
 from skyrl_tx.backends.jax.warmup import warm_up
@@ -99,7 +100,9 @@ class JaxBackend(AbstractBackend):
         """See AbstractBackend."""
         self._check(spec)
         self._pool.check_room(model_id)
-        self._pool.put(model_id, fresh_training_state(self._model, spec.lora, self._place))
+        with said_if_exhausted("another model in training"):
+            state = placed(fresh_training_state(self._model, spec.lora), self._place)
+        self._pool.put(model_id, state)
 
     def delete_model(self, model_id: ModelId) -> None:
         """See AbstractBackend."""
@@ -128,9 +131,11 @@ class JaxBackend(AbstractBackend):
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         """See AbstractBackend."""
         before = self._pool.take(model_id)
-        after, norm = apply_gradient(before, params)
+        with said_if_exhausted("an optimizer step, which holds new weights and moments beside the old"):
+            after, norm = apply_gradient(before, params)
+            told = float(norm)  # a device may say only now that it had no memory
         metrics = {
-            "unclipped_grad_l2:mean": float(norm),
+            "unclipped_grad_l2:mean": told,
             "learning_rate:mean": params.learning_rate,
             "step:max": float(after.optimizer.step),
         }
@@ -155,8 +160,10 @@ class JaxBackend(AbstractBackend):
         """See AbstractBackend."""
         self._check(spec)
         self._pool.check_room(model_id)
-        fresh = fresh_training_state(self._model, spec.lora, self._place)
-        self._pool.put(model_id, checkpoint.restore(fresh, _own(source), parts, self._place))
+        state = checkpoint.restore(fresh_training_state(self._model, spec.lora), _own(source), parts)
+        with said_if_exhausted("another model in training"):
+            state = placed(state, self._place)
+        self._pool.put(model_id, state)
 
     # Sampling
 

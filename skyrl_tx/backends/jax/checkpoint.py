@@ -10,7 +10,7 @@ Legend: L layers, I inputs and O outputs of a linear map, R the adapter's own ra
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.backends.jax.adapters import TrainingState, adapter_spec, padded_rank, resize_rank
-from skyrl_tx.backends.jax.mesh import Place
 from skyrl_tx.backends.jax.optimizer import OptimizerState
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
@@ -186,8 +185,8 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
     return snapshot
 
 
-def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[StatePart], place: Place) -> TrainingState:
-    """Return a fresh state with `parts` of a snapshot in it; raises UserError when they do not fit it."""
+def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[StatePart]) -> TrainingState:
+    """Return a fresh state with `parts` of a snapshot in it, not placed yet; raises UserError when they do not fit."""
     targets = adapter_spec(fresh.lora).targets(source.format.config)
     for name, found, wanted in (
         ("rank", source.rank, fresh.lora.rank),
@@ -199,14 +198,12 @@ def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[Sta
     absent = set(parts) - source.parts
     if absent:
         raise UserError(f"checkpoint: holds no {', no '.join(sorted(absent))}")
-    adapter, optimizer, gradient = fresh.adapter, fresh.optimizer, fresh.gradient
+    state = fresh
     if StatePart.WEIGHTS in parts:
-        adapter = Adapter(weights=place(source.weights), scale=fresh.adapter.scale)
+        state = replace(state, adapter=replace(state.adapter, weights=source.weights))
     if StatePart.OPTIMIZER in parts:
-        optimizer = place(source.optimizer)
-    if StatePart.GRADIENT in parts:
-        gradient = place(source.gradient)
-    return TrainingState(lora=fresh.lora, adapter=adapter, optimizer=optimizer, gradient=gradient)
+        state = replace(state, optimizer=source.optimizer)
+    return state.with_gradient(source.gradient) if StatePart.GRADIENT in parts else state
 
 
 def open_snapshot(directory: Path, format: AdapterFormat) -> AdapterSnapshot:

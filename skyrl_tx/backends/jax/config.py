@@ -64,7 +64,7 @@ class JaxConfig(BaseModel):
         default=None,
         gt=0,
         description="Models resident for training at once; others wait on disk. Room that is not in use costs nothing. "
-        "Unset: what the memory allows for models of the SDK's default rank, at most 64.",
+        "Unset: what the memory allows for models of rank max_lora_rank, at most 64.",
     )
     max_lora_rank: int = Field(default=64, gt=0, description="Largest LoRA rank a client may ask for.")
     micro_batch_tokens: int | None = Field(

@@ -8,13 +8,16 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.adapters import padded_rank
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
@@ -83,6 +86,27 @@ class Costs:
 def is_exhausted(error: Exception) -> bool:
     """Return whether a device, or the host for it, had no memory left."""
     return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def no_memory(purpose: str, error: Exception) -> CapacityError:
+    """Return what the caller is told of an exhausted device; the log has the device's own words."""
+    log.error("no memory left for %s: %s", purpose, error)
+    return CapacityError(
+        f"the device has no memory left for {purpose}: nothing was changed. A start with a lower "
+        "--backend-config.max-lora-adapters, --backend-config.max-lora-rank or --backend-config.max-sample-tokens "
+        "leaves it more"
+    )
+
+
+@contextmanager
+def said_if_exhausted(purpose: str) -> Iterator[None]:
+    """Raise CapacityError where the device has no memory left for what is done inside."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if is_exhausted(error):
+            raise no_memory(purpose, error) from error
+        raise
 
 
 def choose(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> MemoryPlan:
@@ -166,13 +190,21 @@ def model_room(config: JaxConfig, params: models.DecoderParams, model: models.Mo
     """Return how many models may be in training at once, and say why; the flag, where given, has the last word.
 
     To be asked once weights and cache are on the device. A model takes memory when it is made, and for its own rank:
-    weights, gradient and two moments. Here it is of the default rank, and whole on one device, though `tp` may cut it.
+    weights, gradient and two moments. Here all are of the highest rank that a client may ask for, and whole on one
+    device, though `tp` may cut them.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free, cost = _free(params), 4 * _adapter_bytes(config, model)
-    room = max(1, min(int(MODEL_SHARE * free / cost), MOST_MODELS))
-    log.info("%d models in training at once: %.1f GiB are free, one takes %.1f MiB", room, free / 2**30, cost / 2**20)
+    free, cost = _free(params), 4 * _adapter_bytes(model, padded_rank(config.max_lora_rank))
+    fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, has the new state of one beside the old
+    room = max(1, min(fitting, MOST_MODELS))
+    log.info(
+        "%d models in training at once: %.1f GiB are free, one of rank %d takes %.1f MiB",
+        room,
+        free / 2**30,
+        config.max_lora_rank,
+        cost / 2**20,
+    )
     return room
 
 
@@ -182,13 +214,13 @@ def sampler_places(config: JaxConfig, params: models.DecoderParams, model: model
     Places for all that there may be, so that no program changes when another is loaded; or for what a share of the
     memory holds at the default rank. To be asked once weights are on the device.
     """
-    fitting = int(POOL_SHARE * _free(params) / _adapter_bytes(config, model))
+    fitting = int(POOL_SHARE * _free(params) / _adapter_bytes(model, min(RANK, config.max_lora_rank)))
     return min(1 + config.max_sampler_adapters, max(fitting, FEWEST_PLACES))
 
 
-def _adapter_bytes(config: JaxConfig, model: models.ModelConfig) -> int:
-    """Return what an adapter of the default rank takes."""
-    weights = models.adapter_shapes(model, min(RANK, config.max_lora_rank)).weights
+def _adapter_bytes(model: models.ModelConfig, rank: int) -> int:
+    """Return what an adapter takes."""
+    weights = models.adapter_shapes(model, rank).weights
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 

@@ -16,7 +16,7 @@ import jax
 from skyrl_tx import models
 from skyrl_tx.backends.jax import packing, training
 from skyrl_tx.backends.jax.adapters import AdapterPool, TrainingState
-from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted
+from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted, no_memory
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
@@ -168,14 +168,14 @@ class JaxPass(Pass):
             self._has_shrunk = True
 
     def _smaller(self, error: Exception) -> MemoryPlan:
-        """Return a plan by which this pass has smaller micro-batches; raise the error when there is none."""
+        """Return a plan by which this pass has smaller micro-batches; raises CapacityError when there is none."""
         largest = max(unit.slab.num_tokens for unit in self._cut(self._plan))
         for plan in self._plan.smaller():
             helps = plan.remat and not self._plan.remat and self._backward
             if helps or max(unit.slab.num_tokens for unit in self._cut(plan)) < largest:
                 log.warning("the device has no memory for %s: trying %s (%s)", self._plan, plan, error)
                 return plan
-        raise error
+        raise no_memory("this pass, in the smallest pieces", error) from error
 
     def _dispatch(self, unit: _Unit) -> training.Outputs:
         request = unit.request

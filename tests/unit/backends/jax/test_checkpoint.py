@@ -34,7 +34,7 @@ def form(request, tmp_path_factory) -> checkpoint.AdapterFormat:
 def trained(form: checkpoint.AdapterFormat, **lora) -> checkpoint.TrainingState:
     """Return a state with other numbers in every part, zero where padding is."""
     spec = LoraSpec(**{"rank": 5, "seed": 3, **lora})
-    state = fresh_training_state(form.config, spec, jax.device_put)
+    state = fresh_training_state(form.config, spec)
     weights = jax.tree.map(np.array, state.adapter.weights)
     for name in checkpoint.adapter_spec(spec).targets(form.config):
         weights[name].b[..., : spec.rank, :] = np.random.default_rng(0).normal(
@@ -83,12 +83,12 @@ def test_all_parts_come_back_to_the_last_bit(form, tmp_path, rank, pending):
     state = trained(form, rank=rank)
     state = state if pending else state.with_gradient(None)
     checkpoint.capture(state, ALL_PARTS, form).write(tmp_path)
-    fresh = fresh_training_state(form.config, state.lora, jax.device_put)
+    fresh = fresh_training_state(form.config, state.lora)
     opened = checkpoint.open_snapshot(tmp_path, form)
-    restored = checkpoint.restore(fresh, opened, ALL_PARTS, jax.device_put)
+    restored = checkpoint.restore(fresh, opened, ALL_PARTS)
     for part in ("adapter", "optimizer", "gradient"):
         assert_same(getattr(restored, part), getattr(state, part))
-    only_weights = checkpoint.restore(fresh, opened, WEIGHTS, jax.device_put)
+    only_weights = checkpoint.restore(fresh, opened, WEIGHTS)
     assert_same(only_weights.adapter, state.adapter)
     assert_same(only_weights.optimizer, fresh.optimizer)
     assert only_weights.gradient is None
@@ -129,15 +129,15 @@ def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
 
 def test_a_snapshot_of_another_kind_of_model_is_refused(form):
     source = checkpoint.capture(trained(form, rank=2), WEIGHTS, form)
-    other = fresh_training_state(form.config, LoraSpec(rank=3, seed=0), jax.device_put)
+    other = fresh_training_state(form.config, LoraSpec(rank=3, seed=0))
     with pytest.raises(UserError, match="rank is 2, the model's 3"):
-        checkpoint.restore(other, source, WEIGHTS, jax.device_put)
-    fewer = fresh_training_state(form.config, LoraSpec(rank=2, seed=0, train_mlp=False), jax.device_put)
+        checkpoint.restore(other, source, WEIGHTS)
+    fewer = fresh_training_state(form.config, LoraSpec(rank=2, seed=0, train_mlp=False))
     with pytest.raises(UserError, match="targets"):
-        checkpoint.restore(fewer, source, WEIGHTS, jax.device_put)
-    same = fresh_training_state(form.config, LoraSpec(rank=2, seed=0), jax.device_put)
+        checkpoint.restore(fewer, source, WEIGHTS)
+    same = fresh_training_state(form.config, LoraSpec(rank=2, seed=0))
     with pytest.raises(UserError, match="holds no optimizer"):
-        checkpoint.restore(same, source, {StatePart.OPTIMIZER}, jax.device_put)
+        checkpoint.restore(same, source, {StatePart.OPTIMIZER})
 
 
 def test_a_full_pool_takes_no_new_model(form):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import memory, packing, passes, training
+from skyrl_tx.backends.jax import adapters, memory, packing, passes, training
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import (
@@ -24,10 +24,11 @@ from skyrl_tx.backends.jax.memory import (
     plan_for,
     sample_room,
 )
-from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.backend_bench import drawn_examples
@@ -37,6 +38,7 @@ from skyrl_tx.weights import hf
 MIB = 2**20
 COSTS = Costs(fixed=100 * MIB, token=MIB, token_with_remat=MIB // 8)
 MODEL = ModelId("m")
+SPEC = ModelSpec(lora=LoraSpec(rank=4, seed=1))
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
 
 
@@ -102,20 +104,23 @@ def test_room_for_samples_without_a_word_of_the_device(tiny, caplog):
 
 
 def test_room_for_models_follows_the_memory_and_the_flag_has_the_last_word(tiny, monkeypatch, caplog):
-    weights = jax.tree.leaves(models.adapter_shapes(tiny.config, RANK).weights)
-    cost = 4 * 4 * sum(leaf.size for leaf in weights)
+    """All may be of the highest rank that is allowed, and one of them is changed while its former state is there."""
+
+    def cost(rank: int) -> int:
+        return 4 * 4 * sum(leaf.size for leaf in jax.tree.leaves(models.adapter_shapes(tiny.config, rank).weights))
 
     def room(free: int | None, **settings) -> int:
         monkeypatch.setattr(memory, "free_bytes", lambda _: free)
         return model_room(JaxConfig(**settings), tiny.params, tiny.config)
 
-    assert room(100 * cost) == 40
-    assert room(10_000 * cost) == room(None) == MOST_MODELS
+    assert room(100 * cost(64)) == room(100 * cost(128), max_lora_rank=128) == 39
+    assert room(100 * cost(48), max_lora_rank=33) == 39  # to which arrays of that rank are padded
+    assert room(10_000 * cost(64)) == room(None) == MOST_MODELS
     assert room(0) == 1
-    assert room(100 * cost, max_lora_adapters=500) == 500
+    assert room(100 * cost(64), max_lora_adapters=500) == 500
     with caplog.at_level("INFO"):
-        assert room(100 * cost, max_lora_rank=16) > 40
-    assert "models in training at once" in caplog.text
+        assert room(100 * cost(64), max_lora_rank=32) > 60
+    assert "models in training at once" in caplog.text and "one of rank 32" in caplog.text
 
 
 @pytest.mark.slow
@@ -151,7 +156,7 @@ def start(tmp_path_factory) -> Callable[..., JaxBackend]:
         config = JaxConfig(compile_cache_dir=None, sample_slots=1, micro_batch_tokens=micro_batch_tokens, **settings)
         backend = JaxBackend(str(directory), config)
         backend.start()
-        backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+        backend.create_model(MODEL, SPEC)
         backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # what must stay unharmed
         return backend
 
@@ -256,7 +261,7 @@ def test_remat_is_the_last_resort_and_then_the_pass_fails_alone(start, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "accumulate", exhausted)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest pieces"):
             backend.forward_backward(BATCH)
     assert remats == [False, True]
     assert_bit_equal(numbers(backend), numbers(start(32)))
@@ -271,7 +276,7 @@ def test_smaller_pieces_that_do_not_help_either_are_nobodys_but_the_pass_that_fa
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "accumulate", exhausted)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest pieces"):
             backend.forward_backward(BATCH)
     assert len(set(sizes)) > 1
     assert_bit_equal(numbers(backend), numbers(start(128)))
@@ -304,3 +309,26 @@ def test_other_failures_are_not_tried_again(start, monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         backend.forward_backward(BATCH)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("change", ["create", "restore", "overwrite", "step"])
+def test_a_change_for_which_there_is_no_memory_is_refused_in_words_and_leaves_no_trace(start, monkeypatch, change):
+    """Also where the device says so only when what it was given is waited for."""
+    backend, other = start(64), ModelId("other")
+    snapshot = backend.capture(MODEL, ALL_PARTS)
+    run = {
+        "create": lambda: backend.create_model(other, SPEC),
+        "restore": lambda: backend.restore(other, SPEC, snapshot, ALL_PARTS),
+        "overwrite": lambda: backend.restore(MODEL, SPEC, snapshot, {StatePart.WEIGHTS}),
+        "step": lambda: backend.optim_step(MODEL, OptimizerParams()),
+    }[change]
+    before = backend._pool.take(MODEL)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters.jax, "block_until_ready", lambda tree: raise_next([EXHAUSTED]))
+        patch.setattr(adapters, "adamw", lambda *given: raise_next([EXHAUSTED]))
+        with pytest.raises(CapacityError, match=r"no memory left for .*: nothing was changed.*max-lora-adapters"):
+            run()
+    assert backend._pool.take(MODEL) is before
+    with pytest.raises(UserError, match="no such model"):
+        backend._pool.take(other)
+    run()
