@@ -94,18 +94,30 @@ def draw_first(
 @partial(jax.jit, donate_argnames="cache")
 def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot_S: jax.Array, count: jax.Array) -> KeyValues:
     """Copy one prompt of `size` tokens into the first `count` of these slots, one at a time: no second cache."""
-    row_1 = jnp.zeros(1, jnp.int32)
 
     def one(i: jax.Array, cache: KeyValues) -> KeyValues:
-        return kv_cache.insert(cache, prompt, size, row_1, jax.lax.dynamic_slice_in_dim(slot_S, i, 1))
+        return kv_cache.insert(cache, prompt, size, jnp.int32(0), slot_S[i])
 
     return jax.lax.fori_loop(0, count, one, cache)
 
 
-@jax.jit
-def take_row(cache: KeyValues, slot: jax.Array) -> KeyValues:
-    """Return a copy of one slot's keys and values [L, 1, K, C, H]."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=1), cache)
+@partial(jax.jit, static_argnames="size")
+def take_piece(cache: KeyValues, slot: jax.Array, start: jax.Array, *, size: int) -> KeyValues:
+    """Return a copy of one slot's keys and values [L, 1, K, T, H] of `size` positions, all of which it must have."""
+
+    def take(leaf: jax.Array) -> jax.Array:
+        num_layers, _, num_kv_heads, _, head_dim = leaf.shape
+        return jax.lax.dynamic_slice(leaf, (0, slot, 0, start, 0), (num_layers, 1, num_kv_heads, size, head_dim))
+
+    return jax.tree.map(take, cache)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def put_piece(cache: KeyValues, piece: KeyValues, slot: jax.Array, start: jax.Array) -> KeyValues:
+    """Write what `take_piece` returned into a slot."""
+    return jax.tree.map(
+        lambda into, leaf: jax.lax.dynamic_update_slice(into, leaf, (0, slot, 0, start, 0)), cache, piece
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "stretch", "length", "max_topk"), donate_argnames="cache")

@@ -2,7 +2,7 @@
 
 A row is as long as what runs has come to need, not as what it may come to: most samples end early. When one comes to
 the end of its row all rows are laid out anew, half as many and twice as long. What runs is taken along bit by bit, by
-way of the host, so that the cache never exists twice on the device.
+way of the host and a few positions at a time, so that the device never holds the cache twice, nor a row.
 """
 
 from collections import deque
@@ -19,23 +19,22 @@ from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.models import DecoderParams, ModelConfig
 
+Pieces = list[tuple[int, KeyValues]]
+"""Of a row, each with the position that it begins at."""
+
+PIECE = 256  # positions that are on their way between device and host at once
+
 
 class Rows:
-    """Running samples, and the cache that they are decoded from. `room_of` a size: what prompts of it are padded to."""
+    """Running samples, and the cache that they are decoded from."""
 
-    def __init__(
-        self,
-        params: DecoderParams,
-        model: ModelConfig,
-        shape_for: Callable[[int], CacheShape],
-        room_of: Callable[[int], int],
-    ) -> None:
+    def __init__(self, params: DecoderParams, model: ModelConfig, shape_for: Callable[[int], CacheShape]) -> None:
         self._params = params
         self._model = model
-        self._room_of = room_of
         self.shape_for = shape_for
         """The shape with the most rows that hold so many positions."""
         self.shape = shape_for(1)
+        self._piece = min(PIECE, self.shape.length)
         self.cache = self._empty_cache()
         self.slots = Slots(self.shape.num_slots)
 
@@ -55,30 +54,33 @@ class Rows:
 
     def reshape(self, shape: CacheShape, keep: Collection[int] = ()) -> None:
         """Lay the rows out anew; the samples of the slots in `keep`, which must fit, go on in others."""
-        kept = [(self.slots.live[slot], self._lift(slot)) for slot in keep]
+        kept = [(sample := self.slots.live[slot], self._lift(slot, sample.position)) for slot in keep]
         try:
             del self.cache  # before there is another
             self.shape, self.slots = shape, Slots(shape.num_slots)
             self.cache = self._empty_cache()
-            for sample, keys in kept:
-                self.insert(self._lowered(keys), deque([sample]))
+            for sample, pieces in kept:
+                slot = self.slots.free_for(sample.adapter)[0]
+                self._lower(pieces, slot)
+                self.slots.place(sample, slot)
         except Exception as error:
             raise BackendLost(f"the key/value cache could not be given another shape: {error}") from error
 
-    def _lift(self, slot: int) -> KeyValues:
-        """Return one row on the host, in as much room as a prompt of its size has."""
-        size = self.slots.live[slot].position
+    def rehearse(self) -> None:
+        """Run once what moves rows of this shape, to where they are."""
+        self._lower(self._lift(0, 1), 0)
 
-        def fit(leaf: np.ndarray) -> np.ndarray:
-            kept = leaf[:, :, :, :size]
-            return np.pad(kept, ((0, 0), (0, 0), (0, 0), (0, self._room_of(size) - size), (0, 0)))
+    def _lift(self, slot: int, num_positions: int) -> Pieces:
+        """Return the first positions of a row, on the host."""
+        last = max(num_positions - self._piece, 0)  # the last piece ends where they do, so any row for them has room
+        return [
+            (start, jax.device_get(decode.take_piece(self.cache, np.int32(slot), np.int32(start), size=self._piece)))
+            for start in (*range(0, last, self._piece), last)
+        ]
 
-        return jax.tree.map(fit, jax.device_get(decode.take_row(self.cache, np.int32(slot))))
-
-    def _lowered(self, keys: KeyValues) -> KeyValues:
-        """Return a row of the host where prompts are, which is part of a program's key."""
-        like = empty_keys(self._params, self._model, 1, keys.k.shape[3])
-        return jax.tree.map(lambda leaf, other: jax.device_put(leaf, other.sharding), keys, like)
+    def _lower(self, pieces: Pieces, slot: int) -> None:
+        for start, piece in pieces:
+            self.cache = decode.put_piece(self.cache, piece, np.int32(slot), np.int32(start))
 
     def _empty_cache(self) -> KeyValues:
         return empty_keys(self._params, self._model, self.shape.num_slots, self.shape.length)

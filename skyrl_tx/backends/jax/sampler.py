@@ -64,7 +64,7 @@ class Sampler:
         )
         self._layers: DecoderParams | None = None  # each by itself: a copy, made when there is something to decode
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
-        self._rows = Rows(params, model_config, self._shape_for, self._prefiller.room_of)
+        self._rows = Rows(params, model_config, self._shape_for)
         self._num_passed = 0  # samples that were given a slot before one that waits for longer rows
         self._scored = Lane()  # of one new token: they need no slot and pass the others
         self._prompts = Lane()
@@ -363,7 +363,7 @@ class Sampler:
             for room in self._prefiller.rooms():
                 prompt = self._prefiller.empty(room)
                 rows.cache = decode.insert(rows.cache, prompt, np.int32(0), nowhere_S, np.int32(0))
-            decode.take_row(rows.cache, np.int32(0))
+            rows.rehearse()
             by_tile = slice_rows(rows.slots)
             by_slot = replace(by_tile, adapter_G=jnp.asarray([BASE] * len(rows.slots), jnp.int32))
             for stretch in ascending(self._stretch, length):

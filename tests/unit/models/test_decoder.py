@@ -96,9 +96,8 @@ def test_decoding_equals_the_whole_row(each_family, by_layer):
     _, prefilled = prefill(each_family.params, config, x[:, :6], slots, jnp.array([1, 0]))
     shape = (config.num_layers, 3, config.num_kv_heads, 20, config.head_dim)
     cache = kv_cache.KeyValues(k=jnp.full(shape, jnp.nan), v=jnp.full(shape, jnp.nan))
-    cache = kv_cache.insert(
-        cache, prefilled, jnp.int32(6), jnp.array([0, 1, 0, 1]), jnp.array([2, 0, 1, 3])
-    )  # slot 3: nowhere
+    for row, slot in ((0, 2), (1, 0), (0, 1)):
+        cache = kv_cache.insert(cache, prefilled, jnp.int32(6), jnp.int32(row), jnp.int32(slot))
     rows, slot_adapters = np.array([1, 0, 0]), jnp.array([0, 1, 1])
     for position in range(6, 14):
         positions = jnp.full(3, position)
@@ -138,7 +137,8 @@ def test_slots_decode_at_positions_of_their_own(loaded):
     whole = forward(loaded.params, config, x)
     _, prefilled = prefill(loaded.params, config, x)  # all ten: what lies past a slot's position must not be seen
     cache = kv_cache.allocate(config.num_layers, 2, config.num_kv_heads, 12, config.head_dim, jnp.float32)
-    cache = kv_cache.insert(cache, prefilled, jnp.int32(10), jnp.array([0, 1]), jnp.array([0, 1]))
+    for row in range(2):
+        cache = kv_cache.insert(cache, prefilled, jnp.int32(10), jnp.int32(row), jnp.int32(row))
     positions = jnp.array([3, 7])
     hidden, cache = decode_step(loaded.params, config, x[[0, 1], [3, 7]], positions, cache)
     np.testing.assert_allclose(hidden, whole[np.array([0, 1]), np.array([3, 7])], atol=1e-5)
@@ -208,7 +208,8 @@ def test_bfloat16_weights_keep_float32_results(loaded):
     assert 0 < float(error) < 0.03  # activations are rounded to 8 bits of mantissa at each product, sums are not
 
     cache = kv_cache.allocate(2, 2, loaded.config.num_kv_heads, 12, loaded.config.head_dim, jnp.bfloat16)
-    cache = kv_cache.insert(cache, prefilled, jnp.int32(10), jnp.array([0, 1]), jnp.array([0, 1]))
+    for row in range(2):
+        cache = kv_cache.insert(cache, prefilled, jnp.int32(10), jnp.int32(row), jnp.int32(row))
     decoded, cache = decode_step(low, loaded.config, x[:, 9], jnp.array([9, 9]), cache, adapter)
     assert decoded.dtype == jnp.float32 and cache.k.dtype == jnp.bfloat16
     assert float(jnp.abs(decoded - expected[:, 9]).max() / jnp.abs(expected).max()) < 0.03

@@ -2,12 +2,15 @@
 
 from collections import defaultdict
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from skyrl_tx.backends.jax import decode, prefill, rows
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sampler import MOST_PASSED, Sampler
-from skyrl_tx.backends.jax.slots import CacheShape
+from skyrl_tx.backends.jax.slots import CacheShape, RunningSample
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -161,3 +164,34 @@ def test_what_made_room_can_be_ended_and_cancelled(watch):
         watch.step()
     watch.sampler.cancel([RequestId("again"), RequestId("other")])
     assert not watch.step() and not any(watch.sampler._requests())
+
+
+@pytest.mark.parametrize("position", [1, 15, 16, 17, 32, 40, 64])
+def test_rows_move_bit_by_bit_and_a_piece_at_a_time(tiny, monkeypatch, position):
+    monkeypatch.setattr(rows, "PIECE", 16)
+    made = rows.Rows(tiny.params, tiny.config, lambda size: CacheShape(256 // size, size) if size > 1 else SHAPES[0])
+    moved, take = [], decode.take_piece
+    monkeypatch.setattr(decode, "take_piece", lambda *given, size: moved.append(size) or take(*given, size=size))
+    made.reshape(CacheShape(2, 128))
+    made.cache = jax.tree.map(
+        lambda leaf: jnp.asarray(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype), made.cache
+    )
+    sample = RunningSample(request=ask("r", position, 9), index=0, adapter=0, stops=frozenset(), num_drawn=1)
+    made.slots.place(sample, 1)
+    before = jax.device_get(made.cache)
+    made.reshape(CacheShape(4, 64), [1])
+    assert made.slots.live == {0: sample} and sum(moved) == -(-position // 16) * 16
+    for ours, theirs in ((made.cache.k, before.k), (made.cache.v, before.v)):
+        np.testing.assert_array_equal(ours[:, 0, :, :position], theirs[:, 1, :, :position])
+
+
+@pytest.mark.parametrize(("row", "room"), [(512, 512), (512, 2048), (512, 128)])
+def test_a_prompt_goes_into_slots_without_another_copy(tiny, row, room):
+    cache, prompt = (
+        jax.eval_shape(lambda dims=dims: prefill.empty_keys(tiny.params, tiny.config, *dims))
+        for dims in ((4, row), (1, room))
+    )
+    number, slot_S = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    taken = decode.insert.lower(cache, prompt, number, slot_S, number).compile().memory_analysis()
+    assert taken.alias_size_in_bytes == 2 * 4 * cache.k.size
+    assert taken.temp_size_in_bytes < 0.05 * 2 * 4 * prompt.k.size
