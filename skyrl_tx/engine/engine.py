@@ -261,6 +261,7 @@ class _Loop:
                 self._room.jobs.held,
                 busy=self._room.models.busy,
                 num_under_way=passes.num_under_way,
+                with_long=passes.with_long,
             )
         if step is not None:
             self._begin(step)
@@ -274,7 +275,7 @@ class _Loop:
         if step.refusal is not None:
             self._room.user_failure(first, step.refusal)
         elif first.model_pass is not None:
-            self._passes.begin(step.works)
+            self._passes.begin(step.works, is_long=step.is_long)
         else:
             for work in self._room.attempt([first]):
                 handle(self._room, work)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.answers import Answer
@@ -30,9 +30,13 @@ class _Prepared:
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests that began together, in the groups in which they run one after the other; `on_device`: the first."""
+    """Requests that began together, in the groups in which they run one after the other; `on_device`: the first.
+
+    `long_of`: the session whose long pass it is, if it is one.
+    """
 
     models: frozenset[ModelId]
+    long_of: SessionId | None
     groups: deque[Sequence[_Prepared]]
     on_device: Pass | None = None
 
@@ -53,17 +57,24 @@ class Passes:
         return len(self._batches)
 
     @property
+    def with_long(self) -> set[SessionId]:
+        """The sessions that have a long pass under way."""
+        return {batch.long_of for batch in self._batches if batch.long_of is not None}
+
+    @property
     def has_suspect(self) -> bool:
         """Whether what is under way may be to blame for an engine's end."""
         return any(request.work.is_suspect for batch in self._batches for request in batch.groups[0])
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, works: Sequence[Work], *, is_long: bool) -> None:
         """Start a batch, of models that no other is under way on; requests that cannot run are answered now."""
         requests = [prepared for work in works if (prepared := self._prepare(work)) is not None]
         fit = {work.request_id for work in self._room.attempt([request.work for request in requests])}
         requests = [request for request in requests if request.work.request_id in fit]
         if requests:
-            batch = _Batch(frozenset(request.model_id for request in requests), deque([requests]))
+            models = frozenset(request.model_id for request in requests)
+            long_of = requests[0].work.session_id if is_long else None
+            batch = _Batch(models, long_of, deque([requests]))
             self._room.models.busy.update(batch.models)
             self._batches.append(batch)
 

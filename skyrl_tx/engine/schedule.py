@@ -10,11 +10,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.engine.work import Work
 
 MOST_UNDER_WAY = 4
-"""Batches of passes, each with gradients of its own in memory. The last place is for what is within the budget."""
+"""Batches of passes, each with gradients of its own in memory. The last place is for what is within the budget.
+
+The one before is for what is not, of a session that has no such pass under way: or the models of one session would keep
+all others out until one of theirs is done.
+"""
 Read = Callable[[Sequence[Work]], Sequence[Work]]
 """Gives requests that are not read yet as they are once read."""
 _MOST_TOGETHER = 32
@@ -38,11 +42,13 @@ class Place:
 class Step:
     """What to do next: passes of one direction, each model's in order, or one request of any kind.
 
-    `refusal` is set when the only request came too late: its place is behind a barrier that took effect.
+    `refusal` is set when the only request came too late: its place is behind a barrier that took effect. `is_long`: the
+    only request is a pass of more than the budget.
     """
 
     works: tuple[Work, ...]
     refusal: str | None = None
+    is_long: bool = False
 
 
 class Schedule:
@@ -91,11 +97,18 @@ class Schedule:
         self.num_suspects += work.is_suspect
 
     def take(
-        self, now: float, held: Collection[ModelId] = (), *, busy: Collection[ModelId] = (), num_under_way: int = 0
+        self,
+        now: float,
+        held: Collection[ModelId] = (),
+        *,
+        busy: Collection[ModelId] = (),
+        num_under_way: int = 0,
+        with_long: Collection[SessionId] = (),
     ) -> Step | None:
         """Take out the next step, to run beside the batches under way on the models `busy`; None when nothing can.
 
-        Models in `held` are passed over. Suspects are first, and wait until nothing is under way.
+        Models in `held` are passed over. Suspects are first, and wait until nothing is under way. `with_long`: the
+        sessions that have a long pass under way.
         """
         if num_under_way and len(busy) >= self._max_models:
             return None
@@ -110,20 +123,19 @@ class Schedule:
                 return Step((self._serve(line, first),), refusal)
             if first.is_suspect and num_under_way:
                 return None
-            if first.model_pass is not None and not self._has_place(first, num_under_way):
+            is_long = first.num_tokens > self._max_pass_tokens
+            num_kept = 0 if not is_long else 2 if first.session_id in with_long else 1  # places that are not for it
+            if first.model_pass is not None and MOST_UNDER_WAY - num_under_way <= num_kept:
                 continue
             if first.model_pass is None or first.is_suspect:
-                return Step((self._serve(line, first),))
-            return Step(tuple(self._fill(line, first, turns, now, self._max_models - len(busy))))
+                return Step((self._serve(line, first),), is_long=is_long)
+            works = self._fill(line, first, turns, now, self._max_models - len(busy))
+            return Step(tuple(works), is_long=is_long)
         return None
 
     def has_suspect(self, now: float, held: Collection[ModelId] = ()) -> bool:
         """Whether the next step is a suspect, which runs alone."""
         return any(line.has_suspect(now, self._hole_wait_s) for line in self._turns(held))
-
-    def _has_place(self, work: Work, num_under_way: int) -> bool:
-        num_free = MOST_UNDER_WAY - num_under_way
-        return num_free > 1 or (num_free == 1 and work.num_tokens <= self._max_pass_tokens)
 
     def next_deadline(self) -> float | None:
         """The time at which a wait for a missing id ends, if any goes on."""

@@ -174,6 +174,27 @@ def test_a_pass_waits_for_some_steps_of_others_whatever_they_ask_for(open_house,
     assert house.result(arrived[0]).metrics["num_tokens:sum"] == 32
 
 
+def test_long_passes_of_one_sessions_models_leave_a_place_to_another_session(open_house):
+    """Three models with 100 micro-batches each, and a visitor with nine: no batch but one longer request each."""
+    house = open_house(config={"micro_batch_tokens": 64, "max_pass_tokens": 65_536})
+    for name in "abc":
+        model_id, _ = house.create(name)
+        house.submit(forward_backward(data=(datum(length=64),) * 100), model_id=model_id, seq_id=1)
+    house.session_id = house.new_session()
+    (modest, _), arrived = house.create("modest"), []
+
+    def arrive():
+        data = (datum(length=32),) * 9
+        arrived.append(house.submit(forward_backward(data=data), model_id=modest, seq_id=1))
+
+    backend = Visited(house.config, arrive)
+    house.run(house.submit(sample(max_tokens=16 * 80, eos_stops=False)), backend=backend)
+    after = backend.steps[backend.place :]
+    assert after.index({modest}) <= 4, "it began beside them"
+    assert after.index("answered") <= 4 + 3 * 9, "and had a turn of three"
+    assert house.result(arrived[0]).metrics["num_datums:sum"] == 9
+
+
 def test_who_comes_behind_more_than_memory_holds_is_served_in_turn(open_house):
     house = open_house(max_backlog_bytes=2**20)
     greedy, created = house.create("greedy")

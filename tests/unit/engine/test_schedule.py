@@ -18,12 +18,12 @@ CREATE = CreateModel(base_model="tiny", spec=ModelSpec(lora=LoraSpec(rank=1, see
 positions = count(1)
 
 
-def work(seq_id, request=None, model_id=A, attempts=0):
+def work(seq_id, request=None, model_id=A, attempts=0, session="s"):
     position = next(positions)
     return Work(
         position=position,
         request_id=RequestId(f"r{position}"),
-        session_id=SessionId("s"),
+        session_id=SessionId(session),
         model_id=model_id,
         seq_id=seq_id,
         sampling_session_id=None,
@@ -164,6 +164,20 @@ def test_the_last_place_is_for_what_is_within_the_budget():
     assert made.take(0.0, busy={C}, num_under_way=MOST_UNDER_WAY - 1).works[0].model_id == B
     assert made.take(0.0, busy={C}, num_under_way=MOST_UNDER_WAY - 1) is None
     assert made.take(0.0, busy={C}, num_under_way=MOST_UNDER_WAY - 2).works[0].model_id == A
+
+
+def test_the_last_place_for_long_passes_is_for_a_session_that_has_none():
+    large = forward_backward(data=(datum(0, 50),))
+    made = schedule(work(1, large), work(1, large, B), work(1, large, C, session="other"), max_pass_tokens=10)
+    first = made.take(0.0)
+    assert (first.works[0].model_id, first.is_long) == (A, True)
+    third = made.take(0.0, busy={A}, num_under_way=2, with_long={SessionId("s")})
+    assert third.works[0].model_id == C, "B is next, but has a long one under way"
+    assert made.take(0.0, busy={A, C}, num_under_way=3, with_long={SessionId("s"), SessionId("other")}) is None
+    assert made.take(0.0, busy={C}, num_under_way=2, with_long={SessionId("other")}).works[0].model_id == B
+    made = schedule(work(1, large), work(1, model_id=B), max_pass_tokens=10)
+    assert made.take(0.0, busy={C}, num_under_way=1, with_long={SessionId("s")}).is_long, "two places are free for long"
+    assert not made.take(0.0, busy={C}, num_under_way=3, with_long={SessionId("s")}).is_long, "others are as before"
 
 
 def test_models_under_way_take_up_room_for_models():
