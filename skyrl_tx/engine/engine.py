@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from sqlmodel import Session
+
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
@@ -221,7 +223,12 @@ class _Loop:
     def _read_page(self) -> bool:
         position, is_full = self._position, self._schedule.num_bytes >= self._room.settings.max_backlog_bytes // 2
         most = 0 if is_full else _LARGE_BODY
-        page = self._room.store.read(lambda tx: futures.pending(tx, position, _PAGE, most))
+
+        def look(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
+            last = futures.last_position(tx)  # before the page, so that nothing in between is passed over
+            return last, futures.pending(tx, position, _PAGE, most)
+
+        last, page = self._room.store.read(look)
         for pending in page:
             self._position = pending.position
             work = work_of(pending)
@@ -229,6 +236,8 @@ class _Loop:
                 self._sampling.add(work)
             else:
                 self._line_up(work)
+        if len(page) < _PAGE:  # the rest was answered before it was read: cancelled, and counted by the API until now
+            self._position = max(self._position, last)
         return bool(page)
 
     def _read_bodies(self, works: Sequence[Work]) -> list[Work]:

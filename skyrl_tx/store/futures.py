@@ -153,6 +153,7 @@ _OPEN_AFTER = (
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )
+_LAST = select(func.max(col(RequestRow.position)))
 _SOME = select(*_PENDING).where(is_some(col(RequestRow.request_id))).order_by(col(RequestRow.position))
 _COUNT_ANSWER = update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1)
 _ANSWER = (
@@ -231,6 +232,11 @@ def pending(tx: Session, after_position: int, limit: int, max_pass_bytes: int = 
     """Open requests that arrived after a position, in order of arrival; larger bodies of passes are left out."""
     where = {"after_position": after_position, "limit": limit, "max_pass_bytes": max_pass_bytes}
     return [_checked(row) for row in tx.connection().execute(_OPEN_AFTER, where).mappings()]
+
+
+def last_position(tx: Session) -> int:
+    """The position of the request that arrived last, of those that are not forgotten; 0 if there is none."""
+    return tx.connection().execute(_LAST).scalar_one() or 0
 
 
 def some(tx: Session, request_ids: Iterable[RequestId]) -> list[PendingRequest]:

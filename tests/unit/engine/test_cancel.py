@@ -4,12 +4,17 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from skyrl_tx.api import backpressure
+from skyrl_tx.api.backpressure import SampleBudget
+from skyrl_tx.api.errors import ApiError
 from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.store import cancellations
+from skyrl_tx.store.engine_state import REQUEST_BYTES
 from skyrl_tx.testing.engine_house import OWNER, House, sample
 
 OVER = Failure(message="cancelled", category=ErrorCategory.USER)
@@ -78,6 +83,25 @@ def test_the_next_engine_does_not_take_a_cancelled_sample_up(house):
     house.run(other, backend=backend)
     assert backend.begun == [other] and house.result(doomed) == OVER
     assert house.api.read(lambda tx: cancellations.since(tx, 0)) == []
+
+
+def test_what_is_cancelled_before_it_is_read_takes_up_no_room(tmp_path, monkeypatch):
+    """The API counts what it submits until the engine has come to there, also where nothing is left to be read."""
+    monkeypatch.setattr(backpressure, "_LOOK_EVERY_S", 0.0)
+    house = House(tmp_path, max_waiting_sample_bytes=20 * REQUEST_BYTES)
+    budget = SampleBudget(house.api)
+    house.answer(sample())
+    before = house.submit(long(max_tokens=320))
+    doomed = [house.submit(sample()) for _ in range(20)]
+    for position in range(3, 3 + len(doomed)):
+        budget.note(position, 0)
+    with pytest.raises(ApiError, match="send this one later"):
+        budget.check(0)
+    for request_id in doomed:
+        cancel(house, request_id)
+    house.run(before)
+    budget.check(0)
+    house.close()
 
 
 def test_one_sample_leaves_with_its_stop_string_and_the_others_go_on(house):
