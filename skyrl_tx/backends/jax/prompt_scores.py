@@ -15,6 +15,7 @@ from flax import struct
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import sampling
+from skyrl_tx.backends.jax.blocks import Blocks
 from skyrl_tx.backends.jax.buckets import next_power
 from skyrl_tx.backends.jax.decode import take_adapter
 from skyrl_tx.backends.jax.sample_rows import seed_words
@@ -66,12 +67,12 @@ def score_window(
     P = target_PQ.shape[0]
     hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
     logits_PV = models.logits(params, hidden_PD, take_adapter(pool, place))
-    highest_P = logits_PV.max(axis=-1)
-    log_total_P = jnp.log(jnp.exp(logits_PV - highest_P[:, None]).sum(axis=-1))
-    topk_token_PK, topk_logprob_PK = sampling.top(logits_PV, jnp.ones(P), log_total_P, max_topk, wants_topk)
+    blocks = Blocks.of(logits_PV, jnp.ones(P))
+    highest_P, log_total_P = blocks.highest_S, blocks.log_total_S
+    topk_token_PK, topk_logprob_PK = sampling.top(blocks, logits_PV.shape[1], max_topk, wants_topk)
     alt_token_JP, alt_logprob_JP = jnp.zeros((max_alt, P), jnp.int32), jnp.zeros((max_alt, P), jnp.float32)
     if max_alt:
-        alternatives = partial(_draw_alternatives, logits_PV, highest_P, row, seed_2, temperature, num_alt)
+        alternatives = partial(_draw_alternatives, logits_PV, row, seed_2, temperature, num_alt)
         none = alt_token_JP, alt_logprob_JP
         alt_token_JP, alt_logprob_JP = jax.lax.cond(num_alt > 0, alternatives, lambda *kept: kept, *none)
     return Window(
@@ -85,7 +86,6 @@ def score_window(
 
 def _draw_alternatives(
     logits_PV: jax.Array,
-    highest_P: jax.Array,
     row: jax.Array,
     seed_2: jax.Array,
     temperature: jax.Array,
@@ -95,18 +95,14 @@ def _draw_alternatives(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw the first `num_alt` of J tokens at each position, and their log-probabilities."""
     P = logits_PV.shape[0]
-    scaled_PV = sampling.scale(logits_PV, highest_P, jnp.broadcast_to(temperature, P))
-    weight_PV = jnp.exp(scaled_PV)
-    scaled_total_P = jnp.log(weight_PV.sum(axis=-1))
-    greedy_P = jnp.argmax(logits_PV, axis=-1).astype(jnp.int32)
+    blocks = Blocks.of(logits_PV, jnp.broadcast_to(temperature, P))
     seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), row + jnp.arange(P, dtype=jnp.int32)
 
     def draw_one(j: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index_P = jnp.broadcast_to(sampling.PROMPT_INDEX - j.astype(jnp.uint32), P)
-        number_P = sampling.uniform(seed_P2, index_P, row_P)
-        token_P = jnp.where(temperature > 0, sampling.pick(weight_PV, number_P), greedy_P)
-        logprob_P = jnp.take_along_axis(scaled_PV, token_P[:, None], axis=-1)[:, 0] - scaled_total_P
-        return drawn[0].at[j].set(token_P), drawn[1].at[j].set(logprob_P)
+        number_P = sampling.uniform(sampling.keys(seed_P2, index_P, row_P))
+        token_P = jnp.where(temperature > 0, blocks.pick(number_P), blocks.likeliest())
+        return drawn[0].at[j].set(token_P), drawn[1].at[j].set(blocks.logprob(token_P))
 
     return jax.lax.fori_loop(0, num_alt, draw_one, (token_JP, logprob_JP))
 

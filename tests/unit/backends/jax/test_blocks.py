@@ -1,0 +1,72 @@
+"""Blocks of a vocabulary: what is drawn, what is best, what comes before what."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.blocks import BLOCK, Blocks
+
+VOCAB = 300  # three blocks, the last one padded
+
+
+def blocks_of(*logits: np.ndarray) -> Blocks:
+    return jax.jit(Blocks.of)(np.stack(logits).astype(np.float32), np.ones(len(logits), np.float32))
+
+
+def in_order(logits: np.ndarray) -> np.ndarray:
+    return np.argsort(-logits, kind="stable")
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))])
+def test_a_token_of_no_weight_is_never_picked(number):
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[[129, 131]] = [np.log(1e-30), 0.0]
+    assert jax.jit(Blocks.pick)(blocks_of(logits), np.array([number], np.float32))[0] in (129, 131)
+
+
+@pytest.mark.parametrize("K", [1, 5, 130, VOCAB])
+def test_the_best_are_the_first_of_all_in_order_of_logit_then_id(K):
+    draw = np.random.default_rng(0)
+    rows = [draw.standard_normal(VOCAB), draw.integers(0, 3, VOCAB), np.zeros(VOCAB), -np.arange(VOCAB)]
+    rows = [np.where(np.arange(VOCAB) % 7 == 3, -np.inf, row).astype(np.float32) for row in rows]
+    logits_SK, token_SK = jax.jit(Blocks.best, static_argnums=1)(blocks_of(*rows), K)
+    for row, token_K, logit_K in zip(rows, token_SK, logits_SK, strict=True):
+        assert token_K.tolist() == in_order(row)[:K].tolist()
+        assert logit_K.tolist() == row[in_order(row)[:K]].tolist()
+
+
+def test_what_comes_before_a_token_is_weighed_by_block_and_drawn_from_alone():
+    draw = np.random.default_rng(1)
+    rows = [draw.standard_normal(VOCAB).astype(np.float32), draw.integers(0, 4, VOCAB).astype(np.float32)]
+    blocks, marked = blocks_of(*rows), np.array([7, 290], np.int32)
+
+    @jax.jit
+    def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mark = blocks.mark(jnp.asarray(marked))
+        before_SN = blocks.before(mark)
+        return before_SN, blocks.pick_before(mark, before_SN, jnp.full(2, number))
+
+    for number in (0.0, 0.3, 0.7, 0.999):
+        before_SN, picked_S = look(np.float32(number))
+        for logits, token, weight_N, picked in zip(rows, marked, before_SN, picked_S, strict=True):
+            first = in_order(logits)[: in_order(logits).tolist().index(token)]
+            weight = np.zeros(3 * BLOCK)
+            weight[first] = np.exp(logits[first].astype(np.float64) - logits.max())
+            np.testing.assert_allclose(weight_N, weight.reshape(3, BLOCK).sum(axis=1), rtol=1e-5)
+            assert picked == np.searchsorted(np.cumsum(weight), number * weight.sum(), side="right")
+
+
+def test_some_rows_are_what_they_were_among_all():
+    draw = np.random.default_rng(2)
+    blocks = blocks_of(*draw.standard_normal((4, VOCAB)).astype(np.float32))
+    token = np.array([9, 8, 7, 6], np.int32)
+
+    @jax.jit
+    def look(blocks: Blocks, token: jax.Array) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+        return blocks.logprob(token), blocks.likeliest(), blocks.best(3)
+
+    chosen = np.array([1, 3])
+    some = look(blocks.rows(jnp.array([3, 1])).rows(jnp.array([1, 0])), token[chosen])
+    for part, whole in zip(jax.tree.leaves(some), jax.tree.leaves(look(blocks, token)), strict=True):
+        assert part.tolist() == whole[chosen].tolist()

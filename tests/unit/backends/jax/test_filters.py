@@ -1,0 +1,154 @@
+"""Top-k and top-p: exactly the tokens that the book keeps, by their weights, whatever else is in the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from skyrl_tx.backends.jax import sampling
+from skyrl_tx.backends.jax.blocks import Blocks
+from skyrl_tx.backends.jax.filters import FEW, redraw
+
+VOCAB = 300  # three blocks, the last one padded; more than the largest of few
+ROWS = 512  # of every draw
+SIGMAS = 4.0
+TOP_KS = (0, 1, 3, FEW[0], FEW[0] + 1, FEW[1], 100, FEW[2], FEW[2] + 1, VOCAB - 1, VOCAB, VOCAB + 9, 2**31 - 1)
+TOP_PS = (0.0, 1e-30, 1e-6, 0.3, 0.5, 0.95, 0.999, 1.0)
+
+
+def flat() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
+
+
+def peaked() -> np.ndarray:
+    return 8 * flat()
+
+
+def tied() -> np.ndarray:
+    return np.log2(np.random.default_rng(1).integers(1, 4, VOCAB)).astype(np.float32)
+
+
+def equal() -> np.ndarray:
+    return np.full(VOCAB, 3.0, np.float32)
+
+
+def with_holes() -> np.ndarray:
+    return np.where(np.arange(VOCAB) % 3 == 0, -np.inf, flat()).astype(np.float32)
+
+
+def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
+    """What is kept, the slow and obvious way, in float64."""
+    order = np.argsort(-logits, kind="stable")
+    weight = np.exp(logits[order].astype(np.float64) - logits.max())
+    if top_k > 0:
+        weight[top_k:] = 0
+    before = np.cumsum(weight) - weight
+    kept = np.zeros(VOCAB, bool)
+    kept[order] = (weight > 0) & ((before < top_p * weight.sum()) | (np.arange(VOCAB) == 0) | (top_p >= 1))
+    return kept
+
+
+@jax.jit
+def judge(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Let every token of the vocabulary have been drawn; return what becomes of it."""
+    key_S = jax.random.split(jax.random.key(5), VOCAB)
+    blocks = Blocks.of(jnp.tile(logits_V, (VOCAB, 1)), jnp.ones(VOCAB))
+
+    def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
+        return sampling.uniform(jax.vmap(jax.random.fold_in)(key_S[row_Z], round_Z))
+
+    k_S, p_S = jnp.broadcast_to(top_k, VOCAB), jnp.broadcast_to(top_p, VOCAB)
+    return redraw(blocks, k_S, p_S, numbers, jnp.arange(VOCAB, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize("row", [flat, peaked, tied, equal, with_holes])
+def test_exactly_what_the_book_keeps_is_kept_and_all_else_drawn_again(row):
+    logits = row()
+    asked = [(k, p) for k in TOP_KS for p in (0.5, 1.0)] + [(k, p) for k in (0, 20, 260) for p in TOP_PS]
+    for top_k, top_p in asked:
+        kept = keeps(logits, top_k, top_p)
+        became = np.asarray(judge(logits, np.int32(top_k), np.float32(top_p)))
+        drawable = np.isfinite(logits)
+        assert ((became == np.arange(VOCAB)) == kept)[drawable].all(), (top_k, top_p)
+        assert kept[became[drawable]].all(), (top_k, top_p)
+
+
+def params(top_k: int | np.ndarray, top_p: float | np.ndarray) -> sampling.DrawParams:
+    return sampling.DrawParams(
+        seed_S2=np.full((ROWS, 2), 11, np.uint32),
+        index_S=np.arange(ROWS, dtype=np.uint32),
+        temperature_S=np.ones(ROWS, np.float32),
+        top_k_S=np.broadcast_to(top_k, ROWS).astype(np.int32),
+        top_p_S=np.broadcast_to(top_p, ROWS).astype(np.float32),
+    )
+
+
+@jax.jit
+def draw(logits_SV: jax.Array, how: sampling.DrawParams, position: jax.Array) -> sampling.Drawn:
+    return sampling.draw(logits_SV, how, jnp.broadcast_to(position, ROWS), wants_topk=jnp.bool_(False))
+
+
+def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
+    """How many standard deviations chi-square is above its mean (Wilson and Hilferty 1931)."""
+    counts, expected = np.bincount(tokens, minlength=p.size), p * tokens.size
+    rare = expected < 8  # pooled, as the approximation wants
+    observed, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    statistic = float(((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
+    freedom = int((wanted > 0).sum()) - 1
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5
+
+
+@pytest.mark.parametrize("row", [flat, peaked, tied])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.95), (0, 0.2), (5, 1.0), (20, 0.95), (50, 0.5), (200, 0.9), (270, 1.0), (270, 0.7)]
+)
+def test_what_is_kept_is_drawn_by_its_weight(row, top_k, top_p):
+    logits = row()
+    drawn, plain = (
+        np.concatenate([draw(np.tile(logits, (ROWS, 1)), how, np.int32(n)).token_S for n in range(8)])
+        for how in (params(top_k, top_p), params(0, 1.0))
+    )
+    kept = keeps(logits, top_k, top_p)
+    weight = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0.0)
+    assert kept[drawn].all()
+    assert (drawn == plain)[kept[plain]].all(), "the first number has the last word where its token is kept"
+    if kept.sum() > 1:
+        assert abs(deviation(drawn, weight / weight.sum())) < SIGMAS
+        again = drawn[~kept[plain]]
+        if again.size > 1000:
+            assert abs(deviation(again, weight / weight.sum())) < SIGMAS
+
+
+KINDS = [(0, 1.0), (0, 0.9), (0, 0.1), (20, 1.0), (20, 0.9), (60, 0.9), (270, 1.0), (270, 0.6), (1, 0.5)]
+
+
+def all_kinds() -> tuple[np.ndarray, np.ndarray]:
+    top_k, top_p = np.resize(KINDS, (ROWS, 2)).T
+    return top_k.astype(np.int32), top_p.astype(np.float32)
+
+
+def test_a_row_is_the_same_in_any_company():
+    """In other places, among plain rows, and beside rows of no sense."""
+    logits = np.stack([(1 + row % 5) * np.roll(flat(), row) for row in range(ROWS)])
+    (top_k, top_p), back = all_kinds(), np.arange(ROWS)[::-1]
+    how = params(top_k, top_p)
+    together = draw(logits, how, np.int32(0))
+    turned = draw(logits[back], jax.tree.map(lambda leaf: leaf[back], how), np.int32(0))
+    assert turned.token_S[back].tolist() == together.token_S.tolist()
+    assert turned.logprob_S[back].tolist() == together.logprob_S.tolist()
+    for turn in range(3):
+        mine = np.random.default_rng(turn).random(ROWS) < 0.1
+        among_plain = draw(logits, params(np.where(mine, top_k, 0), np.where(mine, top_p, 1.0)), np.int32(0))
+        senseless = draw(np.where(mine[:, None], logits, np.float32(np.nan)), how, np.int32(0))
+        for other in (among_plain, senseless):
+            assert other.token_S[mine].tolist() == together.token_S[mine].tolist()
+            assert other.logprob_S[mine].tolist() == together.logprob_S[mine].tolist()
+
+
+@pytest.mark.parametrize("values", [np.nan, np.inf, -np.inf, (np.nan, 0.0), (np.inf, 0.0), (-np.inf, np.inf)])
+def test_rows_of_no_sense_come_to_an_end_with_some_token(values):
+    logits = np.resize(np.asarray(values, np.float32), (ROWS, VOCAB))
+    token_S = draw(logits, params(*all_kinds()), np.int32(0)).token_S
+    assert ((token_S >= 0) & (token_S < VOCAB)).all()
