@@ -176,7 +176,7 @@ def _check_input(field: str, array: NumberArray, expected: LossInput, length: in
         raise UserError(f"{field} has shape {list(array.shape)}; expected is [{length}]")
     if array.shape[0] != length:
         raise UserError(f"{field} has length {array.shape[0]}, model_input has {length} tokens")
-    _check_width(field, array)
+    _check_width(field, array, capabilities.vocab_size)
     if expected.is_integer:
         if array.dtype.kind not in "iu":
             raise UserError(f"{field} is of dtype {array.dtype.name}; expected are whole numbers (int64)")
@@ -185,12 +185,17 @@ def _check_input(field: str, array: NumberArray, expected: LossInput, length: in
         raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
 
 
-def _check_width(field: str, array: NumberArray) -> None:
+def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
     """Check how many targets each position has, of an array [T] or [T, K]."""
-    limit = max_targets(array.shape[0])
-    if array.ndim > 1 and array.shape[1] > limit:
+    width, limit = array.shape[1] if array.ndim > 1 else 1, max_targets(array.shape[0])
+    if width > limit:
         raise UserError(
             f"{field} has shape {list(array.shape)}: each of so many positions may have at most {limit} targets"
+        )
+    if width > vocab_size:
+        raise UserError(
+            f"{field} has shape {list(array.shape)}: a position may have at most {vocab_size} targets, "
+            "which is all of the vocabulary"
         )
 
 
@@ -228,7 +233,7 @@ def _check_options(options: PromptOptions, length: int, capabilities: Capabiliti
             raise UserError("target_prompt_logprobs is not offered by this server")
         if targets.ndim != 2 or targets.shape[0] != length - 1:
             raise UserError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected is [{length - 1}, K]")
-        _check_width("target_prompt_logprobs", targets)
+        _check_width("target_prompt_logprobs", targets, capabilities.vocab_size)
         _check_vocabulary("target_prompt_logprobs", targets, capabilities.vocab_size, lowest=-1)
 
 

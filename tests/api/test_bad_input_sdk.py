@@ -31,6 +31,9 @@ NOTHING = types.TensorData(
     data=[], dtype="int64", shape=[1, 33_000_000], sparse_crow_indices=[0, 0], sparse_col_indices=[]
 )
 """Of a few bytes; dense it would be 264 MB, and in a pass, padded, 25 GB."""
+WIDE = types.TensorData(
+    data=[], dtype="int64", shape=[1, VOCAB_SIZE + 1], sparse_crow_indices=[0, 0], sparse_col_indices=[]
+)
 # Some of what is tried here the SDK will drop, and warns of.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
@@ -138,6 +141,12 @@ def told(call: Callable[[], Any], *parts: str) -> None:
             None,
             ["data[0].loss_fn_inputs['target_tokens']", "[1, 33000000]", "at most 524288 columns"],
         ),
+        (
+            [types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": WIDE})],
+            "cross_entropy",
+            None,
+            ["data[0].loss_fn_inputs['target_tokens']", "[1, 1025]", "at most 1024 targets", "vocabulary"],
+        ),
         ([datum()], "mse", None, ["loss_fn", "'mse'"]),
         ([sampled()], "ppo", {"clip": 0.2}, ["loss_fn_config", "clip"]),
         ([sampled()], "ppo", {"clip_low_threshold": NAN}, ["loss_fn_config", "clip_low_threshold", "nan"]),
@@ -198,6 +207,7 @@ def test_an_unknown_base_model(house: House) -> None:
         ({"temperature": 1e-38}, ["temperature 1e-38", "0, which is greedy"]),
         ({"temperature": 5e-324}, ["temperature 5e-324"]),
         ({"target_prompt_logprobs": NOTHING}, ["target_prompt_logprobs", "[1, 33000000]", "at most 524288 columns"]),
+        ({"target_prompt_logprobs": WIDE}, ["target_prompt_logprobs", "[1, 1025]", "at most 1024 targets"]),
         ({"temperature": -0.5}, ["temperature -0.5"]),
         ({"top_p": 0.0}, ["top_p 0.0"]),
         ({"top_p": 1.01}, ["top_p 1.01"]),

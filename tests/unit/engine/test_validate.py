@@ -79,6 +79,11 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
             {"data": (datum(target_tokens=np.broadcast_to(np.int64(0), (6, 2**19 + 1))),)},
             "['target_tokens'] has shape [6, 524289]: each of so many positions may have at most 524288 targets",
         ),
+        (
+            {"data": (datum(target_tokens=np.zeros((6, 129), np.int64)),)},
+            "['target_tokens'] has shape [6, 129]: a position may have at most 128 targets, which is all of the vocab",
+        ),
+        ({"data": (datum(weights=np.zeros((6, 129), np.float32)),)}, "['weights'] has shape [6, 129]: a position may"),
         ({"data": (replace(datum(), tokens=np.array([1, -5, 3, 4, 5, 6], np.int32)),)}, "model_input: token -5"),
     ],
 )
@@ -89,8 +94,9 @@ def test_bad_passes(changes, text):
 
 def test_good_passes():
     validate.check_pass(forward_backward(), CAPABILITIES)
-    top_k = np.zeros((6, 3), np.int64)
-    validate.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
+    for width in (3, 128):  # as many as there are tokens, and listed twice
+        top_k = np.zeros((6, width), np.int64)
+        validate.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
     config = {"clip_low_threshold": 0.5}
     validate.check_pass(forward_backward(data=(datum(**POLICY),), loss="ppo", loss_config=config), CAPABILITIES)
 
@@ -209,6 +215,7 @@ def test_bad_samples(changes, text):
         ({"logprobs": True, "last_n": 2}, "prompt_logprobs_last_n 2 must be from 1 to 1"),
         ({"target_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs has shape [2, 1]; expected is [1, K]"),
         ({"target_tokens": np.array([[-2]])}, "target_prompt_logprobs: token -2"),
+        ({"target_tokens": np.zeros((1, 129), np.int64)}, "target_prompt_logprobs has shape [1, 129]: a position may"),
         ({"target_tokens": np.broadcast_to(np.int64(0), (1, 2**25))}, "target_prompt_logprobs has shape [1, 33554432]"),
     ],
 )
