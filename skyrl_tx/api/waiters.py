@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.store import completions, futures
+from skyrl_tx.store import completions, futures, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0
 _NOTE_FETCHED_EVERY_S = 5.0
+_NOTE_ASKERS_EVERY_S = 20.0
+"""Less than a call waits, so that each that finds no answer is noted; the SDK tells each 10 s that it is there."""
 _LONGEST_PAUSE_S = 0.05
 _PAGE = 5000
 _SHORTEST = 0.75
@@ -65,7 +67,7 @@ class Waiters:
         self._new: list[_Question] = []
         self._seen = store.read(completions.last_order)
         self._fetched: set[RequestId] = set()
-        self._noted_at = time.monotonic()
+        self._noted_at = self._askers_noted_at = time.monotonic()
         self._dice = random.Random()
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,6 +145,7 @@ class Waiters:
                 self._look_for_new()
                 self._announce()
                 self._write_fetched()
+                self._write_askers()
             except StoreError as error:
                 _log.error("cannot look for answers; trying again: %s", error)
                 time.sleep(_WAIT_S)
@@ -193,3 +196,16 @@ class Waiters:
         if fetched:  # not waited for: the engine may keep the database locked for a while, and answers come meanwhile
             written = self._store.write_soon(lambda tx: futures.mark_fetched(tx, fetched, time.time()))
             written.add_done_callback(keep)
+
+    def _write_askers(self) -> None:
+        """Have it known that whoever waits for an answer is there: not every client says so itself."""
+        now = time.monotonic()
+        if now - self._askers_noted_at < _NOTE_ASKERS_EVERY_S:
+            return
+        self._askers_noted_at = now
+        with self._lock:
+            asked = [RequestId(name) for name in self._waiting]
+        heard_at = time.time()
+        silent = self._store.read(lambda tx: sessions.silent_askers(tx, asked, heard_at - _NOTE_ASKERS_EVERY_S))
+        if silent:
+            self._store.write_soon(lambda tx: [sessions.heartbeat(tx, each, heard_at) for each in silent])

@@ -1,14 +1,27 @@
 """Client sessions: who is there, since when, until when."""
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from sqlalchemy import bindparam
 from sqlmodel import Session, col, select
 
-from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store.tables import ModelRow, SamplingSessionRow, SessionRow
+from skyrl_tx.contract.ids import RequestId, SessionId
+from skyrl_tx.store.parts import in_parts, is_some
+from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _READ_AT_ONCE = 200
+_SILENT_ASKERS = (
+    select(SessionRow.session_id)
+    .distinct()
+    .where(
+        is_some(col(RequestRow.request_id)),
+        col(RequestRow.status) == "open",
+        col(RequestRow.session_id) == col(SessionRow.session_id),
+        col(SessionRow.finished_at).is_(None),
+        col(SessionRow.last_heartbeat_at) < bindparam("before"),
+    )
+)
 
 
 def create(
@@ -55,6 +68,15 @@ def heartbeat(tx: Session, session_id: SessionId, now: float) -> bool:
     row.last_heartbeat_at = max(now, row.last_heartbeat_at)
     tx.flush()
     return True
+
+
+def silent_askers(tx: Session, request_ids: Iterable[RequestId], before: float) -> set[SessionId]:
+    """The sessions of those of the requests that are open, as far as they live and were not heard of since a time."""
+    found: set[SessionId] = set()
+    for some in in_parts(request_ids):
+        names = tx.connection().execute(_SILENT_ASKERS, {"some": some, "before": before}).scalars()
+        found.update(SessionId(name) for name in names)
+    return found
 
 
 def finish(tx: Session, session_id: SessionId, reason: str, now: float) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_tx.api import waiters as waiters_module
 from skyrl_tx.api.waiters import Waiters, within
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store import completions, futures, sessions
@@ -160,3 +161,44 @@ def test_answers_come_while_the_database_is_locked(
         await asyncio.to_thread(busy.result)
 
     waiting(work)
+
+
+@pytest.mark.parametrize("ends", [None, "finished", "answered"])
+def test_whoever_waits_for_an_answer_is_there_though_no_heartbeat_says_so(
+    store: Store,
+    session_id: SessionId,
+    waiting: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    ends: str | None,
+) -> None:
+    monkeypatch.setattr(waiters_module, "_NOTE_ASKERS_EVERY_S", 0.05)
+    asked, other = submit(store, session_id), submit(store, session_id)
+    if ends == "finished":
+        store.write(lambda tx: sessions.finish(tx, session_id, "over", 1.0))
+    if ends == "answered":
+        answer(store, asked)
+
+    def heard_at() -> float:
+        row = store.read(lambda tx: sessions.get(tx, session_id))
+        assert row is not None
+        return row.last_heartbeat_at
+
+    async def work(waiters: Waiters) -> None:
+        asking = asyncio.create_task(waiters.has_news(asked, "ann", 0.5))
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            store.wake()
+        assert await asking is (ends == "answered")
+
+    began = time.time()
+    waiting(work)
+    assert heard_at() == 1.0 if ends else heard_at() >= began
+    answer(store, other)
+
+
+def test_who_says_so_itself_costs_no_write(store: Store, session_id: SessionId) -> None:
+    told = time.time() + 5.0
+    store.write(lambda tx: sessions.heartbeat(tx, session_id, told))
+    asked = submit(store, session_id)
+    assert store.read(lambda tx: sessions.silent_askers(tx, [asked], told)) == set()
+    assert store.read(lambda tx: sessions.silent_askers(tx, [asked, RequestId("req-other")], told + 1)) == {session_id}
