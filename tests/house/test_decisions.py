@@ -11,8 +11,8 @@ MOST_LINES = 12
 
 
 def test_numbers_ascend() -> None:
-    numbers = [int(number) for number in re.findall(r"\n\n## (\d+)\. ", TEXT)]
-    assert len(numbers) == len(ENTRIES), "an entry begins with its number, below an empty line"
+    assert re.findall(r"[^\n]\n(## .*)", TEXT) == [], "there is an empty line above each"
+    numbers = [int(entry.removeprefix("## ").partition(". ")[0]) for entry in ENTRIES]
     assert [later for earlier, later in pairwise(numbers) if later <= earlier] == []
 
 
