@@ -16,19 +16,16 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import live_sampling
 import numpy as np
 from common import machine, quantile, quartiles, report
+from drawing import costs as draw_costs
 from meters import Bandwidth, CompileWatch, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import sampling
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
@@ -42,8 +39,6 @@ from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
 
 SHORT, LONG = 16, 1000
-DRAW_SLOTS = 64
-DRAW_VOCABS = (16384, 151936)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,34 +311,7 @@ def staggered(setup: Setup, options: argparse.Namespace, watch: CompileWatch) ->
 
 def drawing(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
     """What it costs to draw tokens from logits, beside the product that makes those logits."""
-    results: dict[str, Any] = {}
-    hidden = setup.shape.hidden_size
-    for vocab in DRAW_VOCABS:
-        x, w = (jax.random.normal(jax.random.key(n), (rows, hidden)) for n, rows in enumerate((DRAW_SLOTS, vocab)))
-        logits = jax.jit(lambda x, w: x @ w.T)
-        scores = logits(x, 0.05 * w)
-        draw = jax.jit(sampling.draw)
-        costs: dict[str, list[float]] = {}
-        for name, top_k, top_p in (("plain", 0, 1.0), ("one row top-p", 0, 0.9), ("one row top-k", 50, 1.0)):
-            how = sampling.DrawParams(
-                seed_S2=jnp.ones((DRAW_SLOTS, 2), jnp.uint32),
-                index_S=jnp.arange(DRAW_SLOTS, dtype=jnp.uint32),
-                temperature_S=jnp.ones(DRAW_SLOTS),
-                top_k_S=jnp.zeros(DRAW_SLOTS, jnp.int32).at[0].set(top_k),
-                top_p_S=jnp.ones(DRAW_SLOTS).at[0].set(top_p),
-            )
-            costs[name] = repeated_ms(
-                partial(draw, scores, how, jnp.zeros(DRAW_SLOTS, jnp.int32), wants_topk=jnp.bool_(False)),
-                options.repeats,
-            )
-        costs["logits"] = repeated_ms(partial(logits, x, w), options.repeats)
-        results[f"vocabulary {vocab}, ms"] = {name: quartiles(each) for name, each in costs.items()}
-    return results
-
-
-def repeated_ms(work: Callable[[], object], repeats: int) -> list[float]:
-    jax.block_until_ready(work())
-    return [1e3 * timed(lambda: jax.block_until_ready(work())).wall_s for _ in range(repeats)]
+    return draw_costs(setup.shape.hidden_size, options.repeats, watch)
 
 
 def sizes(setup: Setup) -> live_sampling.Sizes:
