@@ -326,12 +326,12 @@ class Sampling:
                 self._end(running, ServerError(delta.error))
                 continue
             try:
-                has_stop_string = running.gathering.add(delta)
+                if running.gathering.add(delta):  # its stop string: others need its slot
+                    self._room.backend.end_sample(delta.request_id, delta.index)
+            except ENDS_ENGINE:
+                raise
             except Exception as error:
                 self._end(running, error)
-                continue
-            if has_stop_string:
-                self._room.backend.end_sample(delta.request_id, delta.index)  # others need its slot
         for running in [running for running in self._running.values() if running.gathering.is_complete]:
             self._end(running, None)
 

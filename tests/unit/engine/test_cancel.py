@@ -85,6 +85,28 @@ def test_the_next_engine_does_not_take_a_cancelled_sample_up(house):
     assert house.api.read(lambda tx: cancellations.since(tx, 0)) == []
 
 
+def test_a_sample_that_cannot_be_ended_fails_alone(house):
+    class Stubborn(FakeBackend):
+        def end_sample(self, request_id, index):
+            if self.is_gathering:
+                raise RuntimeError("no end")
+            super().end_sample(request_id, index)
+
+        def step_sample(self):
+            self.is_gathering = False
+            deltas = super().step_sample()
+            self.is_gathering = True  # what is called next is called by the engine
+            return deltas
+
+    free = house.answer(long(max_tokens=100))
+    stop = "".join(map(chr, free.sequences[0].tokens[20:24]))
+    stuck, neighbour = house.submit(long(max_tokens=100, stop_strings=(stop,))), house.submit(long(max_tokens=320))
+    house.run(stuck, neighbour, backend=Stubborn("tiny", house.config))
+    failure = house.result(stuck)
+    assert failure.category == ErrorCategory.SERVER and "no end" in failure.message
+    assert len(house.result(neighbour).sequences[0].tokens) == 320
+
+
 def test_what_is_cancelled_before_it_is_read_takes_up_no_room(tmp_path, monkeypatch):
     """The API counts what it submits until the engine has come to there, also where nothing is left to be read."""
     monkeypatch.setattr(backpressure, "_LOOK_EVERY_S", 0.0)
