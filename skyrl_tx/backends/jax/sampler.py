@@ -121,10 +121,15 @@ class Sampler:
     def step(self) -> list[SampleDelta]:
         """Compute what fits of prompts, then decode one slice; empty when there is nothing to do.
 
+        The first prompts after a pause end a step: those that came while they were computed join their first slice,
+        which takes as long for one sample as for all.
         A delta without tokens stands for a step in which no prompt came to its end and nothing was decoded.
         Raises BackendLost when a failure took the cache along.
         """
-        deltas = self._admit() + self._decode()
+        had_paused = not self._rows.slots.live
+        deltas = self._admit()
+        if not (had_paused and deltas):
+            deltas += self._decode()
         under_way = [lane.current for lane in (self._scored, self._prompts) if lane.current is not None]
         if not deltas and under_way:
             resumed = under_way[0].resumed
