@@ -71,8 +71,9 @@ class JaxBackend(AbstractBackend):
         modules = adapter_modules(family.weights, tied_embeddings=self._model.tied_embeddings)
         self._format = checkpoint.AdapterFormat(base_model=self._base_model, config=self._model, modules=modules)
         self._sampler = Sampler(self._params, self._model, config, hf.read_eos_token_ids(self._directory))
-        self._memory = Memory(choose(config, self._params, self._model))
-        self._max_models = model_room(config, self._params, self._model)
+        promised = self._sampler.room.prompt_bytes
+        self._memory = Memory(choose(config, self._params, self._model, promised=promised))
+        self._max_models = model_room(config, self._params, self._model, promised=promised)
         self._pool = AdapterPool(self._max_models)
         self._ahead = Ahead()
         self._is_started = True

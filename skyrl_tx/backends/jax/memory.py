@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.adapters import padded_rank
+from skyrl_tx.backends.jax.chunks import Chunks
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.layers.kept import Kept
@@ -23,11 +24,13 @@ from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 
 UNKNOWN_MEMORY_TOKENS = 1024  # of a micro-batch where the device does not tell its memory, as no CPU does
-SHARE = 0.5  # of what is free beside weights and cache; the rest is for models in training, prompts and fragmentation
-SAMPLE_SHARE = 0.4  # of what is free beside weights, for the keys and values of samples
+SHARE = 0.5  # of what is free beside weights, cache and prompts; the rest is for models in training and fragmentation
+SAMPLE_SHARE = 0.5  # of what is free beside weights, for the keys and values of samples and of prompts
 POOL_SHARE = 0.05  # of the same, for frozen adapters from the start; more samplers in use take more
 FEWEST_PLACES = 4  # of which one is the base model's
-MODEL_SHARE = 0.4  # of what is free beside weights and cache, for all that models in training have of their own
+MODEL_SHARE = (
+    0.4  # of what is free beside weights, cache and prompts, for all that models in training have of their own
+)
 MOST_MODELS = 64  # a team's; more would seldom be in use at once
 UNKNOWN_SAMPLE_TOKENS = 65536  # in the cache where the device does not tell its memory, if the host has that much
 FEWEST, MOST = 256, 16384  # tokens of each device in a micro-batch
@@ -56,10 +59,17 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampleRoom:
-    """Positions that have keys and values at once, on all devices together: of samples, and of prompts kept aside."""
+    """Positions that have keys and values at once, on all devices together.
+
+    Those of samples are there from the start. Prompts take theirs as they come, the least recently used of those that
+    are only kept making room: for the longest there may be and one that a step computes whole, at least.
+    """
 
     tokens: int
-    prefix_tokens: int
+    prompt_tokens: int
+    prefix_tokens: int  # of prompts that are only kept
+    max_length: int  # of one sample, prompt and new tokens
+    prompt_bytes: int = 0  # what prompts take of each device
 
 
 class Memory:
@@ -109,10 +119,12 @@ def said_if_exhausted(purpose: str) -> Iterator[None]:
         raise
 
 
-def choose(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> MemoryPlan:
+def choose(
+    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, promised: int = 0
+) -> MemoryPlan:
     """Return the plan for this device, and say why; the flags, where given, have the last word.
 
-    To be asked once weights and cache are on the device.
+    To be asked once weights and cache are on the device, of which so many bytes are promised to others.
     """
     tokens, remat = config.micro_batch_tokens, config.remat
     free = free_bytes(params)
@@ -121,6 +133,7 @@ def choose(config: JaxConfig, params: models.DecoderParams, model: models.ModelC
         plan = MemoryPlan(tokens or UNKNOWN_MEMORY_TOKENS, bool(remat))
     else:
         costs = costs_of(params, model)
+        free -= promised
         plan = plan_for(free, costs, config, num_shards=params.layout.num_shards("batch"))
         cost = costs.token_with_remat if plan.remat else costs.token
         reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
@@ -164,38 +177,57 @@ def sample_room(config: JaxConfig, params: models.DecoderParams, model: models.M
     To be asked once weights are on the device. Never more than all slots could use.
     """
     layout, dtype = params.layout, params.embed.dtype
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-    shards = layout.num_shards("batch") * math.gcd(layout.num_shards("kv_heads"), model.num_kv_heads)
+    kv_heads = model.num_kv_heads // math.gcd(layout.num_shards("kv_heads"), model.num_kv_heads)
+    rows = layout.num_shards("batch")  # a prompt is one row, which is not cut
     free = free_bytes(params)
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
         free = _free_on_host(params)
         most = min(most, UNKNOWN_SAMPLE_TOKENS)
-        shards = 1  # all devices are this host
-    fitting = int(SAMPLE_SHARE * max(free, 0) / token * shards)
-    tokens = config.max_sample_tokens or max(min(_rounded_down(fitting), most), 1)
-    told = " (as told)" if config.max_sample_tokens else ""
+        kv_heads, rows = model.num_kv_heads, 1  # all devices are this host
+    token = 2 * model.num_layers * kv_heads * model.head_dim * dtype.itemsize
+    room = _largest_room(int(SAMPLE_SHARE * max(free, 0) / token), rows, most, config, model)
     log.info(
-        "samples of %d tokens at once%s: %.1f GiB are free, a token takes %.1f KiB",
-        tokens,
-        told,
+        "samples of %d tokens at once%s, and prompts of %d: %.1f GiB are free, a token takes %.1f KiB",
+        room.tokens,
+        " (as told)" if config.max_sample_tokens else "",
+        room.prompt_tokens,
         free / 2**30,
         token / 2**10,
     )
+    return replace(room, prompt_bytes=room.prompt_tokens * token)
+
+
+def _largest_room(fitting: int, rows: int, most: int, config: JaxConfig, model: models.ModelConfig) -> SampleRoom:
+    """Return what a device takes that has room for so many positions, and one of `rows` parts of each sample's."""
+    if config.max_sample_tokens:
+        return _room_beside(config.max_sample_tokens, config, model)
+    room = _room_beside(max(min(_rounded_down(fitting * rows), most), 1), config, model)
+    while room.tokens > 1 and room.tokens / rows + room.prompt_tokens > fitting:
+        room = _room_beside(_rounded_down(room.tokens - 1), config, model)
+    return room
+
+
+def _room_beside(tokens: int, config: JaxConfig, model: models.ModelConfig) -> SampleRoom:
+    """Return the room for prompts that goes with so many tokens of samples."""
+    context = model.max_context_length
+    max_length = min(context, config.max_context_length or context, tokens)
+    chunks = Chunks.of(config, max_length)
     prefix_tokens = tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens
-    return SampleRoom(tokens, prefix_tokens)
+    needed = chunks.longest + chunks.room_of(min(config.prefill_tokens, max_length))
+    return SampleRoom(tokens, max(prefix_tokens, needed), prefix_tokens, max_length)
 
 
-def model_room(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+def model_room(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, promised: int = 0) -> int:
     """Return how many models may be in training at once, and say why; the flag, where given, has the last word.
 
-    To be asked once weights and cache are on the device. A model takes memory when it is made, and for its own rank:
-    weights, gradient and two moments. Here all are of the highest rank that a client may ask for, and whole on one
-    device, though `tp` may cut them.
+    To be asked once weights and cache are on the device, of which so many bytes are promised to others. A model takes
+    memory when it is made, and for its own rank: weights, gradient and two moments. Here all are of the highest rank
+    that a client may ask for, and whole on one device, though `tp` may cut them.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free, cost = _free(params), 4 * _adapter_bytes(model, padded_rank(config.max_lora_rank))
+    free, cost = max(_free(params) - promised, 0), 4 * _adapter_bytes(model, padded_rank(config.max_lora_rank))
     fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, has the new state of one beside the old
     room = max(1, min(fitting, MOST_MODELS))
     log.info(

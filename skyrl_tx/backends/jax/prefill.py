@@ -1,18 +1,14 @@
-"""A prompt on its way to keys and values, chunk by chunk, so that others wait for a chunk and not for a prompt.
+"""A prompt on its way to keys and values, chunk by chunk, so that others wait for a chunk and not for a prompt."""
 
-Chunks are all of one size but the last, which is padded to a power of two; so shapes are few, and what a position's
-keys are computed with depends on its place in the prompt alone.
-"""
-
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from skyrl_tx.backends.jax import decode
-from skyrl_tx.backends.jax.buckets import ascending, next_power
+from skyrl_tx.backends.jax.chunks import Chunks, padded
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.memory import SampleRoom
 from skyrl_tx.backends.jax.prefix_cache import ComputedPrompt, PrefixCache
 from skyrl_tx.backends.jax.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sampler_pool import SamplerPool
@@ -23,8 +19,6 @@ from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.layers import kv_cache
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.models import DecoderParams, ModelConfig
-
-SHORTEST = 32  # tokens that the last chunk of a prompt is padded to, at least
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,53 +56,52 @@ class Prefiller:
         model_config: ModelConfig,
         config: JaxConfig,
         pool: SamplerPool,
-        *,
-        max_length: int,
-        prefix_tokens: int,
+        room: SampleRoom,
     ) -> None:
         self._params = params
         self._model = model_config
         self._pool = pool
-        self._chunk = min(config.prefill_chunk_tokens, next_power(max(max_length, SHORTEST)))
         self._max_topk = config.max_topk_logprobs
-        self._longest = -(-max_length // self._chunk) * self._chunk
-        self.prefixes = PrefixCache(prefix_tokens, self._chunk)
+        self._max_tokens = room.prompt_tokens
+        self.chunks = Chunks.of(config, room.max_length)
+        self.prefixes = PrefixCache(room.prefix_tokens, self.chunks)
 
-    def begin(self, request: SampleRequest) -> Prefill:
-        """Make room for a prompt, and fill it with what is known of it.
+    def has_room(self, num_tokens: int, *, beside: int) -> bool:
+        """Whether such a prompt has room beside so many positions of others; what is only kept makes it."""
+        return beside + self.chunks.room_of(num_tokens) <= self._max_tokens
+
+    def begin(self, request: SampleRequest, *, beside: int) -> Prefill:
+        """Take room for a prompt, and fill it with what is known of it.
 
         What is asked of a prompt needs the hidden states of all of it, so nothing is spared.
         """
-        room = self.room_of(request.prompt.size)
-        wants_prompt = request.options.wants_prompt
+        size, wants_prompt = request.prompt.size, request.options.wants_prompt
+        room = self.chunks.room_of(size)
         found = None if wants_prompt else self.prefixes.find(request.sampler, request.prompt)
-        if found is None:
+        if found is not None and found[1] == size:
+            kept, _ = found
+            return Prefill(request=request, keys=kept.keys, num_done=size, num_spared=size, last_1D=kept.last_1D)
+        self.prefixes.shrink(self._max_tokens - beside - room)
+        if found is None or found[0] not in self.prefixes:
             most = self._max_topk
             scores = PromptScores(self._params, request, max_topk=most, max_alt=most) if wants_prompt else None
             return Prefill(request=request, keys=self.empty(room), num_done=0, num_spared=0, scores=scores)
-        prompt, num_spared = found
-        if num_spared == request.prompt.size:
-            return Prefill(
-                request=request,
-                keys=prompt.keys,
-                num_done=num_spared,
-                num_spared=num_spared,
-                last_1D=prompt.last_1D,
-            )
-        keys = decode.copy_prompt(prompt.keys, room=room)
+        kept, num_spared = found
+        keys = decode.copy_prompt(kept.keys, room=room)
         return Prefill(request=request, keys=keys, num_done=num_spared, num_spared=num_spared)
 
-    def resume(self, sample: RunningSample) -> Prefill:
+    def resume(self, sample: RunningSample, *, beside: int) -> Prefill:
         """Begin to compute again what a sample had in the cache."""
-        prefill = self.begin(replace(sample.request, prompt=sample.cached_tokens(), options=PromptOptions()))
+        again = replace(sample.request, prompt=sample.cached_tokens(), options=PromptOptions())
+        prefill = self.begin(again, beside=beside)
         prefill.resumed = sample
         return prefill
 
     def advance(self, prefill: Prefill) -> int:
         """Compute the next chunk; return how many tokens that were, padding included."""
         request, start = prefill.request, prefill.num_done
-        tokens = request.prompt[start : start + self._chunk]
-        size = chunk_size(tokens.size)
+        tokens = request.prompt[start : self.chunks.end(start)]
+        size = padded(tokens.size)
         place = self._pool.place_of(request.sampler)
         adapters = self._pool.adapters(any_used=request.sampler is not None)
         hidden_TD, prefill.last_1D, prefill.keys = decode.extend(
@@ -132,21 +125,13 @@ class Prefiller:
         """Run every program of prompts once, and keep nothing of it."""
         place, adapters = np.int32(self._pool.place_of(sampler)), self._pool.adapters(any_used=sampler is not None)
         first = np.int32(0)
-        for room in self.rooms():
+        for room in self.chunks.rooms():
             keys = self.empty(room)
-            for size in chunk_sizes(self._chunk):
+            for size in self.chunks.padded_sizes():
                 token_T = np.zeros(size, np.int32)
                 _, _, keys = decode.extend(self._params, self._model, adapters, place, token_T, first, first, keys)
-            for other in self.rooms():
+            for other in self.chunks.rooms():
                 decode.copy_prompt(keys, room=other)
-
-    def rooms(self) -> Iterator[int]:
-        """Yield every number of positions that a prompt may take."""
-        return ascending(self.room_of, self._longest)
-
-    def room_of(self, size: int) -> int:
-        """Return how many positions are set aside for a prompt of that size."""
-        return prompt_room(size, self._chunk, self._longest)
 
     def empty(self, room: int) -> KeyValues:
         """Return a prompt of so many positions, none of which is written."""
@@ -160,21 +145,3 @@ def empty_keys(params: DecoderParams, model: ModelConfig, num_rows: int, length:
     return kv_cache.allocate(
         *dims, dtype, layout.sharding(kv_cache.AXES, dims) if layout.is_split else params.embed.sharding
     )
-
-
-def chunk_size(num_tokens: int) -> int:
-    """Return what so many tokens are padded to."""
-    return max(next_power(num_tokens), SHORTEST)
-
-
-def chunk_sizes(chunk: int) -> Iterator[int]:
-    """Yield every size that chunks have."""
-    return ascending(chunk_size, chunk)
-
-
-def prompt_room(size: int, chunk: int, longest: int) -> int:
-    """Return how many positions are set aside for a prompt: of few different numbers, a whole number of chunks."""
-    room = chunk
-    while room < size:
-        room *= 4
-    return min(room, longest)

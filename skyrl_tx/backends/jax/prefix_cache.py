@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from skyrl_tx.backends.jax.chunks import Chunks
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers.kv_cache import KeyValues
@@ -32,15 +33,18 @@ class ComputedPrompt:
 class PrefixCache:
     """Computed prompts by the sampler that they were computed with; the least recently used go first."""
 
-    def __init__(self, max_tokens: int, chunk: int) -> None:
+    def __init__(self, max_tokens: int, chunks: Chunks) -> None:
         self._max_tokens = max_tokens
-        self._chunk = chunk
+        self._chunks = chunks
         self._prompts: OrderedDict[tuple[SamplerId | None, bytes], ComputedPrompt] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
         """Positions that are taken, padding included."""
         return sum(prompt.room for prompt in self._prompts.values())
+
+    def __contains__(self, prompt: ComputedPrompt) -> bool:
+        return any(kept is prompt for kept in self._prompts.values())
 
     def find(self, sampler: SamplerId | None, tokens: Int32Array) -> tuple[ComputedPrompt, int] | None:
         """Return the prompt that has the most in common, and how many of `tokens` it spares: all, or whole chunks."""
@@ -60,7 +64,7 @@ class PrefixCache:
         size = min(prompt.tokens.size, tokens.size)
         unequal = np.flatnonzero(prompt.tokens[:size] != tokens[:size])
         common = int(unequal[0]) if unequal.size else size
-        return min(common, tokens.size - 1) // self._chunk * self._chunk
+        return self._chunks.last_end(min(common, tokens.size - 1))
 
     def add(self, sampler: SamplerId | None, prompt: ComputedPrompt) -> None:
         """Keep a prompt, in place of those that it begins with; others go until all fit."""
@@ -70,7 +74,11 @@ class PrefixCache:
             if key[0] == sampler and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
                 del self._prompts[key]
         self._prompts[sampler, prompt.tokens.tobytes()] = prompt
-        while self.num_tokens > self._max_tokens:
+        self.shrink(self._max_tokens)
+
+    def shrink(self, max_tokens: int) -> None:
+        """Forget prompts until those that are left take no more than that."""
+        while self._prompts and self.num_tokens > max_tokens:
             self._prompts.popitem(last=False)
 
     def drop(self, sampler: SamplerId | None) -> None:

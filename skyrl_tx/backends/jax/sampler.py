@@ -57,15 +57,14 @@ class Sampler:
         self._pool = SamplerPool(model_config, config.max_sampler_adapters, params.layout, num_places=num_places)
         self.room: SampleRoom = sample_room(config, params, model_config)
         """What the device has for samples and for prompts."""
-        self.max_length = longest_sample(model_config, config, self.room)
+        self.max_length = self.room.max_length
         """Prompt and new tokens that one sample may have."""
-        self._prefiller = Prefiller(
-            params, model_config, config, self._pool, max_length=self.max_length, prefix_tokens=self.room.prefix_tokens
-        )
+        self._prefiller = Prefiller(params, model_config, config, self._pool, self.room)
         self._layers: DecoderParams | None = None  # each by itself: a copy, made when there is something to decode
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         self._rows = Rows(params, model_config, self._shape_for)
         self._num_passed = 0  # samples that were given a slot before one that waits for longer rows
+        self._refused: Lane | None = None  # had no room for its next prompt in this step, or in the last
         self._scored = Lane()  # of one new token: they need no slot and pass the others
         self._prompts = Lane()
         self._prefilled: deque[PrefilledPrompt] = deque()
@@ -156,7 +155,8 @@ class Sampler:
         deltas: list[SampleDelta] = []
         self._leave_full_rows()
         self._fill_slots()
-        for lane in (self._scored, self._prompts):
+        first, self._refused = self._refused, None
+        for lane in sorted((self._scored, self._prompts), key=lambda lane: lane is not first):
             budget = self._config.prefill_tokens
             if (current := lane.current) is not None:
                 lane.current = None
@@ -177,13 +177,13 @@ class Sampler:
             if lane.current is not None and waiting.size > budget:
                 continue
             if lane is self._scored:
-                return waiting
+                return waiting if self._has_room(lane, waiting) else None
             if self._prefilled:
                 return None
             reach = waiting.reach(self._slice)
             self._fit_rows(reach)
             if reach <= self._rows.shape.length:
-                if not self._rows.slots.free:
+                if not self._rows.slots.free or not self._has_room(lane, waiting):
                     return None
                 self._num_passed += waiting.num_samples if is_passing else 0
                 return waiting
@@ -191,6 +191,17 @@ class Sampler:
                 return None
             is_passing = True
         return None
+
+    def _has_room(self, lane: Lane, waiting: Waiting) -> bool:
+        """Whether the keys of one more prompt have room: who has to wait for it is next, and nobody begins before."""
+        if self._refused is None and not self._prefiller.has_room(waiting.size, beside=self._num_aside()):
+            self._refused = lane
+        return self._refused is None
+
+    def _num_aside(self) -> int:
+        """Positions that prompts have beside the rows: of those under way, and of those that wait for slots."""
+        under_way = [lane.current for lane in (self._scored, self._prompts) if lane.current is not None]
+        return sum(prompt.keys.k.shape[3] for prompt in (*under_way, *self._prefilled))
 
     def _fit_rows(self, reach: int) -> None:
         """Have rows of the shape that suits one more sample, if that may be now."""
@@ -268,8 +279,8 @@ class Sampler:
 
     def _begin(self, waiting: Waiting) -> Prefill:
         if waiting.resumed is None:
-            return self._prefiller.begin(waiting.request)
-        return self._prefiller.resume(waiting.resumed)
+            return self._prefiller.begin(waiting.request, beside=self._num_aside())
+        return self._prefiller.resume(waiting.resumed, beside=self._num_aside())
 
     def _draw_first(self, prefill: Prefill) -> list[SampleDelta]:
         """Draw the first token of every sample; those that go on wait for slots."""
@@ -365,7 +376,7 @@ class Sampler:
         for length in ascending(lambda size: rows.shape_for(size).length, self.max_length):
             rows.reshape(rows.shape_for(length))
             nowhere_S = np.full(len(rows.slots), len(rows.slots), np.int32)
-            for room in self._prefiller.rooms():
+            for room in self._prefiller.chunks.rooms():
                 prompt = self._prefiller.empty(room)
                 rows.cache = decode.insert(rows.cache, prompt, np.int32(0), nowhere_S, np.int32(0))
             rows.rehearse()
@@ -375,12 +386,6 @@ class Sampler:
                 for each, any_adapter in ((by_tile, False), (by_tile, True), (by_slot, True)):
                     self._run_slice(each, 1, stretch, any_adapter)
         rows.reshape(rows.shape_for(1))
-
-
-def longest_sample(model_config: ModelConfig, config: JaxConfig, room: SampleRoom) -> int:
-    """Return how many tokens, prompt included, one sample may have."""
-    context = model_config.max_context_length
-    return min(context, config.max_context_length or context, room.tokens)
 
 
 def _empty_delta(request: SampleRequest, *, index: int = 0, error: str | None = None) -> SampleDelta:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from skyrl_tx.backends.jax.buckets import ascending
+from skyrl_tx.backends.jax.chunks import Chunks
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.packing import micro_batch_length
-from skyrl_tx.backends.jax.prefill import chunk_sizes
 from skyrl_tx.backends.jax.sampler import FIRST_ROWS, Sampler
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
@@ -49,7 +49,7 @@ def warm_up(
         backend.forward_backward(batch)
         num_shapes += 1
     backend.optim_step(model, OptimizerParams())
-    for batch in _first_draws(sampler, min(config.prefill_chunk_tokens, max_length)):
+    for batch in _first_draws(sampler, Chunks.of(config, max_length), max_length):
         backend.sample(batch)
     sampling.rehearse(sampler)
     backend.drop_sampler(sampler)
@@ -62,9 +62,9 @@ def training_lengths(budget: int, max_length: int) -> Iterator[int]:
     return ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
 
 
-def _first_draws(sampler: SamplerId, chunk: int) -> Iterator[PreparedSampleBatch]:
+def _first_draws(sampler: SamplerId, chunks: Chunks, max_length: int) -> Iterator[PreparedSampleBatch]:
     """Yield requests for one new token each, which need no slot: of every chunk and number of first rows."""
-    for length in chunk_sizes(chunk):
+    for length in (min(size, max_length) for size in chunks.padded_sizes()):
         for each in (None, sampler):
             for num_samples in FIRST_ROWS:
                 yield PreparedSampleBatch(

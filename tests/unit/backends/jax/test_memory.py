@@ -1,6 +1,7 @@
 """Memory: what is chosen for it, what it really takes, and that running out of it is nobody's business."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax import adapters, memory, packing, passes, training
 from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.chunks import Chunks
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import (
     MOST_MODELS,
@@ -89,11 +91,27 @@ def test_room_for_samples_follows_the_memory_and_flags_have_the_last_word(tiny, 
         monkeypatch.setattr(memory, "free_bytes", lambda _: free)
         return sample_room(JaxConfig(max_context_length=1024, **settings), tiny.params, config)
 
-    assert room(10_000 * token) == room(10_100 * token) == SampleRoom(3584, 896)  # 4,000 to three bits
-    assert room(10_000_000 * token) == SampleRoom(32 * 1024, 8 * 1024)  # more than all slots use is no gain
-    assert room(0) == SampleRoom(1, 0)
-    assert room(10_000 * token, max_sample_tokens=9999) == SampleRoom(9999, 2499)
-    assert room(10_000 * token, prefix_cache_tokens=0) == SampleRoom(3584, 0)
+    assert room(10_000 * token) == room(10_100 * token) == SampleRoom(3584, 1024, 896, 512, 1024 * token)
+    assert room(10_000_000 * token) == SampleRoom(32 * 1024, 8 * 1024, 8 * 1024, 512, 8 * 1024 * token)
+    assert room(0).tokens == 1
+    assert room(10_000 * token, max_sample_tokens=9999).tokens == 9999
+    assert room(10_000 * token, prefix_cache_tokens=0) == SampleRoom(3584, 1024, 0, 512, 1024 * token)
+
+
+@pytest.mark.parametrize("free_gib", [1, 7, 60, 120])
+@pytest.mark.parametrize("settings", [{}, {"prefix_cache_tokens": 500}, {"prefill_chunk_tokens": 512}])
+def test_samples_and_prompts_together_never_take_more_than_their_share(tiny, monkeypatch, free_gib, settings):
+    large = {"num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_context_length": 40_960}
+    config, free = replace(tiny.config, **large), free_gib * 2**30
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+    room = sample_room(JaxConfig(**settings), tiny.params, config)
+    token = 2 * 36 * 8 * 128 * 4
+    longest = Chunks.of(JaxConfig(**settings), room.max_length).longest
+    assert room.max_length == min(room.tokens, 40_960) > 256
+    assert room.prompt_tokens >= max(room.prefix_tokens, longest + min(2048, room.max_length))
+    assert room.prompt_bytes == room.prompt_tokens * token
+    assert room.tokens * token + room.prompt_bytes <= 0.5 * free
+    assert room.tokens * token > 0.1 * free
 
 
 def test_room_for_samples_without_a_word_of_the_device(tiny, caplog):

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_tx.backends.jax import prefill
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.prefill import Prefiller, prompt_room
+from skyrl_tx.backends.jax.prefill import Prefiller
 from skyrl_tx.backends.jax.sampler import Sampler
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
@@ -220,7 +220,40 @@ def test_a_failed_chunk_ends_its_request_alone(make, monkeypatch):
     assert heard.bits == expected
 
 
-def test_rooms_are_few_and_hold_the_padded_last_chunk():
-    rooms = {prompt_room(size, 32, 320) for size in range(1, 301)}
-    assert rooms == {32, 128, 320}
-    assert all(prompt_room(size, 32, 320) >= -(-size // 32) * 32 for size in range(1, 301))
+def positions_beside_the_rows(sampler: Sampler) -> int:
+    lanes, prompts = (sampler._scored, sampler._prompts), sampler._prefiller.prefixes._prompts.values()
+    held = [lane.current for lane in lanes if lane.current is not None] + [*sampler._prefilled, *prompts]
+    return sum({id(each.keys): each.keys.k.shape[3] for each in held}.values())  # one may be kept and wait for slots
+
+
+def test_prompts_beside_the_rows_never_take_more_than_their_room(make):
+    sampler = make(max_sample_tokens=256, prefill_tokens=32)  # long ones of both kinds, many samples, many short ones
+    assert sampler.room.prompt_tokens == 256 + 32 and sampler.room.prefix_tokens == 64
+    requests = [
+        ask(name, prompt_of(size, seed=size), num_samples=num_samples, max_tokens=max_tokens)
+        for name, size, num_samples, max_tokens in (
+            ("many", 20, 12, 9),
+            ("long", 240, 2, 9),
+            ("score", 250, 1, 1),
+            ("long too", 200, 1, 9),
+            ("score too", 230, 1, 1),
+            ("short", 30, 1, 9),
+            ("short score", 31, 1, 1),
+        )
+    ]
+    heard, most = Heard(), 0
+    sampler.begin(PreparedSampleBatch(requests=tuple(requests)))
+    while deltas := sampler.step():
+        heard.add(deltas)
+        most = max(most, positions_beside_the_rows(sampler))
+    assert 256 < most <= sampler.room.prompt_tokens
+    assert heard.ended == {request.request_id for request in requests}
+    assert all(len(heard.bits[each.request_id, 0][0]) == 4 * each.params.max_tokens for each in requests)
+
+
+def test_a_hit_is_not_copied_where_it_and_the_copy_have_no_room(make, computed):
+    sampler, prefix = make(max_sample_tokens=256, prefix_cache_tokens=256), prompt_of(192)
+    run(sampler, ask("first", np.concatenate([prefix, prompt_of(20, seed=1)])))
+    heard = run(sampler, ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)])))
+    assert heard.spared == {} and computed == {"first": 224, "alike": 224}
+    assert run(sampler, ask("equal", np.concatenate([prefix, prompt_of(30, seed=2)]))).spared == {"equal": 222}
