@@ -12,7 +12,7 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.ids import SamplingSessionId
 from skyrl_tx.contract.requests import PromptOptions, SaveWeights
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.store import cancellations, futures, samplers, stability
+from skyrl_tx.store import cancellations, futures, samplers, sessions, stability
 from skyrl_tx.testing.engine_house import OWNER, House, datum, forward_backward, sample
 
 NUM_SAMPLES = 30
@@ -173,3 +173,25 @@ def test_what_began_goes_on_while_others_wait_for_its_sampler_to_leave(few):
         few.submit(sample(sampler=first))
     few.run(many, waiting)
     assert len(few.result(many).sequences) == 200 and len(few.result(waiting).sequences) == 1
+
+
+@pytest.mark.usefixtures("api_is_there_for_long")
+def test_a_session_that_ends_begins_no_more_of_what_it_began(tmp_path):
+    house = House(tmp_path, housekeeping_interval_s=0.001)
+    house.config = house.config.model_copy(update={"sample_slots": 4})
+    other = house.submit(sample(max_tokens=400, eos_stops=False))
+    house.session_id = gone = house.new_session()
+    doomed = [house.submit(MANY) for _ in range(2)]
+
+    class Finishing(Watched):
+        def begin_sample(self, batch):
+            super().begin_sample(batch)
+            if len(self.handed(doomed[0])) == 3:
+                house.api.write(lambda tx: sessions.finish(tx, gone, "errored", time.time()))
+
+    backend = Finishing(house)
+    house.run(*doomed, other, backend=backend)
+    assert all("errored" in house.result(request_id).message for request_id in doomed)
+    assert backend.handed(doomed[0])[-1][1] < NUM_SAMPLES and not backend.handed(doomed[1])
+    assert len(house.result(other).sequences[0].tokens) == 400
+    house.close()
