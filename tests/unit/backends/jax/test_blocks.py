@@ -25,11 +25,13 @@ def test_a_token_of_no_weight_is_never_picked(number):
     assert jax.jit(Blocks.pick)(blocks_of(logits), np.array([number], np.float32))[0] in (129, 131)
 
 
-@pytest.mark.parametrize("K", [1, 5, 130, VOCAB])
-def test_the_best_are_the_first_of_all_in_order_of_logit_then_id(K):
+@pytest.mark.parametrize("vocab", [VOCAB, 40 * BLOCK])
+@pytest.mark.parametrize("K", [1, 24, VOCAB])
+def test_the_best_are_the_first_of_all_in_order_of_logit_then_id(K, vocab):
     draw = np.random.default_rng(0)
-    rows = [draw.standard_normal(VOCAB), draw.integers(0, 3, VOCAB), np.zeros(VOCAB), -np.arange(VOCAB)]
-    rows = [np.where(np.arange(VOCAB) % 7 == 3, -np.inf, row).astype(np.float32) for row in rows]
+    some = [draw.standard_normal(vocab), draw.integers(0, 3, vocab), np.zeros(vocab), -np.arange(vocab)]
+    some.append(np.where(np.arange(vocab) % BLOCK == 5, 1.0, 0.0))  # as many blocks of the same maximum as there are
+    rows = [np.where(np.arange(vocab) % 7 == 3, -np.inf, row).astype(np.float32) for row in some]
     logits_SK, token_SK = jax.jit(Blocks.best, static_argnums=1)(blocks_of(*rows), K)
     for row, token_K, logit_K in zip(rows, token_SK, logits_SK, strict=True):
         assert token_K.tolist() == in_order(row)[:K].tolist()

@@ -44,34 +44,50 @@ def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
     if top_k > 0:
         weight[top_k:] = 0
     before = np.cumsum(weight) - weight
-    kept = np.zeros(VOCAB, bool)
-    kept[order] = (weight > 0) & ((before < top_p * weight.sum()) | (np.arange(VOCAB) == 0) | (top_p >= 1))
+    kept = np.zeros(logits.size, bool)
+    kept[order] = (weight > 0) & ((before < top_p * weight.sum()) | (np.arange(logits.size) == 0) | (top_p >= 1))
     return kept
 
 
 @jax.jit
-def judge(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Let every token of the vocabulary have been drawn; return what becomes of it."""
-    key_S = jax.random.split(jax.random.key(5), VOCAB)
-    blocks = Blocks.of(jnp.tile(logits_V, (VOCAB, 1)), jnp.ones(VOCAB))
+def judge(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Let these tokens have been drawn; return what becomes of them."""
+    S = token_S.size
+    key_S = jax.random.split(jax.random.key(5), S)
+    blocks = Blocks.of(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
 
     def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
         return sampling.uniform(jax.vmap(jax.random.fold_in)(key_S[row_Z], round_Z))
 
-    k_S, p_S = jnp.broadcast_to(top_k, VOCAB), jnp.broadcast_to(top_p, VOCAB)
-    return redraw(blocks, k_S, p_S, numbers, jnp.arange(VOCAB, dtype=jnp.int32))
+    return redraw(blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), numbers, token_S)
+
+
+def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float) -> None:
+    """Each token stays if it is kept; else one that is kept comes in its place."""
+    kept = keeps(logits, top_k, top_p)
+    became = np.asarray(judge(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p)))
+    assert ((became == tokens) == kept[tokens]).all(), (top_k, top_p)
+    assert kept[became].all(), (top_k, top_p)
 
 
 @pytest.mark.parametrize("row", [flat, peaked, tied, equal, with_holes])
 def test_exactly_what_the_book_keeps_is_kept_and_all_else_drawn_again(row):
     logits = row()
+    drawable = np.resize(np.flatnonzero(np.isfinite(logits)), VOCAB)
     asked = [(k, p) for k in TOP_KS for p in (0.5, 1.0)] + [(k, p) for k in (0, 20, 260) for p in TOP_PS]
     for top_k, top_p in asked:
-        kept = keeps(logits, top_k, top_p)
-        became = np.asarray(judge(logits, np.int32(top_k), np.float32(top_p)))
-        drawable = np.isfinite(logits)
-        assert ((became == np.arange(VOCAB)) == kept)[drawable].all(), (top_k, top_p)
-        assert kept[became[drawable]].all(), (top_k, top_p)
+        check(logits, drawable, top_k, top_p)
+
+
+def test_many_blocks_are_no_other_than_few():
+    """Most of what could be kept lies in blocks that a top-k does not look at."""
+    vocab, draw = 5000, np.random.default_rng(2)
+    for logits in (draw.standard_normal(vocab), draw.integers(0, 9, vocab), np.zeros(vocab)):
+        order = np.argsort(-logits, kind="stable")
+        for top_k, top_p in [(1, 1.0), (20, 0.95), (24, 1.0), (25, 1.0), (64, 0.5), (200, 1.0), (700, 0.9), (0, 0.9)]:
+            last = int(keeps(logits, top_k, top_p).sum())
+            near = np.concatenate([order[max(last - 100, 0) :][:200], draw.choice(vocab, VOCAB)])[:VOCAB]
+            check(logits.astype(np.float32), near, top_k, top_p)
 
 
 def params(top_k: int | np.ndarray, top_p: float | np.ndarray) -> sampling.DrawParams:
