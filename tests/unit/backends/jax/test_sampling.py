@@ -1,5 +1,6 @@
 """Drawing tokens: the exact distribution, filters, ties, independence of company."""
 
+import re
 from functools import partial
 
 import jax
@@ -119,3 +120,14 @@ def test_low_temperatures_report_what_they_draw_from():
     got = draw(logits[None], params(1, temperature=1e-5), jnp.zeros(1, jnp.int32), wants_topk=True)
     best = np.argsort(-logits, kind="stable")[:5]
     np.testing.assert_allclose(got.topk_logprob_SK[0], np.log(exact(logits, 1e-5, 0, 1.0)[best]), atol=1e-5)
+
+
+def test_nothing_sorts_the_vocabulary():
+    """What XLA takes for a top-k and what for a sort depends on how it is read: a hundred times as slow, unseen."""
+    vocab = 40 * 128
+    compiled = draw.lower(
+        np.zeros((2, vocab), np.float32), params(2), jnp.zeros(2, jnp.int32), wants_topk=True
+    ).compile()
+    sizes = [re.findall(r"\d+", shape) for shape in re.findall(r"\[([\d,]+)\]\{[^=]*? sort\(", compiled.as_text())]
+    assert sizes, "rows are sorted by what they ask for"
+    assert max(np.prod([int(size) for size in shape]) for shape in sizes) < vocab
