@@ -110,7 +110,8 @@ class JaxConfig(BaseModel):
     prefill_chunk_tokens: int = Field(
         default=256,
         ge=32,
-        description="Prompt tokens computed at once, a power of two. Prompts that begin alike share whole chunks.",
+        description="Prompt tokens computed at once, a power of two. Prompts that begin alike share whole chunks, that "
+        "is 128 tokens, 256, 512 … up to that many, then so many each time.",
     )
     max_topk_logprobs: int = Field(default=20, ge=0, description="Largest top-k of log-probabilities to report.")
 

@@ -64,7 +64,7 @@ def training_lengths(budget: int, max_length: int) -> Iterator[int]:
 
 def _first_draws(sampler: SamplerId, chunks: Chunks, max_length: int) -> Iterator[PreparedSampleBatch]:
     """Yield requests for one new token each, which need no slot: of every chunk and number of first rows."""
-    for length in (min(size, max_length) for size in chunks.padded_sizes()):
+    for length in chunks.lengths(max_length):
         for each in (None, sampler):
             for num_samples in FIRST_ROWS:
                 yield PreparedSampleBatch(

@@ -127,6 +127,23 @@ def test_sixteen_requests_of_one_prompt_compute_it_once(make, computed):
     assert heard.spared == {f"r{i}": 70 for i in range(1, 16)}
 
 
+@pytest.mark.parametrize("adapter", [None, RED])
+def test_sixteen_requests_of_one_short_prefix_compute_it_once(make, computed, adapter):
+    prefix = prompt_of(140)
+    requests = [
+        ask(f"r{i}", np.concatenate([prefix, prompt_of(10 + i, seed=i)]), sampler=adapter, max_tokens=3)
+        for i in range(16)
+    ]
+    fresh = {}
+    for request in requests[:3]:
+        fresh |= run(make(prefill_chunk_tokens=256, prefix_cache_tokens=0), request).bits
+    computed.clear()
+    heard = run(make(prefill_chunk_tokens=256, prefix_cache_tokens=1024), *requests)
+    assert heard.spared == {f"r{i}": 128 for i in range(1, 16)}
+    assert computed["r0"] == 128 + 32 and all(computed[f"r{i}"] in (32, 64) for i in range(1, 16))
+    assert {key: heard.bits[key] for key in fresh} == fresh
+
+
 def test_each_sampler_has_prompts_of_its_own_until_it_goes(tiny, make, computed):
     sampler, prompt = make(), prompt_of(70)
     red = run(sampler, ask("red", prompt, sampler=RED))
