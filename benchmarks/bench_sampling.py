@@ -84,11 +84,12 @@ class Setup:
         content = hf.read_json(self.model, "config.json")
         return models.find_family(content).config_from_hf(content)
 
-    def backend(self, *, slots: int, longest: int, adapters: int = 1) -> JaxBackend:
+    def backend(self, *, slots: int, longest: int, adapters: int = 1, room: float = 1.0) -> JaxBackend:
         config = JaxConfig(
             compile_cache_dir=None,  # else nothing is known of compile times
             sample_slots=slots,
-            max_sample_tokens=slots * longest,
+            max_sample_tokens=int(room * slots * longest),
+            max_context_length=longest,
             max_sampler_adapters=adapters,
             max_lora_adapters=1,
         )
@@ -252,7 +253,7 @@ def adapters(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> 
 def staggered(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
     """Short requests that arrive one by one among long ones, against a lone one, and against all at once."""
     length, num_long, num_short = setup.work.length, options.long, options.short
-    backend = setup.backend(slots=16, longest=length + LONG)
+    backend = setup.backend(slots=16, longest=length + LONG, room=options.room)
     long_work, short_work = Work(num_long, length, 1, LONG), Work(num_short, length, 1, SHORT)
 
     def run(arrivals: list[list[SampleRequest]]) -> tuple[float, list[float], list[float]]:
@@ -351,6 +352,7 @@ def main() -> None:
     parser.add_argument("--against-generate", action="store_true", help="steady: transformers takes turns with us")
     parser.add_argument("--adapters", type=int, default=64, help="adapters: how many different ones")
     parser.add_argument("--long", type=int, default=8, help="staggered: requests of 1,000 tokens")
+    parser.add_argument("--room", type=float, default=1.0, help="staggered: of all slots' longest; below 1 rows grow")
     parser.add_argument("--short", type=int, default=24, help="staggered: requests of 16 tokens")
     parser.add_argument("--futures", type=int, default=2000, help="futures: how many wait at once")
     parser.add_argument("--slots", type=int, default=64, help="futures: the server's sample_slots")
