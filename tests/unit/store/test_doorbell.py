@@ -69,7 +69,9 @@ def test_two_processes_answer_each_other_at_once(
             durations.append(time.perf_counter() - begun)
         ask(store, "stop")
         assert engine.wait(20) == 0
-    assert min(durations) < 0.010, "the least disturbed of them, on a busy machine"
+    assert min(durations) < 0.1, (
+        "rung, not found by chance; how fast, the benchmarks say: a busy machine adds what it likes"
+    )
 
 
 def test_waiting_costs_no_processor_time(store: Store) -> None:
