@@ -23,7 +23,7 @@ from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.process import open_store, run_engine
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.store import futures, models, sessions
+from skyrl_tx.store import futures, models, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 
@@ -147,6 +147,17 @@ class House:
     def create(self, name: str = "m", spec: ModelSpec = SPEC) -> tuple[ModelId, RequestId]:
         """Submit a create_model."""
         return self.make(requests.CreateModel(base_model="tiny", spec=spec), name)
+
+    def save_samplers(self, count: int) -> list[SamplerId]:
+        """Make a model, run an engine that saves it so often without a name, and return what can be sampled from."""
+        model_id, last = self.create()
+        names = [SamplingSessionId(f"{self.session_id}:sample:{number}") for number in range(count)]
+        for seq_id, name in enumerate(names, start=1):
+            save = requests.SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
+            last = self.submit(save, model_id=model_id, seq_id=seq_id)
+        self.run(last)
+        rows = [self.api.read(lambda tx, name=name: samplers.get(tx, name)) for name in names]
+        return [row.sampler_id for row in rows if row is not None and row.sampler_id is not None]
 
     def run(self, *until: RequestId, backend: AbstractBackend | None = None) -> None:
         """Run an engine until these requests are answered."""

@@ -10,10 +10,8 @@ from sqlmodel import select
 from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.backend import Pass
-from skyrl_tx.contract.ids import SamplingSessionId
-from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.sampling import _MOST_PASSED
-from skyrl_tx.store import futures, samplers
+from skyrl_tx.store import futures
 from skyrl_tx.store.tables import RequestRow
 from skyrl_tx.testing.engine_house import House, datum, forward_backward, sample
 
@@ -299,13 +297,7 @@ def test_what_takes_no_slot_does_not_wait_for_one(open_house):
 
 def test_a_sampler_without_a_slot_holds_nobody_up_and_is_not_passed_for_ever(open_house):
     house = open_house(config={"max_samplers": 1, "max_sample_tokens": 2**20})
-    model_id, _ = house.create()
-    names = [SamplingSessionId(f"s:sample:{number}") for number in range(2)]
-    for seq_id, name in enumerate(names, start=1):
-        save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
-        last = house.submit(save, model_id=model_id, seq_id=seq_id)
-    house.run(last)
-    first, second = (house.api.read(lambda tx, name=name: samplers.get(tx, name)).sampler_id for name in names)
+    first, second = house.save_samplers(2)
     pinning = house.submit(endless(sampler=first))
     house.session_id = house.new_session()
     waiting = house.submit(sample(sampler=second))

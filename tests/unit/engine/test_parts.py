@@ -9,10 +9,9 @@ import pytest
 from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import BackendLost, ErrorCategory
-from skyrl_tx.contract.ids import SamplingSessionId
-from skyrl_tx.contract.requests import PromptOptions, SaveWeights
+from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.store import cancellations, futures, samplers, sessions, stability
+from skyrl_tx.store import cancellations, futures, sessions, stability
 from skyrl_tx.testing.engine_house import OWNER, House, datum, forward_backward, sample
 
 NUM_SAMPLES = 30
@@ -158,13 +157,7 @@ def test_a_suspect_pass_waits_until_all_parts_have_ended(few, whole):
 def test_what_began_goes_on_while_others_wait_for_its_sampler_to_leave(few):
     """Else its sampler would never leave, and nobody would ever begin again."""
     few.config = few.config.model_copy(update={"max_samplers": 1})
-    model_id, _ = few.create()
-    names = [SamplingSessionId(f"s:sample:{number}") for number in range(2)]
-    for seq_id, name in enumerate(names, start=1):
-        save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
-        last = few.submit(save, model_id=model_id, seq_id=seq_id)
-    few.run(last)
-    first, second = (few.api.read(lambda tx, name=name: samplers.get(tx, name)).sampler_id for name in names)
+    first, second = few.save_samplers(2)
     many = few.submit(replace(MANY, sampler=first, num_samples=200))
     few.session_id = few.new_session()
     waiting = few.submit(sample(sampler=second))
