@@ -4,7 +4,7 @@
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 
-# "cuda12", "cuda13" or "tpu"; empty: CPU. JAX's CUDA wheels bring their libraries, so the image needs only a driver outside.
+# "cuda12", "cuda13" or "tpu"; empty: CPU. JAX's CUDA wheels contain the CUDA libraries, so the host needs only a driver.
 ARG EXTRA=""
 
 RUN useradd --create-home --uid 1000 skyrl && install --directory --owner=skyrl --mode=0700 /data
@@ -18,7 +18,7 @@ WORKDIR /home/skyrl
 VOLUME /data
 EXPOSE 8000
 ENV SKYRL_TX_DATA_DIR=/data
-# Inside a container, loopback is nobody's; who can reach the server is decided by the port that is published. Arguments of your
-# own replace --no-auth too: keys are asked for then, made by `docker run --entrypoint skyrl-tx … keys create OWNER`.
+# Clients of a container never connect through its loopback; the published port decides who can reach the server. Arguments to
+# `docker run` replace the default ones, --no-auth included. Create keys with `docker run --entrypoint skyrl-tx … keys create OWNER`.
 ENTRYPOINT ["skyrl-tx", "serve", "--host", "0.0.0.0"]
 CMD ["--base-model", "tiny", "--no-auth"]

@@ -1,34 +1,73 @@
-.PHONY: check lint types contracts test chaos fuzz soak format proto
+.DEFAULT_GOAL := help
+.PHONY: help check lint types contracts test test-fast test-slow chaos fuzz soak format proto release docs reference
 
-check: lint types contracts test  ## everything CI runs, except the slow tests
+help:  ## print this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
 
-lint:
+check: lint types contracts test  ## run what CI runs, except the slow tests
+
+lint:  ## check format, lint rules, spelling, words, docstrings and Markdown tables
 	ruff format --check .
 	ruff check .
+	codespell
+	python tests/repo/prose.py
 
-types:
+types:  ## check types
 	pyright
 
-contracts:
+contracts:  ## check which package may import which
 	lint-imports
 
-test:
+test:  ## run the tests that are not marked slow
 	pytest -n 2
 
-chaos:  ## hundreds of kills while clients train; prints the tables of docs/reliability.md; FLAGS=--postgresql has them there
-	python -u -W ignore -m skyrl_tx.testing.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)
+test-fast:  ## run the tests that need neither JAX nor PostgreSQL (about a minute)
+	pytest -n 2 -m "not slow and not postgres" $(FAST)
 
-fuzz:  ## hundreds of thousands of inputs for routes and decoders; prints the table of docs/reliability.md
-	python -u -W ignore -m skyrl_tx.testing.fuzz
+FAST = tests/unit/contract tests/unit/store tests/unit/engine tests/unit/api tests/unit/commands tests/unit/backends/test_fake.py tests/contract/test_fake.py
 
-soak:  ## ten thousand futures wait for fifteen minutes; prints the table of docs/reliability.md
-	python -u -W ignore -m skyrl_tx.testing.soak --minutes 15 $(FLAGS)
+SLOW = slow and not gpu and not network
+SLOW_JAX = tests/conformance tests/contract tests/unit
 
-format:
+test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
+	pytest -n 2 -m "$(SLOW)" $(SLOW_JAX)
+	pytest -n 2 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)
+
+chaos:  ## kill processes while clients train (5 minutes); FLAGS=--postgresql for PostgreSQL
+	python -u -W ignore -m tests.support.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)
+
+fuzz:  ## send generated input to routes and decoders (25 minutes)
+	python -u -W ignore -m tests.support.fuzz
+
+soak:  ## keep 10,000 long polls open (15 minutes); FLAGS=--postgresql for PostgreSQL
+	python -u -W ignore -m tests.support.soak --minutes 15 $(FLAGS)
+
+format:  ## format the code and fix what ruff can fix
 	ruff format .
 	ruff check --fix .
 
-proto:  ## regenerate the wire module; by an older compiler, whose output runs with every protobuf runtime we allow
+proto:  ## generate the protobuf module, with an old compiler whose output runs on every supported runtime
 	python -m venv build/protoc
 	build/protoc/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<80"
 	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/api/proto/wire.proto
+
+release:  ## build and check the distributions, then print how to tag and publish
+	python -m venv --clear build/release
+	build/release/bin/pip install --quiet build twine
+	rm -rf dist build/lib build/bdist.*
+	build/release/bin/python -m build --outdir dist . > build/release/build.log
+	build/release/bin/twine check --strict dist/*
+	python -m venv --clear build/installed
+	build/installed/bin/pip install --quiet dist/*.whl
+	build/installed/bin/skyrl-tx --version
+	@version=$$(build/installed/bin/skyrl-tx --version | cut -d' ' -f2); \
+	grep -q "^## $$version " CHANGELOG.md || { echo "CHANGELOG.md has no section for $$version" >&2; exit 1; }; \
+	printf '%s\n' "dist/ is ready. To release it:" \
+	    "  git tag --annotate v$$version --message v$$version" "  git push origin v$$version" \
+	    "  build/release/bin/twine upload dist/*"
+
+docs:  ## build the documentation site into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
+reference:  ## generate docs/reference from the code
+	python -m docs.generate_reference

@@ -1,9 +1,9 @@
-"""How near sampling comes to training, and how often another decode shape draws another token.
+"""Agreement of sampled log-probabilities with training, and across decode shapes.
 
-One small model with an adapter that acts, hundreds of prompts, half of them for the adapter. Per dtype: the distance of
-sampled log-probabilities from what `forward` says of the same tokens; and against prompts sampled alone, for the same
-prompts together, asked again, and with other numbers of slots: tokens that are others (until a sample's first such:
-after it nothing can be compared), and the distance of log-probabilities up to there.
+Hundreds of prompts are sampled from a small model, half of them with a trained adapter. For each dtype the benchmark
+reports the distance between the sampled log-probabilities and those that `forward` returns for the same tokens. It then
+compares prompts sampled alone with the same prompts sampled again, together, and with other numbers of KV cache slots:
+how many samples contain a different token, and the distance of the log-probabilities before the first different token.
 """
 
 import argparse
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, quantile, report
 
+from benchmarks.common import quantile, report
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.testing.backend_bench import scoring
+from skyrl_tx.testing.backend_driver import scoring
 from skyrl_tx.testing.tiny_models import write_model
 
 BASE, MODEL, SAMPLER = ModelId("base"), ModelId("m"), SamplerId("s")
@@ -31,7 +31,7 @@ Samples = dict[RequestId, tuple[np.ndarray, np.ndarray]]
 
 
 def start(model: Path, dtype: str, slots: int) -> JaxBackend:
-    """A backend with a trained model and a fresh one; training is the same bits every time."""
+    """Return a backend with a trained and an untrained model; training gives the same bits every time."""
     config = JaxConfig(
         compile_cache_dir=None,
         dtype="bfloat16" if dtype == "bfloat16" else "float32",
@@ -88,7 +88,7 @@ def spread(distances: Sequence[float]) -> dict[str, float]:
     }
 
 
-def against_training(backend: JaxBackend, asked: Sequence[SampleRequest], drawn: Samples) -> dict[str, float]:
+def distance_from_training(backend: JaxBackend, asked: Sequence[SampleRequest], drawn: Samples) -> dict[str, float]:
     distances: list[float] = []
     for model, is_adapted in ((BASE, False), (MODEL, True)):
         own = [each for each in asked if (each.sampler is not None) == is_adapted]
@@ -99,7 +99,8 @@ def against_training(backend: JaxBackend, asked: Sequence[SampleRequest], drawn:
     return spread(distances)
 
 
-def against(some: Samples, others: Samples) -> dict[str, Any]:
+def difference(some: Samples, others: Samples) -> dict[str, Any]:
+    """Count samples with a different token; compare log-probabilities before the first different token of each."""
     flips, seen, distances = 0, 0, [0.0]
     for name, (tokens, logprobs) in some.items():
         same = tokens == others[name][0]
@@ -107,14 +108,14 @@ def against(some: Samples, others: Samples) -> dict[str, Any]:
         flips += until < tokens.size
         seen += min(until + 1, tokens.size)
         distances += np.abs(logprobs[:until] - others[name][1][:until]).tolist()
-    return {"others": flips, "of": seen, "distance": spread(distances)}
+    return {"different_tokens": flips, "of": seen, "distance": spread(distances)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--slots", type=int, nargs="*", default=[4, 32], help="beside 16")
+    parser.add_argument("--prompts", type=int, default=400, help="number of prompts")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to sample per prompt")
+    parser.add_argument("--slots", type=int, nargs="*", default=[4, 32], help="KV cache slots to compare with 16")
     options = parser.parse_args()
     asked, results = requests(options.prompts, options.tokens), {}
     with tempfile.TemporaryDirectory() as directory:
@@ -122,15 +123,15 @@ def main() -> None:
         for dtype in ("float32", "bfloat16"):
             backend = start(model, dtype, SLOTS)
             alone = sample(backend, [[each] for each in asked])
-            found: dict[str, Any] = {"trainer and sampler": against_training(backend, asked, alone)}
-            found["asked again"] = against(alone, sample(backend, [[each] for each in asked]))
+            found: dict[str, Any] = {"trainer and sampler": distance_from_training(backend, asked, alone)}
+            found["sampled again"] = difference(alone, sample(backend, [[each] for each in asked]))
             backend.close()
             for slots in (SLOTS, *options.slots):
                 backend = start(model, dtype, slots)
-                found[f"together in {slots} slots"] = against(alone, sample(backend, [asked]))
+                found[f"together in {slots} slots"] = difference(alone, sample(backend, [asked]))
                 backend.close()
             results[dtype] = found
-    report("agreement", machine("jax", "jaxlib", "numpy"), results)
+    report("agreement", options, results, ("jax", "jaxlib", "numpy"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What our server adds to one call of the real SDK, and whether a thousand calls may wait at once.
+"""Latency that the server adds to one SDK call, and a thousand sampling calls that wait at the same time.
 
-The same `forward(...).result()` for one short datum goes in turn to `skyrl-tx serve` with the fake backend and to a
-bare HTTP stub that answers at once with the same bytes; the difference of each pair is what the server costs. Bars:
-median at most 10 ms, 95th percentile at most 30 ms.
+The SDK calls `forward(...).result()` for one short datum, alternating between `skyrl-tx serve` with the fake backend
+and an HTTP stub that replies immediately with the same bytes. The difference of each pair is the added latency.
+Targets: median at most 10 ms, 95th percentile at most 30 ms.
 """
 
 import argparse
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import tinker
-from common import machine, report, summary
-from http_stub import running_stub
 
-from skyrl_tx.listening import raise_file_limit
-from skyrl_tx.testing.live_server import LiveServer
+from benchmarks.common import report, summary
+from benchmarks.http_stub import running_stub
+from skyrl_tx.process_setup import raise_file_limit
+from tests.support.live_server import LiveServer
 
 BASE_MODEL = "fake"
-BAR_MEDIAN_MS = 10.0
-BAR_P95_MS = 30.0
+TARGET_MEDIAN_MS = 10.0
+TARGET_P95_MS = 30.0
 
 
 def one_datum() -> tinker.Datum:
@@ -53,7 +53,7 @@ def measure_latency(url: str, num_pairs: int) -> dict[str, Any]:
         for client in (ours, floor):
             forward_ms(client, data)
         stub.replay()
-        for _ in range(20):  # connections, imports, caches
+        for _ in range(20):  # warms up connections, imports and caches
             forward_ms(floor, data)
             forward_ms(ours, data)
         pairs = [(forward_ms(ours, data), forward_ms(floor, data)) for _ in range(num_pairs)]
@@ -62,12 +62,12 @@ def measure_latency(url: str, num_pairs: int) -> dict[str, Any]:
         "server_ms": summary([server for server, _ in pairs]),
         "stub_ms": summary([bare for _, bare in pairs]),
         "added_ms": added,
-        "within_bars": added["median"] <= BAR_MEDIAN_MS and added["p95"] <= BAR_P95_MS,
+        "within_targets": added["median"] <= TARGET_MEDIAN_MS and added["p95"] <= TARGET_P95_MS,
     }
 
 
 def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]:
-    """Send all calls before any can be done, then take all results."""
+    """Send all calls before any of them can complete, then wait for all results."""
     client = (
         tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(base_model=BASE_MODEL).result()
     )
@@ -78,7 +78,7 @@ def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]
     for future in futures:
         try:
             future.result()
-        except Exception as error:  # each is counted and shown
+        except Exception as error:  # counted and reported
             errors.append(f"{type(error).__name__}: {error}")
     return {
         "calls": num_calls,
@@ -90,19 +90,20 @@ def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=300, help="forward calls to each side")
-    parser.add_argument("--calls", type=int, default=1000, help="sampling calls that wait at once")
+    parser.add_argument("--pairs", type=int, default=300, help="forward calls to the server and to the stub each")
+    parser.add_argument("--calls", type=int, default=1000, help="sampling calls that wait at the same time")
     options = parser.parse_args()
     raise_file_limit()
     with tempfile.TemporaryDirectory() as directory:
         flags = ["--base-model", BASE_MODEL, "--backend", "fake"]
         with LiveServer(Path(directory) / "latency", flags=flags) as server:
             latency = measure_latency(server.url, options.pairs)
-        # So slow that the last call is in before the first one is answered.
+        # The delay is long enough for the last call to arrive before the first one completes.
         flags += ["--backend-config.step-delay-s", "1.0", "--backend-config.max-sample-tokens", "10000000"]
         with LiveServer(Path(directory) / "waiting", flags=flags) as server:
             waiting = measure_waiting(server.url, options.calls, max_tokens=128)
-    report("api", machine("skyrl_tx", "tinker", "uvicorn", "fastapi"), {"latency": latency, "waiting": waiting})
+    packages = ("skyrl_tx", "tinker", "uvicorn", "fastapi")
+    report("api", options, {"latency": latency, "waiting": waiting}, packages)
 
 
 if __name__ == "__main__":

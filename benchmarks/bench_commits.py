@@ -1,8 +1,9 @@
-"""What it costs to have each request on disk before it is acknowledged, and what committing in groups gives back.
+"""Throughput of durable commits (`synchronous=FULL`) compared with `synchronous=NORMAL`.
 
-Threads store small requests through `Store.write`, each waiting for its own, as the API's calls do. Two stores take
-turns: one as it is (`synchronous=FULL`, an fsync of the log for each group), one with NORMAL, which loses its last
-transactions when the power is cut. The store offers no such setting; the benchmark puts it in by its own connections.
+Threads store small requests through `Store.write`; each thread waits for its commit, as the API does. Two SQLite stores
+alternate: one with the product's setting FULL (one fsync of the write-ahead log per group commit), one with NORMAL,
+which can lose the last transactions at a power failure. The store has no such setting, so the benchmark replaces the
+connection class.
 """
 
 import argparse
@@ -16,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common import machine, quantile, quartiles, report
-
+from benchmarks.common import quantile, quartiles, report
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import futures, sessions
 from skyrl_tx.store.database import Store
@@ -27,7 +27,7 @@ MODES = ("FULL", "NORMAL")
 
 
 class _Normal(sqlite3.Connection):
-    """A connection that asks for less than the store tells it to."""
+    """A connection that replaces the store's `synchronous=FULL` by NORMAL."""
 
     def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
         return super().execute(sql.replace("synchronous=FULL", "synchronous=NORMAL"), *parameters)
@@ -35,7 +35,7 @@ class _Normal(sqlite3.Connection):
 
 @contextmanager
 def opened(directory: Path, mode: str) -> Iterator[Store]:
-    """Open a store whose connections sync as the mode says."""
+    """Open a store whose connections use the given `synchronous` mode."""
     connect = sqlite3.dbapi2.connect
     factory = _Normal if mode == "NORMAL" else sqlite3.Connection
     with mock.patch(
@@ -44,19 +44,19 @@ def opened(directory: Path, mode: str) -> Iterator[Store]:
         store = Store.open(directory, role="api")
         (level,) = store.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA synchronous").one())
         assert level == {"FULL": 2, "NORMAL": 1}[mode], level
-        store.write(lambda tx: None)  # the writer's connection too
+        store.write(lambda tx: None)  # opens the writer's connection, too
     yield store
     store.close()
 
 
-def begin(store: Store) -> SessionId:
-    """Begin a session for the requests."""
+def create_session(store: Store) -> SessionId:
+    """Create the session of the requests."""
     about: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": None, "project_id": None}
-    return store.write(lambda tx: sessions.create(tx, owner="local", display_name=None, now=time.time(), **about))
+    return store.write(lambda tx: sessions.create(tx, owner="local", now=time.time(), **about))
 
 
 def burst(store: Store, session_id: SessionId, body: bytes, num_threads: int, seconds: float) -> dict[str, float]:
-    """Store requests from so many threads for some seconds; how many a second, and how long each took."""
+    """Store requests from `num_threads` threads for `seconds`; return the rate and the latency of one request."""
     new = NewRequest(key="", kind="optim_step", owner="local", session_id=session_id, body=body)
     taken: list[list[float]] = [[] for _ in range(num_threads)]
     end = time.perf_counter() + seconds
@@ -85,16 +85,18 @@ def burst(store: Store, session_id: SessionId, body: bytes, num_threads: int, se
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 8, 64], help="how many submit at once")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one burst")
-    parser.add_argument("--body-bytes", type=int, default=300)
-    parser.add_argument("--directory", type=Path, help="where the databases are made; default: a temporary directory")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 8, 64], help="numbers of threads to measure")
+    parser.add_argument("--repeats", type=int, default=7, help="bursts of each mode")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a burst")
+    parser.add_argument("--body-bytes", type=int, default=300, help="size of a request body")
+    parser.add_argument(
+        "--directory", type=Path, help="parent of the databases; default: the system's temporary directory"
+    )
     options = parser.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory, ExitStack() as stack:
         stores = {mode: stack.enter_context(opened(Path(directory) / mode, mode)) for mode in MODES}
-        known = {mode: begin(store) for mode, store in stores.items()}
+        known = {mode: create_session(store) for mode, store in stores.items()}
         body = bytes(options.body_bytes)
         for num_threads in options.threads:
             runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
@@ -110,7 +112,7 @@ def main() -> None:
                 for full, normal in zip(runs["FULL"], runs["NORMAL"], strict=True)
             ]
             results[f"{num_threads} threads"] = {**figures, "FULL / NORMAL, requests per s": quartiles(ratios)}
-    report("commits", machine("sqlalchemy", "sqlmodel"), results)
+    report("commits", options, results, ("sqlalchemy", "sqlmodel"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What memory does one long datum take in training, and what would its logits [T, V] take?
+"""Memory of a training step for one long datum, compared with its logits [T, V] and with the backend's estimate.
 
-The step is compiled for shapes alone, so that any model fits this machine; `--run` takes it too, and reads the peak of
-the process. `told` is what `backends/jax/memory.py` reckons with before the first step.
+The step is compiled from shapes without weights, so the model need not fit into this machine's memory; with `--run` the
+step also runs, and the report includes the peak of the process. The estimate is the one that the backend uses to choose
+the micro-batch size.
 """
 
 import argparse
@@ -9,15 +10,17 @@ import resource
 
 import jax
 import numpy as np
-from common import machine, report
 
+from benchmarks.common import report
 from skyrl_tx import models
-from skyrl_tx.backends.jax import packing, training
 from skyrl_tx.backends.jax.backend import configure_jax
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import RANK, costs_of
+from skyrl_tx.backends.jax.train import packing
+from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.weights import hf
@@ -51,7 +54,7 @@ def micro_batch(length: int) -> packing.MicroBatch:
         loss_inputs={"target_tokens": zeros, "weights": np.ones(length, np.float32)},
         loss_config={},
     )
-    return packing.fill(packing.plan([example], length)[0], [example])
+    return packing.fill(packing.plan_micro_batches([example], length)[0], [example])
 
 
 def shapes_of(config: models.ModelConfig, dtype: str) -> models.DecoderParams:
@@ -62,7 +65,7 @@ def shapes_of(config: models.ModelConfig, dtype: str) -> models.DecoderParams:
 
 
 def compiled_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat: bool) -> int:
-    """Return the temporary memory of a step, beside weights, adapter and gradient."""
+    """Return the temporary memory of a step, without weights, adapter and gradient."""
     adapter = models.adapter_shapes(config, RANK)
     params, batch = shapes_of(config, dtype), micro_batch(length)
     step = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
@@ -70,9 +73,9 @@ def compiled_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat
 
 
 def peak_of_run(config: models.ModelConfig, dtype: str, length: int, *, remat: bool) -> dict[str, float]:
-    """Take the step; return the peak of the process before and after it."""
+    """Run the step and return the peak memory of the process before and after it."""
     params = hf.dummy(models.describe_params(config), dtype=dtype)
-    adapter = jax.device_put(models.init_adapter(config, models.AdapterSpec(rank=RANK, seed=0)))
+    adapter = jax.device_put(models.init_adapter(config, LoraSpec(rank=RANK, seed=0)))
     total = training.zeros_like(adapter.weights)
     jax.block_until_ready((params, total))
     before = peak_mib()
@@ -85,31 +88,33 @@ def peak_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--remat", action="store_true")
-    parser.add_argument("--run", action="store_true", help="take the step, too")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="length of the datum")
+    parser.add_argument("--vocab", type=int, default=151936, help="vocabulary size")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
+    parser.add_argument("--dtype", default="float32", help="type of the base weights")
+    parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
+    parser.add_argument(
+        "--run", action="store_true", help="also run the step and report the peak memory of the process"
+    )
     options = parser.parse_args()
     configure_jax(JaxConfig(compile_cache_dir=None))
     config, shape = model_of(options), {"remat": options.remat}
     logits = options.tokens * options.vocab * 4
-    taken = compiled_bytes(config, options.dtype, options.tokens, **shape)
+    step = compiled_bytes(config, options.dtype, options.tokens, **shape)
     costs = costs_of(shapes_of(config, options.dtype), config)
-    told = costs.fixed + options.tokens * (costs.token_with_remat if options.remat else costs.token)
+    estimate = costs.fixed + options.tokens * (costs.token_with_remat if options.remat else costs.token)
     results = {
         "logits_mib": logits / MIB,
-        "taken_mib": taken / MIB,
-        "told_mib": told / MIB,
-        "taken / logits": taken / logits,
-        "told / taken": told / taken,
+        "step_mib": step / MIB,
+        "estimate_mib": estimate / MIB,
+        "step / logits": step / logits,
+        "estimate / step": estimate / step,
     }
     if options.run:
         results |= peak_of_run(config, options.dtype, options.tokens, **shape)
-    report("memory", machine("jax", "jaxlib"), {name: round(value, 3) for name, value in results.items()})
+    report("memory", options, {name: round(value, 3) for name, value in results.items()}, ("jax", "jaxlib"))
 
 
 if __name__ == "__main__":

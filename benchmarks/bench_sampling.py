@@ -1,9 +1,17 @@
-"""How fast the JAX backend samples, and what part of the machine that is.
+"""Sampling throughput of the JAX backend, and its share of the roofline.
 
-Contestants take turns, each sampling a whole batch and waiting for it, with the machine's matmul rate and memory
-bandwidth measured in between; ratios are of neighbouring turns. A decoding step cannot do without 2 FLOPs per parameter
-and row, nor without reading the weights and the keys and values once: its share of the roofline is the longer of the
-two at the measured rates, over the time it took.
+The contestants of a scenario alternate: each samples a whole batch, and the machine's matmul rate and memory bandwidth
+are measured before each turn. Ratios compare neighbouring turns. A decode step needs at least 2 FLOPs per parameter and
+sample, and must read the weights and the KV cache once. Its share of the roofline is the larger of these two times, at
+the measured rates, divided by the time it took.
+
+Scenarios:
+  steady     one batch with the base model and with an adapter; with --against-generate compared with transformers
+  adapters   one adapter compared with many, at equal work
+  staggered  short requests that arrive one by one among long ones
+  drawing    time to draw tokens from logits, with and without top-k and top-p
+  futures    thousands of futures of one client on a real server
+  iteration  iterations of reinforcement learning on a real server, compared with the backend alone
 """
 
 import argparse
@@ -19,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import live_sampling
 import numpy as np
-from common import machine, quantile, quartiles, report
-from drawing import costs as draw_costs
-from meters import Bandwidth, CompileWatch, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
 
+from benchmarks import live_sampling
+from benchmarks.common import quantile, quartiles, report
+from benchmarks.drawing import draw_times
+from benchmarks.meters import Bandwidth, CompileCounter, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
@@ -32,18 +40,18 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
-from skyrl_tx.huge_pages import restart_with_huge_pages
 from skyrl_tx.models.adapters import target_sizes
-from skyrl_tx.testing.client_environments import TORCH, prepare
+from skyrl_tx.process_setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
+from tests.support.client_environments import TORCH, prepare
 
-SHORT, LONG = 16, 1000
+SHORT, LONG = 16, 1000  # tokens to sample
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """So many prompts of one length, with so many samples of so many tokens each."""
+    """A number of prompts of one length, with a number of samples per prompt and of tokens per sample."""
 
     prompts: int
     length: int
@@ -61,7 +69,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Something that samples `tokens` in a turn."""
+    """A sampler to measure, with the tokens and decode steps of one turn and the least cost of a step."""
 
     name: str
     turn: Callable[[], Cost]
@@ -73,7 +81,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all scenarios share."""
+    """Options that all scenarios share."""
 
     model: Path
     rank: int
@@ -84,11 +92,11 @@ class Setup:
         content = hf.read_json(self.model, "config.json")
         return models.find_family(content).config_from_hf(content)
 
-    def backend(self, *, slots: int, longest: int, adapters: int = 1, room: float = 1.0) -> JaxBackend:
+    def backend(self, *, slots: int, longest: int, adapters: int = 1, memory_fraction: float = 1.0) -> JaxBackend:
         config = JaxConfig(
-            compile_cache_dir=None,  # else nothing is known of compile times
+            compile_cache_dir=None,  # so that compile times are measured
             sample_slots=slots,
-            max_sample_tokens=int(room * slots * longest),
+            max_sample_tokens=int(memory_fraction * slots * longest),
             max_context_length=longest,
             max_sampler_adapters=adapters,
             max_lora_adapters=1,
@@ -105,7 +113,7 @@ class Setup:
     def requests(self, work: Work, samplers: Sequence[SamplerId | None], seed: int = 0) -> list[SampleRequest]:
         draw = np.random.default_rng(seed)
         return [
-            ask(
+            make_request(
                 f"{seed}.{number}",
                 draw.integers(2, self.shape.vocab_size, work.length).astype(np.int32),
                 samplers[number % len(samplers)],
@@ -121,16 +129,15 @@ class Setup:
         seeds = iter(range(10**9))
 
         def turn() -> Cost:
-            batch = PreparedSampleBatch(
-                requests=tuple(self.requests(work, samplers, next(seeds)))
-            )  # prompts never seen
+            requests = self.requests(work, samplers, next(seeds))  # new prompts, so that no prefix is cached
+            batch = PreparedSampleBatch(requests=tuple(requests))
             return timed(lambda: backend.sample(batch))
 
-        flops, bytes_read = floor(self.shape, work, 0 if samplers[0] is None else self.rank, len(samplers))
+        flops, bytes_read = least_work(self.shape, work, 0 if samplers[0] is None else self.rank, len(samplers))
         return Contestant(name, turn, work.total, work.tokens, flops, bytes_read)
 
 
-def ask(name: str, prompt: np.ndarray, sampler: SamplerId | None, samples: int, tokens: int) -> SampleRequest:
+def make_request(name: str, prompt: np.ndarray, sampler: SamplerId | None, samples: int, tokens: int) -> SampleRequest:
     params = SamplingParams(seed=zlib.crc32(name.encode()), max_tokens=tokens, temperature=1.0, eos_stops=False)
     return SampleRequest(
         request_id=RequestId(name),
@@ -142,8 +149,8 @@ def ask(name: str, prompt: np.ndarray, sampler: SamplerId | None, samples: int, 
     )
 
 
-def floor(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
-    """Return the arithmetic and the float32 bytes that a step of all rows cannot do without, on average."""
+def least_work(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
+    """Return the least FLOPs and float32 bytes of a decode step of all samples, averaged over the steps."""
     frozen, lora = 0, 0
     for name, (inputs, outputs) in target_sizes(shape).items():
         repeats = 1 if name == "unembed" else shape.num_layers
@@ -156,16 +163,16 @@ def floor(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -
     return work.rows * (2 * (frozen + lora) + attention), 4 * (frozen + used * lora + cache)
 
 
-def measure(contestants: Sequence[Contestant], repeats: int, watch: CompileWatch) -> dict[str, Any]:
-    """Warm all up, then let them sample in turn."""
-    watch.take()
+def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCounter) -> dict[str, Any]:
+    """Warm up all contestants, then alternate their turns."""
+    compiles.take()
     reset_peak_memory()
     warm: dict[str, Any] = {}
     for each in contestants:
         first = each.turn()
-        warm[each.name] = {"first_turn_s": round(first.wall_s, 2), **watch.take()}
+        warm[each.name] = {"first_turn_s": round(first.wall_s, 2), **compiles.take()}
     rate, band = MatmulRate(), Bandwidth()
-    watch.take()
+    compiles.take()
     per_flop: list[float] = []
     per_byte: list[float] = []
     costs: dict[str, list[Cost]] = {each.name: [] for each in contestants}
@@ -178,7 +185,7 @@ def measure(contestants: Sequence[Contestant], repeats: int, watch: CompileWatch
     results: dict[str, Any] = {
         "matmul_gflops_per_s": round(1e-9 / flop_s, 1),
         "bandwidth_gb_per_s": round(1e-9 / byte_s, 1),
-        "compiles_after_warm_up": watch.take()["compiles"],
+        "compiles_after_warm_up": compiles.take()["compiles"],
         "peak_memory_mb": peak_memory_mb(),
     }
     for each in contestants:
@@ -202,31 +209,31 @@ def measure(contestants: Sequence[Contestant], repeats: int, watch: CompileWatch
 
 @contextmanager
 def generate(setup: Setup) -> Iterator[Contestant]:
-    """The same work by `transformers`, in a process and an environment of their own."""
+    """Yield the same work with `transformers`, in a process and an environment of its own."""
     environment, work = prepare(TORCH), setup.work
-    asked = {"prompts": work.prompts, "length": work.length, "samples": work.samples, "tokens": work.tokens}
+    shape = {"prompts": work.prompts, "length": work.length, "samples": work.samples, "tokens": work.tokens}
     child = subprocess.Popen(
-        [environment.python, Path(__file__).parent / "generate_sampler.py", setup.model, json.dumps(asked)],
+        [environment.python, Path(__file__).parent / "generate_sampler.py", setup.model, json.dumps(shape)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment.environment,
     )
     assert child.stdin is not None and child.stdout is not None
-    answers, asks = child.stdout, child.stdin
+    replies, commands = child.stdout, child.stdin
 
     def turn() -> Cost:
-        print("sample", file=asks, flush=True)
-        return Cost(*json.loads(answers.readline()))
+        print("sample", file=commands, flush=True)
+        return Cost(*json.loads(replies.readline()))
 
     try:
-        yield Contestant("transformers", turn, work.total, work.tokens, *floor(setup.shape, work, 0, 0))
+        yield Contestant("transformers", turn, work.total, work.tokens, *least_work(setup.shape, work, 0, 0))
     finally:
-        asks.close()
+        commands.close()
         child.wait(60)
 
 
-def steady(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
+def steady(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
     work = setup.work
     backend = setup.backend(slots=work.rows, longest=work.length + work.tokens)
     ours = [
@@ -235,11 +242,11 @@ def steady(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> di
     ]
     with ExitStack() as stack:
         other = [stack.enter_context(generate(setup))] if options.against_generate else []
-        return measure([*other, *ours], options.repeats, watch)
+        return measure([*other, *ours], options.repeats, compiles)
 
 
-def adapters(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
-    """One adapter against many, at equal work: each row is a request of its own."""
+def adapters(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
+    """Compare one adapter with many at equal work; each sample is a request of its own."""
     work = Work(options.adapters, setup.work.length, 1, setup.work.tokens)
     backend = setup.backend(slots=work.rows, longest=work.length + work.tokens, adapters=options.adapters)
     counts = [count for count in (1, 8, options.adapters) if count <= options.adapters]
@@ -247,34 +254,34 @@ def adapters(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> 
         setup.contestant(f"{count} adapters", backend, [SamplerId(f"s{n}") for n in range(count)], work)
         for count in counts
     ]
-    return measure([setup.contestant("base model", backend, [None], work), *kinds], options.repeats, watch)
+    return measure([setup.contestant("base model", backend, [None], work), *kinds], options.repeats, compiles)
 
 
-def staggered(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
-    """Short requests that arrive one by one among long ones, against a lone one, and against all at once."""
+def staggered(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
+    """Compare short requests that arrive among long ones with a lone short request, and with all sent at once."""
     length, num_long, num_short = setup.work.length, options.long, options.short
-    backend = setup.backend(slots=16, longest=length + LONG, room=options.room)
+    backend = setup.backend(slots=16, longest=length + LONG, memory_fraction=options.memory_fraction)
     long_work, short_work = Work(num_long, length, 1, LONG), Work(num_short, length, 1, SHORT)
 
     def run(arrivals: list[list[SampleRequest]]) -> tuple[float, list[float], list[float]]:
-        """Let one group arrive before each step; return all seconds, those of each short request, and of each step."""
-        began, born, ended, steps, waiting = time.perf_counter(), {}, {}, [], list(arrivals)
+        """Submit one group before each step; return total seconds, latency of each short request, and time per step."""
+        start, arrived, ended, steps, waiting = time.perf_counter(), {}, {}, [], list(arrivals)
         while True:
             if waiting and (group := waiting.pop(0)):
-                born.update({each.request_id: time.perf_counter() for each in group})
+                arrived.update({each.request_id: time.perf_counter() for each in group})
                 backend.begin_sample(PreparedSampleBatch(requests=tuple(group)))
             before = time.perf_counter()
             deltas = backend.step_sample()
             steps.append(time.perf_counter() - before)
             ended.update({each.request_id: time.perf_counter() for each in deltas if each.stop_reason})
             if not deltas and not waiting:
-                short = [ended[name] - at for name, at in born.items() if name.startswith("short")]
-                return time.perf_counter() - began, short, steps
+                short = [ended[name] - at for name, at in arrived.items() if name.startswith("short")]
+                return time.perf_counter() - start, short, steps
 
     def work(seed: int) -> tuple[list[SampleRequest], list[SampleRequest]]:
         longs = setup.requests(long_work, [None], 2 * seed)
         shorts = [
-            ask(f"short {seed}.{each.request_id}", each.prompt, None, 1, SHORT)
+            make_request(f"short {seed}.{each.request_id}", each.prompt, None, 1, SHORT)
             for each in setup.requests(short_work, [None], 2 * seed + 1)
         ]
         return longs, shorts
@@ -284,7 +291,7 @@ def staggered(setup: Setup, options: argparse.Namespace, watch: CompileWatch) ->
 
     run([[*work(0)[0], *work(0)[1]]])
     run(staggering(*work(1)))
-    watch.take()
+    compiles.take()
     lone: list[float] = []
     among: list[float] = []
     slices: list[float] = []
@@ -301,7 +308,7 @@ def staggered(setup: Setup, options: argparse.Namespace, watch: CompileWatch) ->
         ratios.append(at_once / seconds)
     bound = 2 * quantile(lone, 0.5) + quantile(slices, 0.5)
     return {
-        "compiles_after_warm_up": watch.take()["compiles"],
+        "compiles_after_warm_up": compiles.take()["compiles"],
         "lone_short_s": quartiles(lone),
         "short_among_long_s": {**quartiles(among), "p95": round(quantile(among, 0.95), 3)},
         "slice_s": quartiles(slices),
@@ -310,9 +317,9 @@ def staggered(setup: Setup, options: argparse.Namespace, watch: CompileWatch) ->
     }
 
 
-def drawing(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
-    """What it costs to draw tokens from logits, beside the product that makes those logits."""
-    return draw_costs(setup.shape.hidden_size, options.repeats, watch)
+def drawing(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
+    """Time token draws from logits, compared with the product that computes the logits."""
+    return draw_times(setup.shape.hidden_size, options.repeats, compiles)
 
 
 def sizes(setup: Setup) -> live_sampling.Sizes:
@@ -322,13 +329,13 @@ def sizes(setup: Setup) -> live_sampling.Sizes:
     )
 
 
-def futures(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
-    """Many futures of one client of a real server at once."""
+def futures(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
+    """Measure many concurrent futures of one client on a real server."""
     return live_sampling.futures(sizes(setup), options.futures, options.slots)
 
 
-def iteration(setup: Setup, options: argparse.Namespace, watch: CompileWatch) -> dict[str, Any]:
-    """Reinforcement learning through a real server, against the same work on a backend alone."""
+def iteration(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
+    """Compare iterations of reinforcement learning on a real server with the same work on the backend alone."""
     return live_sampling.iterations(sizes(setup), options.repeats)
 
 
@@ -344,26 +351,31 @@ SCENARIOS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or a model's directory")
-    parser.add_argument("--scenario", choices=SCENARIOS, default="steady")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each contestant, after one to warm up")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--shape", default="16x64x4x128", help="prompts x their length x samples x tokens")
-    parser.add_argument("--against-generate", action="store_true", help="steady: transformers takes turns with us")
-    parser.add_argument("--adapters", type=int, default=64, help="adapters: how many different ones")
-    parser.add_argument("--long", type=int, default=8, help="staggered: requests of 1,000 tokens")
-    parser.add_argument("--room", type=float, default=1.0, help="staggered: of all slots' longest; below 1 rows grow")
-    parser.add_argument("--short", type=int, default=24, help="staggered: requests of 16 tokens")
-    parser.add_argument("--futures", type=int, default=2000, help="futures: how many wait at once")
-    parser.add_argument("--slots", type=int, default=64, help="futures: the server's sample_slots")
+    parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or the directory of a model")
+    parser.add_argument("--scenario", choices=SCENARIOS, default="steady", help="see above")
+    parser.add_argument("--repeats", type=int, default=5, help="measured turns of each contestant")
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank")
+    parser.add_argument("--shape", default="16x64x4x128", help="prompts x prompt length x samples per prompt x tokens")
+    parser.add_argument("--against-generate", action="store_true", help="steady: compare with generate of transformers")
+    parser.add_argument("--adapters", type=int, default=64, help="adapters: number of adapters")
+    parser.add_argument("--long", type=int, default=8, help="staggered: number of requests for 1,000 tokens")
+    parser.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=1.0,
+        help="staggered: KV cache size relative to full-length slots; below 1, slots start short and grow",
+    )
+    parser.add_argument("--short", type=int, default=24, help="staggered: number of requests for 16 tokens")
+    parser.add_argument("--futures", type=int, default=2000, help="futures: number of concurrent futures")
+    parser.add_argument("--slots", type=int, default=64, help="futures: sample_slots of the server")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
         setup = Setup(model, options.rank, Work(*map(int, options.shape.split("x"))))
-        results = SCENARIOS[options.scenario](setup, options, CompileWatch())
-    report("sampling", machine("jax", "jaxlib", "numpy"), results)
+        results = SCENARIOS[options.scenario](setup, options, CompileCounter())
+    report("sampling", options, results, ("jax", "jaxlib", "numpy"))
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # as the server's engine
+    restart_with_huge_pages()  # as the engine process does
     main()

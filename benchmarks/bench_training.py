@@ -1,10 +1,20 @@
-"""How fast the JAX backend trains, and what part of the machine's arithmetic that is.
+"""Training throughput of the JAX backend, and its share of the machine's matmul rate.
 
-Every contestant of a scenario takes a step in turn, with the rate of a plain matrix product measured in between, so
-that all meet the same disturbances. A step is forward_backward and optim_step, waited for. Ratios are of CPU seconds
-and of the clock, step by step. The share of the peak compares a step with the arithmetic it cannot do without: 4 FLOPs
-per frozen parameter and token, 6 per LoRA parameter and token, causal attention; of experts, those chosen for a token;
-no padding, no recomputation.
+The contestants of a scenario alternate step by step, and the rate of a plain matrix product is measured before each
+step, so that all of them meet the same load of the machine. A step is forward_backward and optim_step, including the
+wait for the results. Ratios compare neighbouring steps, by CPU seconds and by wall time.
+
+The share of the matmul rate compares a step with the least arithmetic it needs: 4 FLOPs per frozen parameter and token,
+6 per LoRA parameter and token, and causal attention; of experts, only those chosen for a token count. Padding and
+recomputation do not count.
+
+Scenarios:
+  steady   one model and equal sequence lengths; with --against-peft compared with transformers + peft
+  ragged   random sequence lengths compared with equal lengths
+  tenants  many models with one request each compared with one model that sends the same tokens
+  slots    2 compared with 64 configured adapter slots
+  optim    one optim_step on an idle backend compared with one among many models
+  host     CPU time of Python in a step, from the stored request to the stored result
 """
 
 import argparse
@@ -22,34 +32,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, quartiles, report
-from meters import CompileWatch, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
 
+from benchmarks.common import quartiles, report
+from benchmarks.meters import CompileCounter, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import UNKNOWN_MEMORY_TOKENS
+from skyrl_tx.backends.jax.memory import DEFAULT_MICRO_BATCH_TOKENS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
-from skyrl_tx.engine.prepare import pass_batch, pass_examples, pass_output
-from skyrl_tx.huge_pages import restart_with_huge_pages
+from skyrl_tx.engine.prepare import pass_examples, pass_output
 from skyrl_tx.models.adapters import EXPERT_TARGETS, target_layers, target_sizes
-from skyrl_tx.testing.client_environments import TORCH, prepare
+from skyrl_tx.process_setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
+from tests.support.client_environments import TORCH, prepare
 
 SCENARIOS = ("steady", "ragged", "tenants", "slots", "optim", "host")
 RAGGED_LENGTHS = (20, 700)
-EQUAL_LENGTH = 384  # near the mean of random lengths, and free of padding
+EQUAL_LENGTH = 384  # close to the mean of the random lengths; needs no padding
 NUM_TENANTS = 32
 TENANT_RANKS = (4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Something that trains, and what one step of it is worth."""
+    """A trainer to measure, with the tokens and FLOPs of one step."""
 
     name: str
     step: Callable[[], Cost]
@@ -59,7 +69,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One model, and the lengths of the sequences in each of its requests."""
+    """One model, with the sequence lengths of each of its requests."""
 
     rank: int
     requests: tuple[tuple[int, ...], ...]
@@ -67,7 +77,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all scenarios share."""
+    """Options that all scenarios share."""
 
     model: Path
     rank: int
@@ -83,7 +93,7 @@ class Setup:
         config = JaxConfig(
             max_lora_adapters=num_slots,
             micro_batch_tokens=self.micro_batch_tokens,
-            compile_cache_dir=None,  # else nothing is known of compile times
+            compile_cache_dir=None,  # so that compile times are measured
             sample_slots=1,
             max_sample_tokens=8192,
         )
@@ -92,7 +102,7 @@ class Setup:
         return backend
 
     def contestant(self, name: str, backend: JaxBackend, tenants: Sequence[Tenant]) -> Contestant:
-        """Create the tenants' models; a step passes all requests together, then steps each model."""
+        """Create the tenants' models; a step sends all requests as one pass, then steps each model."""
         vocab_size, draw = self.shape.vocab_size, np.random.default_rng(0)
         examples: list[PassExample] = []
         for number, tenant in enumerate(tenants):
@@ -115,7 +125,7 @@ class Setup:
             step=lambda: timed(step),
             tokens=sum(each.tokens.size for each in examples),
             flops=sum(
-                floor_flops(self.shape, tenant.rank, lengths, self.train_unembed)
+                least_flops(self.shape, tenant.rank, lengths, self.train_unembed)
                 for tenant in tenants
                 for lengths in tenant.requests
             ),
@@ -134,10 +144,10 @@ def example(request: RequestId, model: ModelId, length: int, vocab_size: int, dr
     )
 
 
-def floor_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
-    """Return the arithmetic that forward and backward of these sequences cannot do without.
+def least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
+    """Return the least FLOPs of forward and backward for these sequences.
 
-    Of the experts of a layer, a token meets those that are chosen for it, and the router that chooses.
+    In a mixture of experts, a token counts the router and the experts that are chosen for it.
     """
     frozen, lora = 0, 0
     if shape.experts is not None:
@@ -148,30 +158,30 @@ def floor_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], tr
             repeats *= shape.experts.routing.num_chosen
         frozen += repeats * inputs * outputs
         lora += repeats * rank * (inputs + outputs) if train_unembed or name != "unembed" else 0
-    per_pair = 12 * shape.num_layers * shape.num_heads * shape.head_dim  # two products forwards, four backwards
+    per_pair = 12 * shape.num_layers * shape.num_heads * shape.head_dim  # 2 products forward, 4 backward
     return sum((4 * frozen + 6 * lora) * length + per_pair * length * (length + 1) / 2 for length in lengths)
 
 
-def measure(contestants: Sequence[Contestant], repeats: int, watch: CompileWatch) -> dict[str, Any]:
-    """Warm all up, then let them step in turn."""
-    watch.take()
+def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCounter) -> dict[str, Any]:
+    """Warm up all contestants, then alternate their steps."""
+    compiles.take()
     reset_peak_memory()
     warm: dict[str, Any] = {}
     for each in contestants:
         first = each.step()
-        warm[each.name] = {"first_step_s": round(first.wall_s, 2), **watch.take()}
+        warm[each.name] = {"first_step_s": round(first.wall_s, 2), **compiles.take()}
         each.step()
     rate = MatmulRate()
-    watch.take()
-    peak: list[Cost] = []
+    compiles.take()
+    matmul: list[Cost] = []
     costs: dict[str, list[Cost]] = {each.name: [] for each in contestants}
     for _ in range(repeats):
         for each in contestants:
-            peak.append(rate.sample())
+            matmul.append(rate.sample())
             costs[each.name].append(each.step())
-    late = watch.take()
-    wall_per_flop = statistics.median(cost.wall_s for cost in peak)
-    cpu_per_flop = statistics.median(cost.cpu_s for cost in peak)
+    late = compiles.take()
+    wall_per_flop = statistics.median(cost.wall_s for cost in matmul)
+    cpu_per_flop = statistics.median(cost.cpu_s for cost in matmul)
     results: dict[str, Any] = {
         "matmul_gflops_per_s": round(1e-9 / wall_per_flop, 1),
         "matmul_gflops_per_cpu_s": round(1e-9 / cpu_per_flop, 1),
@@ -185,8 +195,8 @@ def measure(contestants: Sequence[Contestant], repeats: int, watch: CompileWatch
             "step_s": quartiles([cost.wall_s for cost in own]),
             "tokens_per_s": quartiles([each.tokens / cost.wall_s for cost in own], 1),
             "tokens_per_cpu_s": quartiles([each.tokens / cost.cpu_s for cost in own], 1),
-            "share_of_peak": quartiles([each.flops * wall_per_flop / cost.wall_s for cost in own]),
-            "share_of_peak_by_cpu": quartiles([each.flops * cpu_per_flop / cost.cpu_s for cost in own]),
+            "share_of_matmul_rate": quartiles([each.flops * wall_per_flop / cost.wall_s for cost in own]),
+            "share_of_matmul_rate_by_cpu": quartiles([each.flops * cpu_per_flop / cost.cpu_s for cost in own]),
             **warm[each.name],
         }
     first = contestants[0]
@@ -201,7 +211,7 @@ def measure(contestants: Sequence[Contestant], repeats: int, watch: CompileWatch
 
 @contextmanager
 def peft(setup: Setup, num_rows: int, length: int) -> Iterator[Contestant]:
-    """The same step by `transformers` and `peft`, in a process and an environment of their own."""
+    """Yield the same step with `transformers` and `peft`, in a process and an environment of their own."""
     environment = prepare(TORCH)
     work = {
         "rows": num_rows,
@@ -218,17 +228,17 @@ def peft(setup: Setup, num_rows: int, length: int) -> Iterator[Contestant]:
         env=environment.environment,
     )
     assert child.stdin is not None and child.stdout is not None
-    answers, asks = child.stdout, child.stdin
+    replies, commands = child.stdout, child.stdin
 
     def step() -> Cost:
-        print("step", file=asks, flush=True)
-        return Cost(*json.loads(answers.readline()))
+        print("step", file=commands, flush=True)
+        return Cost(*json.loads(replies.readline()))
 
-    flops = floor_flops(setup.shape, setup.rank, [length] * num_rows, setup.train_unembed)
+    flops = least_flops(setup.shape, setup.rank, [length] * num_rows, setup.train_unembed)
     try:
         yield Contestant("transformers+peft", step, num_rows * length, flops)
     finally:
-        asks.close()
+        commands.close()
         child.wait(60)
 
 
@@ -252,7 +262,7 @@ def ragged(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[
 
 
 def tenants(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
-    """One tenant with one request or with many, and many tenants, equal or mixed in their ranks: the same tokens."""
+    """Compare one tenant with one request or many, and many tenants with equal or mixed ranks, at the same tokens."""
     num_tenants = options.tenants
     backend = setup.backend(2 + 2 * num_tenants)
     small = (options.tenant_length,) * options.tenant_rows
@@ -273,7 +283,7 @@ def slots(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[s
 
 
 def optim(setup: Setup, _: Measure, options: argparse.Namespace) -> dict[str, Any]:
-    """One adapter's optimizer step, where it is the only model and where many are beside it."""
+    """Compare one optim_step on a backend with one model and on a backend with many."""
     num_rows, length = map(int, options.shape.split("x"))
     model, draw = ModelId("model 0"), np.random.default_rng(0)
     lora = LoraSpec(rank=setup.rank, seed=0, train_unembed=setup.train_unembed)
@@ -289,23 +299,23 @@ def optim(setup: Setup, _: Measure, options: argparse.Namespace) -> dict[str, An
         return timed(lambda: backend.optim_step(model, OptimizerParams()))
 
     costs: dict[str, list[Cost]] = {name: [] for name in backends}
-    for repeat in range(2 + options.repeats):  # two to warm up
+    for repeat in range(2 + options.repeats):  # the first two warm up
         for name, backend in backends.items():
             cost = step(backend)
             costs[name] += [cost] if repeat >= 2 else []
-    alone, beside = costs.values()
+    alone, among_many = costs.values()
     return {
         **{f"{name}, ms": quartiles([1e3 * cost.wall_s for cost in found]) for name, found in costs.items()},
         **{f"{name}, CPU ms": quartiles([1e3 * cost.cpu_s for cost in found]) for name, found in costs.items()},
-        "ratio": quartiles([one.wall_s / many.wall_s for one, many in zip(alone, beside, strict=True)]),
+        "ratio": quartiles([one.wall_s / many.wall_s for one, many in zip(alone, among_many, strict=True)]),
     }
 
 
 def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
-    """What Python does in a step, from a stored request to a stored result: its thread's CPU time beside the clock.
+    """Measure the CPU time of the Python thread in a step, from the stored request to the stored result.
 
-    That thread does nothing else; the device's work goes on beside it, in threads of its own. `profile` names the
-    dearest functions by their own time, which the profiler makes dearer than they are.
+    Device work runs in other threads. `profile_s` lists the functions with the most time of their own; the profiler
+    itself adds to these times.
     """
     num_rows, length = map(int, options.shape.split("x"))
     backend = JaxBackend(str(setup.model), JaxConfig(compile_cache_dir=None, sample_slots=1, max_sample_tokens=8192))
@@ -320,52 +330,55 @@ def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[st
     def step() -> None:
         request = codec.decode(stored)
         assert isinstance(request, ModelPass)
-        batch = pass_batch([tuple(pass_examples(RequestId("r"), model, request, capabilities))])
+        examples = tuple(pass_examples(RequestId("r"), model, request, capabilities))
+        batch = PreparedModelPassBatch(examples=examples)
         codec.encode(pass_output(backend.forward_backward(batch), num_rows * length))
         backend.optim_step(model, OptimizerParams())
 
     step()
     steps: list[tuple[float, float]] = []
     for _ in range(options.repeats):
-        thread, began = time.thread_time(), time.perf_counter()
+        thread, start = time.thread_time(), time.perf_counter()
         step()
-        steps.append((time.perf_counter() - began, time.thread_time() - thread))
+        steps.append((time.perf_counter() - start, time.thread_time() - thread))
     profiler = cProfile.Profile()
     profiler.runcall(step)
-    dearest = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
+    slowest = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
     return {
         "step_s": quartiles([wall for wall, _ in steps]),
         "python_s": quartiles([thread for _, thread in steps]),
         "python_share": quartiles([thread / wall for wall, thread in steps]),
-        "profile_s": {f"{Path(file).name}:{name}": round(own, 5) for (file, _, name), (_, _, own, _, _) in dearest},
+        "profile_s": {f"{Path(file).name}:{name}": round(own, 5) for (file, _, name), (_, _, own, _, _) in slowest},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or a model's directory")
-    parser.add_argument("--scenario", choices=SCENARIOS, default="steady")
-    parser.add_argument("--repeats", type=int, default=7, help="steps of each contestant, after two to warm up")
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--model", default="30M", help=f"{', '.join(PRESETS)}, or the directory of a model")
+    parser.add_argument("--scenario", choices=SCENARIOS, default="steady", help="see above")
+    parser.add_argument("--repeats", type=int, default=7, help="measured steps of each contestant")
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank")
     parser.add_argument("--unembed", action=argparse.BooleanOptionalAction, default=True, help="train the unembedding")
-    parser.add_argument("--micro-batch-tokens", type=int, default=UNKNOWN_MEMORY_TOKENS)
-    parser.add_argument("--shape", default="8x256", help="steady, slots, optim, host: rows x tokens")
-    parser.add_argument("--against-peft", action="store_true", help="steady: transformers and peft take turns with us")
-    parser.add_argument("--datums", type=int, default=64, help="ragged: how many sequences")
-    parser.add_argument("--tenants", type=int, default=NUM_TENANTS, help="tenants, optim: how many")
-    parser.add_argument("--tenant-rows", type=int, default=4, help="tenants: sequences of each request")
-    parser.add_argument("--tenant-length", type=int, default=128, help="tenants: tokens of each sequence")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=DEFAULT_MICRO_BATCH_TOKENS, help="tokens of a micro-batch"
+    )
+    parser.add_argument("--shape", default="8x256", help="steady, slots, optim, host: sequences x tokens")
+    parser.add_argument("--against-peft", action="store_true", help="steady: compare with transformers + peft")
+    parser.add_argument("--datums", type=int, default=64, help="ragged: number of sequences")
+    parser.add_argument("--tenants", type=int, default=NUM_TENANTS, help="tenants, optim: number of models")
+    parser.add_argument("--tenant-rows", type=int, default=4, help="tenants: sequences per request")
+    parser.add_argument("--tenant-length", type=int, default=128, help="tenants: tokens per sequence")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = write_preset(options.model, Path(directory)) if options.model in PRESETS else Path(options.model)
         setup = Setup(model, options.rank, options.unembed, options.micro_batch_tokens)
-        watch = CompileWatch()
+        compiles = CompileCounter()
         scenarios = (steady, ragged, tenants, slots, optim, host)
         scenario = {each.__name__: each for each in scenarios}[options.scenario]
-        results = scenario(setup, lambda each: measure(each, options.repeats, watch), options)
-    report("training", machine("jax", "jaxlib", "numpy"), results)
+        results = scenario(setup, lambda each: measure(each, options.repeats, compiles), options)
+    report("training", options, results, ("jax", "jaxlib", "numpy"))
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()  # as the server's engine
+    restart_with_huge_pages()  # as the engine process does
     main()

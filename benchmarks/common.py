@@ -1,5 +1,6 @@
-"""What every benchmark reports: where it ran, and robust figures of what it measured."""
+"""Statistics and the report format that all benchmarks share."""
 
+import argparse
 import json
 import os
 import platform
@@ -7,32 +8,33 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the q-quantile, interpolated between neighbours."""
+    """Return the q-quantile, interpolated linearly between neighbours."""
     ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = int(place)
+    position = q * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def summary(values: Sequence[float]) -> dict[str, float | int]:
-    """Median, 95th percentile and spread (interquartile range)."""
+    """Return number of runs, median, 95th percentile and interquartile range."""
     return {
         "runs": len(values),
         "median": round(statistics.median(values), 4),
         "p95": round(quantile(values, 0.95), 4),
-        "spread": round(quantile(values, 0.75) - quantile(values, 0.25), 4),
+        "iqr": round(quantile(values, 0.75) - quantile(values, 0.25), 4),
     }
 
 
 def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float | int]:
-    """Median and the quartiles around it."""
+    """Return number of runs, median, and first and third quartile."""
     return {
         "runs": len(values),
         "q1": round(quantile(values, 0.25), digits),
@@ -41,22 +43,24 @@ def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float | int
     }
 
 
-def machine(*packages: str) -> dict[str, Any]:
-    """Where this ran: commit, processor, cores, Python and the versions that matter."""
-    return {
+def report(benchmark: str, options: argparse.Namespace, results: dict[str, Any], packages: Sequence[str]) -> None:
+    """Print one record of the format that README.md describes, as JSON, to stdout."""
+    command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".rstrip()
+    record = {
+        "benchmark": benchmark,
+        "date": datetime.now(UTC).date().isoformat(),
         "commit": _commit(),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in packages},
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "packages": {name: version(name) for name in packages},
+        },
+        "command": command,
+        "options": vars(options),
+        "results": results,
     }
-
-
-def report(name: str, machine: dict[str, Any], results: dict[str, Any]) -> None:
-    """Print one JSON document to stdout."""
-    json.dump(
-        {"benchmark": name, "command": " ".join(sys.argv), "machine": machine, "results": results}, sys.stdout, indent=2
-    )
+    json.dump(record, sys.stdout, indent=2, default=str)
     print()
 
 

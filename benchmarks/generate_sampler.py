@@ -1,8 +1,8 @@
-"""Runs in the torch environment: `transformers` generate, batched, on the work that ours does.
+"""Samples with batched `generate` of `transformers`, for bench_sampling; runs in the PyTorch environment.
 
     python generate_sampler.py MODEL_DIRECTORY '{"prompts": 16, "length": 64, "samples": 4, "tokens": 128}'
 
-For each line on its input it samples all once and answers with the seconds it took, as JSON.
+For each line on stdin it samples the whole batch and prints wall and CPU seconds as JSON.
 """
 
 import json
@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 def main(directory: str, prompts: int, length: int, samples: int, tokens: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     model.generation_config.eos_token_id = None
-    asked = torch.randint(2, model.config.vocab_size, (prompts, length))
+    prompt_ids = torch.randint(2, model.config.vocab_size, (prompts, length))
 
     def step() -> None:
         with torch.inference_mode():
-            made = model.generate(
-                asked,
-                attention_mask=torch.ones_like(asked),
+            output = model.generate(
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,
@@ -30,7 +30,7 @@ def main(directory: str, prompts: int, length: int, samples: int, tokens: int) -
                 max_new_tokens=tokens,
                 pad_token_id=0,
             )
-        assert made.shape == (prompts * samples, length + tokens)
+        assert output.shape == (prompts * samples, length + tokens)
 
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()

@@ -1,6 +1,7 @@
-"""A bare HTTP server that answers at once with what a real server once answered: the floor of any client's latency.
+"""HTTP server that replays recorded responses immediately; the lower bound of a client's latency.
 
-Recording, it passes each call on and keeps the answer; replaying, it gives the kept answer and does nothing else.
+While recording, it forwards each call to the upstream server and stores the response. While replaying, it returns the
+stored response and does nothing else.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ _KIND = "x-tinker-request-type"
 class _Stub:
     upstream: tuple[str, int]
     replaying: bool = False
-    answers: dict[tuple[str, str, str], bytes] = field(default_factory=dict)
+    responses: dict[tuple[str, str, str], bytes] = field(default_factory=dict)
 
     async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -26,22 +27,22 @@ class _Stub:
                 first_line, headers, _ = request
                 method, path, _ = first_line.split(" ")
                 key = (method, path, headers.get(_KIND, ""))
-                if not (self.replaying and key in self.answers):
-                    self.answers[key] = await self._pass_on(request)
-                writer.write(self.answers[key])
+                if not (self.replaying and key in self.responses):
+                    self.responses[key] = await self._forward(request)
+                writer.write(self.responses[key])
                 await writer.drain()
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the client, or the benchmark, is done
+            pass  # the client or the benchmark has finished
         finally:
             writer.close()
 
-    async def _pass_on(self, request: "_Message") -> bytes:
+    async def _forward(self, request: "_Message") -> bytes:
         reader, writer = await asyncio.open_connection(*self.upstream)
         writer.write(_write_message(request))
-        answer = await _read_message(reader)
+        response = await _read_message(reader)
         writer.close()
-        assert answer is not None, "the real server hung up"
-        return _write_message(answer)
+        assert response is not None, "the upstream server closed the connection"
+        return _write_message(response)
 
 
 _Message = tuple[str, dict[str, str], bytes]
@@ -54,7 +55,7 @@ async def _read_message(reader: asyncio.StreamReader) -> _Message | None:
         return None
     first_line, *lines = head.rstrip("\r\n").split("\r\n")
     headers = {name.lower(): value.strip() for name, value in (line.split(":", 1) for line in lines)}
-    assert "transfer-encoding" not in headers, "neither the SDK nor our server sends chunked messages"
+    assert "transfer-encoding" not in headers, "neither the SDK nor the server sends chunked messages"
     return first_line, headers, await reader.readexactly(int(headers.get("content-length", 0)))
 
 
@@ -83,19 +84,19 @@ class RunningStub:
     control: Connection
 
     def replay(self) -> None:
-        """From now on, ask the real server nothing."""
+        """Stop forwarding and replay the stored responses."""
         self.control.send("replay")
         self.control.recv()
 
 
 @contextmanager
 def running_stub(upstream_url: str) -> Iterator[RunningStub]:
-    """Run a stub in a process of its own, recording."""
+    """Run a recording stub in a process of its own."""
     upstream = urlsplit(upstream_url)
     assert upstream.hostname is not None and upstream.port is not None
     spawn = multiprocessing.get_context("spawn")
-    control, childs_end = spawn.Pipe()
-    process = spawn.Process(target=_child, args=((upstream.hostname, upstream.port), childs_end), daemon=True)
+    control, child_end = spawn.Pipe()
+    process = spawn.Process(target=_child, args=((upstream.hostname, upstream.port), child_end), daemon=True)
     process.start()
     try:
         yield RunningStub(f"http://127.0.0.1:{control.recv()}", control)

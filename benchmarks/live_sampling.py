@@ -1,7 +1,7 @@
-"""Sampling through a real server: two thousand futures that wait at once, and iterations of reinforcement learning.
+"""Scenarios of bench_sampling that need a real server: concurrent futures, and iterations of reinforcement learning.
 
-What an iteration takes beside the device is told by a backend that does the same work without server, client or
-database, in this process, in turn with the server: neither works while the other does.
+The time of an iteration outside the backend is found by comparison with the same work on a backend in this process,
+without server, client or database. Server and backend alternate; neither works while the other does.
 """
 
 import logging
@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 import tinker
-from common import quantile, quartiles
 from tinker import types
 
+from benchmarks.common import quantile, quartiles
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.listening import raise_file_limit
-from skyrl_tx.testing.live_server import LiveServer
+from skyrl_tx.process_setup import raise_file_limit
+from tests.support.live_server import LiveServer
 
 LOSS = "importance_sampling"
 LEARNING_RATE = 1e-4
@@ -37,7 +37,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is asked of the model in a directory: so many prompts of one length, with samples of so many tokens."""
+    """The model, and the number and sizes of prompts and samples."""
 
     model: Path
     vocab_size: int
@@ -48,7 +48,7 @@ class Sizes:
     tokens: int
 
     def config(self, slots: int) -> JaxConfig:
-        """As the server's flags say it too."""
+        """Return the backend configuration, the same one that the server gets by flags."""
         return JaxConfig(
             sample_slots=slots,
             max_sample_tokens=slots * 2 * (self.length + self.tokens),
@@ -63,7 +63,7 @@ class Sizes:
 
 @contextmanager
 def served(sizes: Sizes, slots: int) -> Iterator[LiveServer]:
-    """`skyrl-tx serve` in processes of its own."""
+    """Run `skyrl-tx serve` in processes of its own."""
     config = sizes.config(slots)
     flags = ["--base-model", str(sizes.model), "--backend", "jax"]
     for name in ("sample_slots", "max_sample_tokens", "max_lora_adapters", "max_sampler_adapters"):
@@ -84,7 +84,7 @@ def resident_mb(pid: int | str) -> int:
 
 
 class Statuses(logging.Handler):
-    """How often each status was answered, as the SDK's HTTP client logs it."""
+    """Counts the HTTP statuses that the SDK's client logs."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -108,35 +108,35 @@ class Statuses(logging.Handler):
 
 
 class Peaks:
-    """The largest resident memory of some processes, looked at ten times a second."""
+    """Records the peak resident memory of processes, sampled every 0.1 s."""
 
     def __init__(self, pids: dict[str, int | str]) -> None:
         self._pids = pids
         self.before = {name: resident_mb(pid) for name, pid in pids.items()}
         self.peak = dict(self.before)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> "Peaks":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self._over.wait(0.1):
+    def _sample(self) -> None:
+        while not self._stopped.wait(0.1):
             for name, pid in self._pids.items():
                 self.peak[name] = max(self.peak[name], resident_mb(pid))
 
     def report(self) -> dict[str, str]:
-        """Megabytes before and at the peak."""
+        """Return megabytes before the load and at the peak."""
         return {name: f"{self.before[name]} -> {self.peak[name]}" for name in self._pids}
 
 
 def futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
-    """So many futures of one client at once; meanwhile another client asks for single tokens, one after the other."""
+    """Submit `count` futures of one client at once, while another client samples single tokens sequentially."""
     params = types.SamplingParams(max_tokens=sizes.tokens, stop=[])
     one = types.SamplingParams(max_tokens=1, stop=[])
     prompts = [types.ModelInput.from_ints(row.tolist()) for row in sizes.prompts_of(1)]
@@ -154,31 +154,31 @@ def futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
         under_load: list[float] = []
         pids: dict[str, int | str] = {"API": server.pid, "engine": server.engine_pid, "client": "self"}
         with Statuses() as statuses, Peaks(pids) as peaks, ThreadPoolExecutor(64) as pool:
-            begun = time.perf_counter()
+            start = time.perf_counter()
 
             def wait(future: Any) -> None:
                 try:
                     assert len(future.result().sequences[0].tokens) == sizes.tokens
-                except Exception as error:  # each is counted and shown
+                except Exception as error:  # counted and reported
                     errors.append(f"{type(error).__name__}: {error}")
-                ended.append(time.perf_counter() - begun)
+                ended.append(time.perf_counter() - start)
 
             pending = [client.sample(prompts[index % len(prompts)], 1, params) for index in range(count)]
-            submitted_s = time.perf_counter() - begun
+            submitted_s = time.perf_counter() - start
             waits = [pool.submit(wait, future) for future in pending]
             while not all(each.done() for each in waits):
                 prompt = prompts[len(under_load) % len(prompts)]
                 under_load.append(seconds(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
-            elapsed = time.perf_counter() - begun
+            etimesed = time.perf_counter() - start
     return {
         "futures": count,
         "errors": len(errors),
         "first_errors": errors[:3],
-        "answers": dict(sorted(statuses.counts.items())),
+        "statuses": dict(sorted(statuses.counts.items())),
         "resident_mb": peaks.report(),
         "submitted_s": round(submitted_s, 2),
-        "all_s": round(elapsed, 2),
-        "tokens_per_s": round(count * sizes.tokens / elapsed, 1),
+        "all_s": round(etimesed, 2),
+        "tokens_per_s": round(count * sizes.tokens / etimesed, 1),
         "first_result_s": round(min(ended), 2),
         "result_s": quartiles(ended, 2),
         "first_token_alone_s": quartiles(lone),
@@ -187,14 +187,14 @@ def futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 @dataclass(slots=True)
-class Lap:
-    """When the parts of an iteration were done, in seconds."""
+class IterationTimes:
+    """Seconds from the start of an iteration to the end of each of its parts."""
 
     saved: float
     sampled: float
@@ -202,30 +202,33 @@ class Lap:
 
 
 def iterations(sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Iterations through the SDK and a server, in turn with the same work on a bare backend."""
+    """Alternate iterations through the SDK and a server with the same work on a backend alone."""
     slots = sizes.prompts * sizes.samples
-    laps: list[tuple[Lap, Lap]] = []
+    times: list[tuple[IterationTimes, IterationTimes]] = []
     with served(sizes, slots) as server, client_of(server) as service:
-        bare = Bare(sizes, slots)
+        alone = BackendAlone(sizes, slots)
         training = service.create_lora_training_client(str(sizes.model), rank=sizes.rank, seed=0).result()
         for seed in range(repeats + 1):
-            pair = through_the_sdk(sizes, training, seed), bare.iteration(seed)
+            pair = through_the_sdk(sizes, training, seed), alone.iteration(seed)
             if seed:  # the first compiles
-                laps.append(pair)
-        bare.close()
+                times.append(pair)
+        alone.close()
     parts = {"save": "saved", "until sampled": "sampled", "all": "trained"}
     return {
-        **{f"served, {name}, s": quartiles([getattr(ours, key) for ours, _ in laps]) for name, key in parts.items()},
-        **{f"bare, {name}, s": quartiles([getattr(bare, key) for _, bare in laps]) for name, key in parts.items()},
-        "share outside the backend": quartiles([1 - bare.trained / ours.trained for ours, bare in laps]),
+        **{f"served, {name}, s": quartiles([getattr(ours, key) for ours, _ in times]) for name, key in parts.items()},
+        **{
+            f"backend alone, {name}, s": quartiles([getattr(alone, key) for _, alone in times])
+            for name, key in parts.items()
+        },
+        "share outside the backend": quartiles([1 - alone.trained / ours.trained for ours, alone in times]),
     }
 
 
-def through_the_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) -> Lap:
-    """One iteration as the cookbook's loops do it."""
-    begun = time.perf_counter()
+def through_the_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) -> IterationTimes:
+    """Run one iteration like the training loops of the cookbook."""
+    start = time.perf_counter()
     sampler = training.save_weights_and_get_sampling_client().result()
-    saved = time.perf_counter() - begun
+    saved = time.perf_counter() - start
     prompts = sizes.prompts_of(seed)
     pending = [
         sampler.sample(
@@ -244,16 +247,16 @@ def through_the_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) ->
             data.append(
                 types.Datum(model_input=types.ModelInput.from_ints(row[:-1].tolist()), loss_fn_inputs=dict(inputs))
             )
-    sampled = time.perf_counter() - begun
+    sampled = time.perf_counter() - start
     passed = training.forward_backward(data, LOSS)
     stepped = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
     passed.result()
     stepped.result()
-    return Lap(saved, sampled, time.perf_counter() - begun)
+    return IterationTimes(saved, sampled, time.perf_counter() - start)
 
 
 def loss_inputs(row: np.ndarray, logprobs: np.ndarray, index: int) -> dict[str, np.ndarray]:
-    """Of a prompt with its continuation: rewards are made up."""
+    """Return the loss inputs of a prompt with its continuation; the advantages are artificial."""
     before = np.zeros(row.size - 1 - logprobs.size, np.float32)
     advantages = np.full(logprobs.size, 1.0 if index % 2 else -1.0, np.float32)
     return {
@@ -264,8 +267,8 @@ def loss_inputs(row: np.ndarray, logprobs: np.ndarray, index: int) -> dict[str, 
     }
 
 
-class Bare:
-    """The same iteration on a backend alone: what an engine would have it do, and nothing else."""
+class BackendAlone:
+    """Runs the same iteration on a backend alone, with the calls that an engine would make."""
 
     def __init__(self, sizes: Sizes, slots: int) -> None:
         self._sizes, self._model = sizes, ModelId("m")
@@ -276,11 +279,11 @@ class Bare:
     def close(self) -> None:
         self._backend.close()
 
-    def iteration(self, seed: int) -> Lap:
+    def iteration(self, seed: int) -> IterationTimes:
         sizes, backend, sampler = self._sizes, self._backend, SamplerId(f"s{seed}")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         backend.load_sampler(sampler, backend.capture(self._model, {StatePart.WEIGHTS}))
-        saved = time.perf_counter() - begun
+        saved = time.perf_counter() - start
         requests = [
             SampleRequest(
                 request_id=RequestId(f"{seed}.{number}"),
@@ -315,9 +318,9 @@ class Bare:
                         loss_config={},
                     )
                 )
-        sampled = time.perf_counter() - begun
+        sampled = time.perf_counter() - start
         backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples)))
         backend.optim_step(self._model, OptimizerParams(learning_rate=LEARNING_RATE))
-        trained = time.perf_counter() - begun
+        trained = time.perf_counter() - start
         backend.drop_sampler(sampler)
-        return Lap(saved, sampled, trained)
+        return IterationTimes(saved, sampled, trained)

@@ -1,4 +1,4 @@
-"""What a benchmark reads off the process: time, compilations, memory, and the machine's matmul rate and bandwidth."""
+"""Measurements of the process and of the machine: time, compilations, memory, matmul rate and memory bandwidth."""
 
 import resource
 import time
@@ -9,47 +9,47 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # jax._src.dispatch.BACKEND_COMPILE_EVENT
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # jax._src.dispatch.BACKEND_COMPILE_EVENT
 MATMUL_SIZE = 1024
 BANDWIDTH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds on the clock, and seconds of all cores together: on a shared machine the second is the steadier."""
+    """Wall time, and CPU time of all cores together; on a shared machine the CPU time varies less."""
 
     wall_s: float
     cpu_s: float
 
 
 def timed(work: Callable[[], object]) -> Cost:
-    """Run `work`, which must wait for its own results."""
+    """Run `work`, which must wait for its own results, and return its cost."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 @dataclass(slots=True)
-class CompileWatch:
-    """The durations of all compilations since it was made."""
+class CompileCounter:
+    """The durations of all XLA compilations since its construction."""
 
     seconds: list[float] = field(default_factory=list[float])
 
     def __post_init__(self) -> None:
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _hear(self, event: str, duration: float, **_: object) -> None:
-        if event == COMPILED:
-            self.seconds.append(duration)
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE_EVENT:
+            self.seconds.append(duration_secs)
 
     def take(self) -> dict[str, float | int]:
-        """Return what was compiled since the last call."""
+        """Return number and seconds of the compilations since the last call."""
         taken, self.seconds = self.seconds, []
         return {"compiles": len(taken), "compile_s": round(sum(taken), 2)}
 
 
 class MatmulRate:
-    """Float32 matrix products as XLA does them: what the shares of the peak are shares of."""
+    """The rate of float32 matrix products in XLA, the reference for all shares of the machine's arithmetic."""
 
     def __init__(self) -> None:
         x = jax.random.normal(jax.random.key(0), (MATMUL_SIZE, MATMUL_SIZE), jnp.float32)
@@ -58,7 +58,7 @@ class MatmulRate:
         self.sample()
 
     def sample(self) -> Cost:
-        """Return seconds for one FLOP, the mean of a few products."""
+        """Return the seconds per FLOP, averaged over a few products."""
         repeats = 8
         cost = timed(lambda: jax.block_until_ready([self._multiply(*self._matrices) for _ in range(repeats)]))
         flops = repeats * 2 * MATMUL_SIZE**3
@@ -66,7 +66,7 @@ class MatmulRate:
 
 
 class Bandwidth:
-    """The rate at which XLA reads memory that no cache of the processor holds."""
+    """The rate at which XLA reads an array that exceeds the processor's caches."""
 
     def __init__(self) -> None:
         self._array = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
@@ -74,19 +74,19 @@ class Bandwidth:
         self.sample()
 
     def sample(self) -> Cost:
-        """Return seconds for one byte, the mean of a few passes."""
+        """Return the seconds per byte, averaged over a few reads."""
         repeats = 4
         cost = timed(lambda: jax.block_until_ready([self._sum(self._array) for _ in range(repeats)]))
         return Cost(cost.wall_s / (repeats * BANDWIDTH_BYTES), cost.cpu_s / (repeats * BANDWIDTH_BYTES))
 
 
 def reset_peak_memory() -> None:
-    """Forget the process's peak so far, where Linux lets us."""
+    """Reset the process's peak of resident memory (Linux only)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_mb() -> int:
-    """Return the peak of resident memory; of the first device's own memory, where it has one."""
+    """Return the peak memory of the first device if it reports one, else the process's peak of resident memory."""
     stats = jax.devices()[0].memory_stats()
     if stats is not None and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"] >> 20

@@ -1,8 +1,8 @@
-"""Runs in the torch environment: the training step of `transformers` and `peft`, on the work that ours does.
+"""Trains with `transformers` and `peft`, for bench_training; runs in the PyTorch environment.
 
     python peft_trainer.py MODEL_DIRECTORY '{"rows": 8, "length": 256, "micro_rows": 8, "rank": 32, "unembed": true}'
 
-For each line on its input it trains one step and answers with the seconds it took, as JSON.
+For each line on stdin it trains one step and prints wall and CPU seconds as JSON.
 """
 
 import json
@@ -25,9 +25,9 @@ def main(directory: str, rows: int, length: int, micro_rows: int, rank: int, une
     tokens = torch.randint(0, model.config.vocab_size, (rows, length + 1))
 
     def step() -> float:
-        for some in tokens.split(micro_rows):
-            logits = model(some[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), some[:, 1:].flatten(), reduction="sum")
+        for rows_BT in tokens.split(micro_rows):
+            logits = model(rows_BT[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum")
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,3 +1,3 @@
-"""A Tinker server for hardware you own."""
+"""A server for training and sampling language models with the Tinker API."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

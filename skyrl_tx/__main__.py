@@ -1,4 +1,4 @@
-"""`python -m skyrl_tx` is `skyrl-tx`."""
+"""Makes `python -m skyrl_tx` equivalent to `skyrl-tx`."""
 
 import sys
 

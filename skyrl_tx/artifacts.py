@@ -1,4 +1,7 @@
-"""Weight files: immutable directories under random ids, made atomically, hashed, confined to one root."""
+"""Artifacts: immutable, hashed directories of weight files, created atomically under one root.
+
+Files may be encrypted to age recipients (age-encryption.org/v1).
+"""
 
 import fcntl
 import hashlib
@@ -11,30 +14,35 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pyrage
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ArtifactId
-from skyrl_tx.failpoints import reach
+from skyrl_tx.failpoints import failpoint
 
 _ID = re.compile(r"art-[0-9a-f]{32}")
 _TEMPORARY = ".tmp-"
 _MANIFEST = "manifest.json"
-_SUFFIXES = frozenset({".safetensors", ".json", ".age"})
+ENCRYPTED_SUFFIX = ".age"
+_SUFFIXES = frozenset({".safetensors", ".json", ENCRYPTED_SUFFIX})
+_age: Any = pyrage  # the extension is untyped
 _Stamp = Mapping[str, tuple[int, int, int]]
 
 
 class ArtifactMissing(Exception):
-    """There is no artifact of that id."""
+    """No artifact has this id."""
 
 
 class ArtifactCorrupt(Exception):
-    """An artifact's files are not those that were written."""
+    """An artifact's files differ from its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """A finished artifact. `files` has the size of each file, by its path within; the manifest is none of them."""
+    """A complete artifact. `files` maps relative paths to sizes in bytes, without the manifest."""
 
     artifact_id: ArtifactId
     path: Path
@@ -43,7 +51,7 @@ class Artifact:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files."""
+        """Total size of the files."""
         return sum(self.files.values())
 
 
@@ -59,12 +67,12 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def artifact_id_for(name: str) -> ArtifactId:
-    """The id of what a request of this name makes, the same whenever it is made again."""
+    """Return the artifact id for a name: always the same, so that a repeated request creates the same artifact."""
     return ArtifactId(f"art-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}")
 
 
 class ArtifactStore:
-    """All artifacts under one root. Many processes may open and create at once; one alone collects."""
+    """All artifacts under one root. Any process may open and create artifacts; one process collects garbage."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,10 +85,15 @@ class ArtifactStore:
         metadata: Mapping[str, str] | None = None,
         artifact_id: ArtifactId | None = None,
     ) -> Artifact:
-        """Let `write` fill a directory, then make it an artifact: wholly and on disk, or not at all.
+        """Create an artifact from the files that `write` writes into a directory. Atomic and durable.
 
-        One that exists under the id is returned as it is; by default the id is new and random.
-        Raises ValueError if anything but plain .safetensors, .json and .age files was written.
+        Args:
+            write: Writes .safetensors, .json and .age files into an empty directory.
+            metadata: Stored in the manifest.
+            artifact_id: Id of the artifact; random by default. An existing artifact is returned unchanged.
+
+        Raises:
+            ValueError: `write` wrote other files, or links.
         """
         artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
         if self.has(artifact_id):
@@ -91,16 +104,16 @@ class ArtifactStore:
             try:
                 write(temporary)
                 files = {name: _finish(temporary / name) for name in sorted(_names(temporary))}
-                reach("artifact.files")
+                failpoint("artifact.files")
                 manifest = _Manifest(1, dict(metadata or {}), files)
                 (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
                 _fsync(temporary / _MANIFEST)
                 for folder in [folder for folder, _, _ in os.walk(temporary, topdown=False)]:
                     _fsync(Path(folder))
                 os.utime(temporary)
-                reach("artifact.rename")
+                failpoint("artifact.rename")
                 temporary.rename(path)
-                reach("artifact.renamed")
+                failpoint("artifact.renamed")
                 _fsync(self._root)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -108,28 +121,28 @@ class ArtifactStore:
         return _artifact(path, manifest)
 
     def has(self, artifact_id: ArtifactId) -> bool:
-        """Whether there is an artifact of that id."""
+        """Return whether an artifact with this id exists."""
         return bool(_ID.fullmatch(artifact_id)) and (self._root / artifact_id).is_dir()
 
-    def open(self, artifact_id: ArtifactId, *, verify: bool = True) -> Path:
-        """The directory of an artifact. `verify` reads every file.
+    def open(self, artifact_id: ArtifactId) -> Artifact:
+        """Return an artifact's description after checking all hashes.
 
-        Raises ArtifactMissing, or ArtifactCorrupt naming the first file that is not as written.
+        Raises ArtifactMissing, or ArtifactCorrupt with the name of the first bad file.
         """
         path = self._path(artifact_id)
-        if verify:
-            _verify(path, _read_manifest(path))
-        return path
+        manifest = _read_manifest(path)
+        _verify(path, manifest)
+        return _artifact(path, manifest)
 
     def describe(self, artifact_id: ArtifactId) -> Artifact:
-        """What is known of an artifact without reading it. Raises as `open`."""
+        """Return an artifact's description from its manifest. Raises like `open`."""
         path = self._path(artifact_id)
         return _artifact(path, _read_manifest(path))
 
     def verified(self, artifact_id: ArtifactId) -> Artifact:
-        """As `describe`, of files that are as they were written; raises as `open`.
+        """Return what `open` returns, and raise like it.
 
-        They are read once in this process, and again when one was touched since.
+        Hashes are computed once per process, and again if a file's modification time changes.
         """
         path = self._path(artifact_id)
         manifest = _read_manifest(path)
@@ -141,25 +154,26 @@ class ArtifactStore:
         return _artifact(path, manifest)
 
     def collect(self, keep: Collection[ArtifactId], *, min_age_s: float = 600.0) -> list[ArtifactId]:
-        """Remove all artifacts but these, and what creations that never ended left; returns those removed.
+        """Remove all artifacts except `keep`, and the directories of interrupted creations. Returns the removed ids.
 
-        One younger than `min_age_s` stays: the row that points at it may not be committed yet.
+        Artifacts younger than `min_age_s` stay, because the row that refers to them may not be committed yet.
         """
         removed: list[ArtifactId] = []
         kept = frozenset(keep)
         for path in sorted(self._root.iterdir()):
             if path.name.startswith(_TEMPORARY):
-                _sweep(path)
+                _remove_interrupted(path)
             elif _ID.fullmatch(path.name) and path.name not in kept and time.time() - path.stat().st_mtime >= min_age_s:
                 self.remove(ArtifactId(path.name))
                 removed.append(ArtifactId(path.name))
         return removed
 
     def remove(self, artifact_id: ArtifactId) -> None:
-        """Remove an artifact that nothing points at. Raises ArtifactMissing."""
-        doomed = self._path(artifact_id).rename(self._root / f"{_TEMPORARY}{artifact_id}")  # never seen in part
-        reach("artifact.collect")
-        shutil.rmtree(doomed)
+        """Remove an artifact. Raises ArtifactMissing."""
+        # Renamed first, so that no reader sees it partially removed.
+        renamed = self._path(artifact_id).rename(self._root / f"{_TEMPORARY}{artifact_id}")
+        failpoint("artifact.collect")
+        shutil.rmtree(renamed)
 
     def _path(self, artifact_id: ArtifactId) -> Path:
         path = self._root / artifact_id
@@ -170,24 +184,24 @@ class ArtifactStore:
 
 @contextmanager
 def _in_progress(folder: Path) -> Generator[None]:
-    """Make a directory and hold it, so that no other process takes it for what a killed one left."""
+    """Create and lock a directory, so that garbage collection does not take it for an interrupted creation."""
     while True:
         folder.mkdir(mode=0o700)
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if folder.is_dir():  # not swept up between the two
+            if folder.is_dir():  # not removed before the lock was taken
                 yield
                 return
         finally:
             os.close(descriptor)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove a directory that nobody holds."""
+def _remove_interrupted(folder: Path) -> None:
+    """Remove a directory that no process has locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:  # finished meanwhile
+    except FileNotFoundError:  # its creation has finished
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +219,7 @@ def _artifact(path: Path, manifest: _Manifest) -> Artifact:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Paths of all files under a folder, relative to it. Raises ValueError for what is no plain file."""
+    """Yield the relative paths of all files under a folder. Raises ValueError for links and special files."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)
@@ -215,7 +229,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _finish(path: Path) -> _File:
-    """Bring a file to the disk, and take its hash."""
+    """Flush a file to disk and return its size and hash."""
     if path.suffix not in _SUFFIXES or path.name == _MANIFEST:
         raise ValueError(f"artifact file {path.name} is not among {', '.join(sorted(_SUFFIXES))}, or named {_MANIFEST}")
     _fsync(path)
@@ -247,7 +261,7 @@ def _verify(path: Path, manifest: _Manifest) -> None:
 
 
 def _stamp(path: Path, names: Collection[str]) -> _Stamp | None:
-    """What changes with each write to these files; None if one is not there."""
+    """Return inode, size and modification time of each file; None if one is missing."""
     try:
         found = {name: (path / name).stat() for name in names}
     except OSError:
@@ -261,3 +275,27 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def encrypt_files(directory: Path, recipients: Collection[str]) -> None:
+    """Encrypt each file of a directory in place; the encrypted file has the suffix `.age`."""
+    keys = parse_recipients(recipients, "age_encryption_recipients")
+    for path in [path for path in directory.rglob("*") if path.is_file()]:
+        _age.encrypt_file(str(path), f"{path}{ENCRYPTED_SUFFIX}", keys)
+        path.unlink()
+
+
+def parse_recipients(recipients: Collection[str], field: str) -> list[Any]:
+    """Return age or SSH public keys. Raises UserError, naming the field, for other texts."""
+    keys: list[Any] = []
+    for text in recipients:
+        if text.upper().startswith("AGE-SECRET-KEY-"):  # not quoted in the error, because errors are stored
+            raise UserError(
+                f"{field}: contains a secret key; recipients are public keys (age1…), as `age-keygen -y` prints"
+            )
+        kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
+        try:
+            keys.append(kind.from_str(text))
+        except _age.RecipientError as error:
+            raise UserError(f"{field} {text[:100]!r}: neither an age1… nor an SSH public key ({error})") from error
+    return keys

@@ -1,43 +1,51 @@
-"""The engine as a child process: how it is told what to do, speaks of itself, and never outlives its parent."""
+"""The engine as a process: in the foreground, or as a child that never outlives its parent."""
 
 import asyncio
-import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import FrameType
 
 from pydantic import BaseModel
 
+from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.backends.registry import find_backend
-from skyrl_tx.contract.errors import RequestError
-from skyrl_tx.engine.process import ExitCode, run_engine
+from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import BackendLost, RequestError
+from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.garbage import collect_seldom
-from skyrl_tx.huge_pages import ask_for_huge_pages
-from skyrl_tx.listening import CannotServe
-from skyrl_tx.logs import LogLevel, configure_logging
-from skyrl_tx.store.errors import StoreError, StoreInUse
+from skyrl_tx.process_setup import CannotServe, LogLevel, configure_logging, enable_huge_pages, tune_garbage_collection
+from skyrl_tx.store import engine_state
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
+from skyrl_tx.store.writer import RetryPolicy
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
+_OPEN_AGAIN_S = 1.0
 _FULL_COLLECTION_AFTER = 20
-_MEANING = {
-    ExitCode.CANNOT_START: "the engine cannot start, for the reason above",
-    ExitCode.LOST: "the engine lost what it worked with",
-}
-_FORESEEN = (RequestError, StoreError, StoreInUse, OSError, ValueError)
-"""What a wrong path, model or setting raises; their text is enough."""
+
+
+class EngineLost(Exception):
+    """The backend or the database was lost; a new process continues from the log."""
+
+
+_EXPECTED_ERRORS = (RequestError, StoreError, StoreInUse, OSError, ValueError)
+"""Errors caused by a wrong path, model or setting; their message suffices without a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLaunch:
-    """All that the child is told; travels by pickle, so the backend goes by name."""
+    """Arguments of an engine process; pickled for the child, so the backend is given by name."""
 
     settings: EngineSettings
     backend: str
@@ -46,39 +54,31 @@ class EngineLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReady:
-    """The child's first word: it takes requests now."""
-
-    num_parameters: int
-    devices: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEnd:
-    """How a life of the engine ended."""
+    """Reason for the end of an engine process."""
 
     message: str
     is_final: bool
-    """The engine itself said that it cannot start: another try would end the same way."""
+    """Whether the settings are wrong or the data directory is in use, so that a restart would fail in the same way."""
 
 
 class EngineProcess:
-    """One life of the engine."""
+    """Handle of an engine in a child process."""
 
     def __init__(self, launch: EngineLaunch) -> None:
-        """Start the child; its first words come to `live`."""
-        ask_for_huge_pages(os.environ)  # what the child starts with
+        """Start the child; its messages are received by `wait`."""
+        enable_huge_pages(os.environ)  # inherited by the child
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, childs_end = spawn.Pipe()
-        self._process = spawn.Process(target=_child, args=(launch, childs_end), name="skyrl-tx engine")
-        # A terminal's ^C reaches the whole group. The child is born deaf to it: the parent says when to stop.
+        self._pipe, child_end = spawn.Pipe()
+        self._process = spawn.Process(target=_run_child, args=(launch, child_end), name="skyrl-tx engine")
+        # Ctrl-C in a terminal signals the whole process group. SIGINT is blocked in the child: the parent stops it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        # The child alone holds its end now, so that the pipe breaks when either process is gone, however it went.
-        childs_end.close()
+        # Only the child holds its end now, so that the pipe breaks when either process ends, in whatever way.
+        child_end.close()
 
     @property
     def pid(self) -> int:
@@ -86,30 +86,30 @@ class EngineProcess:
         assert self._process.pid is not None  # it has been started
         return self._process.pid
 
-    async def live(self, on_ready: Callable[[EngineReady], None]) -> EngineEnd:
-        """Wait for the end of this life and say how it was."""
+    async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
+        """Wait for the end of the child and return its reason; calls `on_ready` when the engine is ready."""
         end: EngineEnd | None = None
         while (message := await _receive(self._pipe)) is not None:
-            if isinstance(message, EngineReady):
+            if isinstance(message, Capabilities):
                 on_ready(message)
             else:
                 end = message
         await asyncio.to_thread(self._process.join)
         self._pipe.close()
-        return end or EngineEnd(message=_cause(self._process.exitcode), is_final=False)
+        return end or EngineEnd(message=_describe_exit(self._process.exitcode), is_final=False)
 
-    def ask_to_stop(self) -> None:
-        """Have the engine finish its step, take its snapshots and exit."""
-        with contextlib.suppress(OSError):  # gone already
+    def request_stop(self) -> None:
+        """Ask the engine to finish its step, take its snapshots and exit."""
+        with suppress(OSError):  # it has ended
             self._pipe.send("stop")
 
     def kill(self) -> None:
-        """End it now; what it acknowledged is on disk."""
+        """Kill the child; every acknowledged request is on disk."""
         self._process.kill()
 
 
-async def _receive(pipe: Connection) -> EngineReady | EngineEnd | None:
-    """Wait for the child's next word; None once it is gone."""
+async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
+    """Wait for the child's next message: it is ready, or why it ends. None once it has ended."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(pipe.fileno(), readable.set)
@@ -123,62 +123,123 @@ async def _receive(pipe: Connection) -> EngineReady | EngineEnd | None:
         return None
 
 
-def _cause(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"killed by {signal.Signals(-exit_code).name}"
     return f"exited with status {exit_code}"
 
 
-def run_alone(launch: EngineLaunch, on_ready: Callable[[EngineReady], None]) -> None:
+def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
     """Run the engine in this process until a signal; a second one exits at once. Raises CannotServe."""
     try:
-        code = _run(launch, on_ready, second_signal_exits=True)
+        _run(launch, on_ready, second_signal_exits=True)
     except Exception as error:
-        raise CannotServe(_told(error)) from error
-    if code is not ExitCode.STOPPED:
-        raise CannotServe(_MEANING[code])
+        raise CannotServe(_end_by(error).message) from error
 
 
-def _child(launch: EngineLaunch, parent: Connection) -> None:
-    """Run the engine as a child; the first function of its process."""
+def _run_child(launch: EngineLaunch, parent: Connection) -> None:
+    """Run the engine as a child; the entry point of its process."""
     configure_logging("engine", launch.log_level)
-    threading.Thread(target=_follow, args=(parent,), name="follow parent", daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(parent,), name="follow parent", daemon=True).start()
     try:
-        code = _run(launch, parent.send, second_signal_exits=False)
-        if code is not ExitCode.STOPPED:
-            parent.send(EngineEnd(message=_MEANING[code], is_final=code is ExitCode.CANNOT_START))
+        _run(launch, parent.send, second_signal_exits=False)
     except Exception as error:
-        code = ExitCode.LOST
-        parent.send(EngineEnd(message=_told(error), is_final=True))
-    sys.exit(code)
+        parent.send(_end_by(error))
+        sys.exit(1)
 
 
-def _run(launch: EngineLaunch, on_ready: Callable[[EngineReady], None], *, second_signal_exits: bool) -> ExitCode:
-    collect_seldom(full_after=_FULL_COLLECTION_AFTER)
-    return run_engine(
-        launch.settings,
-        find_backend(launch.backend),
-        launch.backend_config,
-        on_ready=lambda can: on_ready(EngineReady(num_parameters=can.num_parameters, devices=can.devices)),
-        second_signal_exits=second_signal_exits,
-    )
-
-
-def _told(error: Exception) -> str:
-    """Say in one line what went wrong; what nobody foresaw also leaves its traceback in the log."""
-    message = " ".join(str(error).split())
-    if isinstance(error, _FORESEEN) and message:
-        log.debug("the engine failed", exc_info=error)
-        return message
-    log.error("the engine failed", exc_info=error)
-    return f"{type(error).__name__}: {message}"
-
-
-def _follow(parent: Connection) -> None:
-    """Stop when the parent says so; die with it when it dies."""
+def _follow_parent(parent: Connection) -> None:
+    """Stop on the parent's request, and exit when the parent ends."""
     try:
         while True:
             parent.recv()
             os.kill(os.getpid(), signal.SIGTERM)
     except (EOFError, OSError):
         os._exit(1)
+
+
+def _run(launch: EngineLaunch, on_ready: Callable[[Capabilities], None], *, second_signal_exits: bool) -> None:
+    tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
+    backend = find_backend(launch.backend)
+    run_engine(launch.settings, backend, launch.backend_config, on_ready, second_signal_exits=second_signal_exits)
+
+
+def _end_by(error: Exception) -> EngineEnd:
+    """Return the end that an error causes, with a message of one line; logs the traceback of an unexpected error."""
+    message = " ".join(str(error).split())
+    if isinstance(error, _EXPECTED_ERRORS) and message:
+        _log.debug("the engine failed", exc_info=error)
+    else:
+        _log.error("the engine failed", exc_info=error)
+        message = f"{type(error).__name__}: {message}"
+    return EngineEnd(message=message, is_final=not isinstance(error, EngineLost))
+
+
+def run_engine(
+    settings: EngineSettings,
+    spec: BackendSpec,
+    backend_config: BaseModel,
+    on_ready: Callable[[Capabilities], None] = lambda _: None,
+    *,
+    second_signal_exits: bool = True,
+) -> None:
+    """Run an engine on the main thread until SIGTERM or SIGINT.
+
+    A second signal ends the process at once, unless `second_signal_exits` is False because a parent decides on that.
+    Raises EngineLost, and other errors if the engine cannot start.
+    """
+    stop = threading.Event()
+    store = open_store(settings, stop)
+
+    def on_signal(number: int) -> None:
+        if stop.is_set() and second_signal_exits:
+            os._exit(128 + number)
+        stop.set()
+        store.wake()
+
+    with closing(store), _handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
+        try:
+            backend = spec.load()(settings.base_model, backend_config)
+            Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts")).run(stop, on_ready)
+        except (BackendLost, StoreError) as error:
+            raise EngineLost(f"backend or database lost: {error}") from error
+
+
+def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
+    """Open the engine's database. Waits while it is full or locked, now and with each later write, until `stop`."""
+    retry = RetryPolicy(until=stop, report=lambda tx, why: engine_state.report_waiting(tx, why, time.time()))
+    while True:
+        try:
+            return Store.open(settings.data_dir, role="engine", url=settings.store_url, retry=retry)
+        except StoreBlocked as error:
+            _log.warning("%s; trying again", error)
+            time.sleep(_OPEN_AGAIN_S)
+
+
+@contextmanager
+def _handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], None]) -> Generator[None]:
+    """Handle signals on a separate thread, because the main thread may be busy on the device."""
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+
+    def receive() -> None:
+        while number := os.read(receiver, 1):
+            if number[0] in numbers:
+                on_signal(number[0])
+
+    thread = threading.Thread(target=receive, name="signal handler", daemon=True)
+    thread.start()
+    for number in numbers:
+        signal.signal(number, _ignore)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(sender)
+        thread.join()
+        os.close(receiver)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing; without a Python handler the signal would end the process and not reach the wakeup descriptor."""

@@ -1,7 +1,6 @@
-"""Named places where a process can be made to die, so that tests can kill it exactly there.
+"""Named points in the code at which tests kill the process.
 
-Nothing happens unless the environment variable below is set, and no flag or request can set it: a place costs one look
-at the environment, beside work that takes a thousand times longer.
+A failpoint does nothing unless the environment variable below is set. No flag and no request can set it.
 """
 
 import os
@@ -9,29 +8,29 @@ import signal
 from typing import Literal
 
 VARIABLE = "SKYRL_TX_KILL_AT"
-"""`POINT:N` kills this process with SIGKILL when it comes to the point for the Nth time."""
+"""`POINT:N` kills the process with SIGKILL when it reaches the point for the Nth time."""
 
 Point = Literal[
-    "store.commit",  # work has run, its transaction is not committed
-    "store.committed",  # it is on disk, nobody knows it yet
-    "engine.attempt",  # a request is marked as begun, the device has not seen it
+    "store.commit",  # a transaction has run and is not committed
+    "store.committed",  # it is committed, and no caller has been notified
+    "engine.attempt",  # a delivery attempt is counted, the device has not started
     "engine.dispatched",  # micro-batches are on the device
-    "engine.result",  # the device has done it, the answer is not on its way to disk
-    "engine.answer",  # the answer waits for the writer
-    "sample.slice",  # some tokens of a sample are there
-    "snapshot.capture",  # a model's state is taken, nothing written
-    "snapshot.written",  # its files are there, no row points at them
+    "engine.result",  # the device has finished, the result is not queued for its commit
+    "engine.answer",  # the result is queued for its commit
+    "sample.slice",  # a decode slice has ended
+    "snapshot.capture",  # a model's state is captured, nothing is written
+    "snapshot.written",  # the snapshot's files are written, no row refers to them
     "artifact.files",  # files are written, the manifest is not
-    "artifact.rename",  # all is on disk under a temporary name
-    "artifact.renamed",  # the artifact exists, its directory's entry may not be on disk
+    "artifact.rename",  # the artifact is complete under a temporary name
+    "artifact.renamed",  # the artifact exists, its directory entry may not be on disk
     "artifact.collect",  # an artifact is about to be removed
-    "replay.restored",  # a model has its snapshot again
-    "replay.effect",  # one effect is repeated
+    "replay.restored",  # a model is restored from its snapshot
+    "replay.effect",  # one log record is replayed
 ]
 
 
-def reach(point: Point) -> None:
-    """Say that this is the named place; where the variable names it, die as by `kill -9`."""
+def failpoint(point: Point) -> None:
+    """Kill this process with SIGKILL if the environment variable names this point."""
     armed = os.environ.get(VARIABLE)
     if armed is None:
         return

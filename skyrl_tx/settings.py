@@ -1,4 +1,4 @@
-"""All that a server can be told, joined from its components' own settings; the only place they meet."""
+"""Settings of the quickstart, and of the server: composed of those of the API, the engine and the backend."""
 
 import os
 from collections.abc import Mapping
@@ -7,62 +7,62 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
+from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from skyrl_tx import failpoints
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.logs import LogLevel
+from skyrl_tx.process_setup import LogLevel
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
-_NOT_SETTINGS = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})  # for tests; servers inherit them
+_TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
 class SettingsError(Exception):
-    """A setting that cannot be; the message names it."""
+    """A setting is invalid; the message names it."""
 
 
 def default_data_dir() -> Path:
-    """Where the platform keeps a user's data (XDG base directory specification)."""
+    """Return the data directory by the XDG base directory specification."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "skyrl_tx"
 
 
 class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Flags, then environment, then the YAML file, then these defaults."""
+    """All settings of a server. Flags override environment variables, which override the YAML file."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
+        use_attribute_docstrings=True,
         cli_kebab_case=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
         cli_implicit_flags="toggle",
     )
 
-    config: Path | None = Field(None, description="YAML file with any of these settings")
-    base_model: str = Field(description="model to serve: a hub id, a local directory, or 'tiny' (built in)")
-    data_dir: Path = Field(
-        default_factory=default_data_dir,
-        description="directory of the database and all weights, mode 0700; default: $XDG_DATA_HOME/skyrl_tx, "
-        "or ~/.local/share/skyrl_tx",
-    )
-    backend: str = Field(DEFAULT_BACKEND, description="name of an installed backend")
-    load_format: Literal["auto", "dummy"] | None = Field(
-        None, description="'dummy': random weights of the real shapes; short for --backend-config.load-format"
-    )
-    max_engine_starts: int = Field(
-        5, ge=1, description="give up after this many starts of the engine in a row without progress"
-    )
-    fresh: bool = Field(
-        False,
-        description="serve alone: leave earlier models behind; what was saved by name can still be loaded",
-    )
-    log_level: LogLevel = Field("info", description="how much the log says")
+    config: Path | None = None
+    """YAML file with any of these settings."""
+    base_model: str
+    """Model to serve: a hub id, a local directory, or 'tiny' (built in)."""
+    data_dir: Path = Field(default_factory=default_data_dir)
+    """Directory of the database and all weights, mode 0700.
+    Default: $XDG_DATA_HOME/skyrl_tx, or ~/.local/share/skyrl_tx."""
+    backend: str = DEFAULT_BACKEND
+    """Name of an installed backend, such as 'jax' or 'fake'."""
+    load_format: Literal["auto", "dummy"] | None = None
+    """'dummy' creates random weights of the model's shapes; same as --backend-config.load-format."""
+    max_engine_starts: int = Field(default=5, ge=1)
+    """Exit after this many consecutive starts of the engine without progress."""
+    fresh: bool = False
+    """Abandon the models of earlier starts; their named checkpoints can still be loaded."""
+    log_level: LogLevel = "info"
+    """Least severity of log messages."""
     backend_config: BaseModel
 
     @field_validator("data_dir", "config")
@@ -71,27 +71,53 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
         return path.expanduser().absolute() if path else None
 
     def for_api(self) -> ApiSettings:
-        """Return the API's part."""
+        """Return the API's settings."""
         return ApiSettings.model_validate(self.model_dump(include=set(ApiSettings.model_fields)))
 
     def for_engine(self) -> EngineSettings:
-        """Return the engine's part."""
+        """Return the engine's settings."""
         return EngineSettings.model_validate(self.model_dump(include=set(EngineSettings.model_fields)))
 
 
+class QuickstartSettings(BaseSettings):
+    """The flags of `skyrl-tx quickstart`; environment variables do not change them."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+    )
+
+    data: Path | None = None
+    """JSON lines with 'question' and 'answer', for example all of GSM8K; default: the built-in excerpt."""
+    output: Path = Path("skyrl-tx-quickstart")
+    """Directory for the model, checkpoints, curves and the server's log."""
+    steps: int = Field(default=160, ge=1)
+    """Supervised steps, of 16 questions each."""
+    rl_steps: int = Field(default=24, ge=1)
+    """Reinforcement learning steps, of 8 questions with 8 answers each."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the adapter's weights, the order of questions and the samples."""
+
+    @classmethod
+    def settings_customise_sources(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, settings_cls: type[BaseSettings], init_settings: Source, **_: Source
+    ) -> tuple[Source, ...]:
+        """Return no sources other than flags."""
+        return (init_settings,)
+
+
 def settings_class(spec: BackendSpec, file_values: Mapping[str, Any]) -> type[ServerSettings]:
-    """Return ServerSettings with the backend's config in it; `file_values` rank below flags and environment."""
+    """Return ServerSettings extended by a backend's settings; `file_values` rank below flags and environment."""
 
     class WithBackend(ServerSettings):
         @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
+        def settings_customise_sources(  # pyright: ignore[reportIncompatibleMethodOverride]
+            cls, settings_cls: type[BaseSettings], init_settings: Source, env_settings: Source, **_: Source
+        ) -> tuple[Source, ...]:
             return init_settings, env_settings, InitSettingsSource(settings_cls, dict(file_values))
 
         @model_validator(mode="before")
@@ -108,20 +134,20 @@ def settings_class(spec: BackendSpec, file_values: Mapping[str, Any]) -> type[Se
 
 
 def _backend_values(spec: BackendSpec, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what was said of the backend, unknown names refused, with --load-format in its place."""
-    told = dict(values.get("backend_config") or {})
+    """Return the backend's settings with --load-format merged in; raises ValueError for unknown names."""
+    given = dict(values.get("backend_config") or {})
     if values.get("load_format") is not None:
         if "load_format" not in spec.config.model_fields:
             raise ValueError(f"--load-format: backend {values.get('backend', 'jax')!r} has no load formats")
-        told["load_format"] = values["load_format"]
-    for name in told:
+        given["load_format"] = values["load_format"]
+    for name in given:
         if name not in spec.config.model_fields:
-            raise ValueError(f"--backend-config.{name.replace('_', '-')}: backend has no such setting")
-    return told
+            raise ValueError(f"--backend-config.{name.replace('_', '-')}: the backend has no such setting")
+    return given
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings; raises SettingsError naming the file."""
+    """Read a YAML file of settings; raises SettingsError with its path."""
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -136,26 +162,30 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse variables that look like settings and are none; raises SettingsError naming one."""
+    """Raise SettingsError for an environment variable with our prefix that is no setting."""
     for name in sorted(environment):
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0]
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in _NOT_SETTINGS and key not in ServerSettings.model_fields:
+        if (
+            name.startswith(ENVIRONMENT_PREFIX)
+            and name not in _TEST_VARIABLES
+            and key not in ServerSettings.model_fields
+        ):
             raise SettingsError(f"environment variable {name}: there is no setting {key!r}")
 
 
 def describe(error: ValidationError) -> str:
-    """Say what is wrong in one line a mistake, each led by the flag."""
+    """Return one line per invalid setting, each starting with its flag."""
     lines: list[str] = []
-    for mistake in error.errors():
-        flag = "--" + ".".join(str(part) for part in mistake["loc"]).replace("_", "-")
-        match mistake["type"]:
+    for detail in error.errors():
+        flag = "--" + ".".join(str(part) for part in detail["loc"]).replace("_", "-")
+        match detail["type"]:
             case "missing":
-                lines.append(f"{flag} is needed")
+                lines.append(f"{flag} is required")
             case "extra_forbidden":
                 lines.append(f"{flag}: there is no such setting")
             case "value_error":
-                reason = mistake["msg"].removeprefix("Value error, ")
-                lines.append(f"{flag}: {reason}" if mistake["loc"] else reason)
+                reason = detail["msg"].removeprefix("Value error, ")
+                lines.append(f"{flag}: {reason}" if detail["loc"] else reason)
             case _:
-                lines.append(f"{flag} {mistake['input']!r}: {mistake['msg']}")
+                lines.append(f"{flag} {detail['input']!r}: {detail['msg']}")
     return "\n".join(lines)

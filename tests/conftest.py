@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadFileScheduling
 
-from skyrl_tx.testing.client_environments import (
+from tests.support.client_environments import (
     ClientEnvironment,
     PreparedEnvironment,
     UnavailableEnvironment,
     is_required,
     prepare,
 )
-from skyrl_tx.testing.postgresql_server import PostgresqlServer
+from tests.support.postgresql_server import PostgresqlServer
 
 CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
+
+WHOLE = {"tests/api", "tests/conformance"}
+"""Directories whose files share a fixture that takes long: a server over JAX, and a process with torch."""
 
 MOST_MAPPINGS = 30_000
 """Linux gives a process 65,530 by default, and crashes XLA's compiler when there are no more."""
@@ -38,9 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before deselection by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where clients of the SDK run, ignore that they leave their connections to the garbage collector."""
+    """Mark tests on PostgreSQL, and ignore connections that clients of the SDK leave to the garbage collector."""
     for item in items:
+        if _needs_postgresql(item):
+            item.add_marker(pytest.mark.postgres)
         if (
             isinstance(item, pytest.Function)
             and hasattr(item.module, "tinker")
@@ -50,17 +56,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
 
 
-class DirectoryScheduling(LoadScopeScheduling):
-    """With `-n`, what lies in one directory runs in one process: there tests share servers, models, programs."""
+def _needs_postgresql(item: pytest.Item) -> bool:
+    """Return whether a test uses the PostgreSQL fixtures, directly or as one of its parameters."""
+    if not isinstance(item, pytest.Function):
+        return False
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return "postgresql" in item.fixturenames or any(value == "postgresql" for value in parameters)
+
+
+class _Scheduling(LoadFileScheduling):
+    """Runs each file in one process, and each directory of WHOLE, in the order of collection.
+
+    The longest directories are first. Files share compiled programs through the cache on disk.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0].rpartition("/")[0]
+        file = super()._split_scope(nodeid)
+        directory = file.rpartition("/")[0]
+        return directory if directory in WHOLE else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> DirectoryScheduling:
-    """Begin with the first directories, which hold what takes longest, so that no process ends long after the other."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    """Return the order in which processes (`-n`) run the tests."""
     config.option.loadscopereorder = False
-    return DirectoryScheduling(config, log)
+    return _Scheduling(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,4 @@
-"""Score answers to GSM8K that inference.py wrote: how many have a number, how many the right one. Needs no server."""
+"""Score the GSM8K answers that inference.py wrote: the share with a number, and with the right one. Needs no server."""
 
 import argparse
 import json

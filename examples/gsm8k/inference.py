@@ -1,4 +1,4 @@
-"""Answer the test questions of GSM8K, all at once, with a base model or a checkpoint; write them as JSON lines."""
+"""Sample answers to the GSM8K test questions, concurrently, from a base model or a checkpoint; write JSON lines."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ from tinker import ModelInput, SamplingParams
 parser = common.flags(__doc__)
 parser.add_argument("--checkpoint", help="tinker:// path of sampler weights, as sft.py and rl.py print it")
 parser.add_argument("--output", type=Path, default=Path("answers.jsonl"), help="file to write, for evaluate.py")
-parser.add_argument("--limit", type=int, help="how many questions to answer; all without it")
-parser.add_argument("--max-tokens", type=int, default=512, help="longest answer")
-parser.add_argument("--temperature", type=float, default=0.5, help="0 takes the likeliest token each time")
+parser.add_argument("--limit", type=int, help="number of questions to answer; default: all")
+parser.add_argument("--max-tokens", type=int, default=512, help="maximum length of an answer, in tokens")
+parser.add_argument("--temperature", type=float, default=0.5, help="sampling temperature; 0 is greedy")
 
 
 def main() -> None:

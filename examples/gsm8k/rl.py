@@ -1,28 +1,28 @@
-"""Reinforce right answers to GSM8K: groups of samples, rewards against the group's mean, importance_sampling."""
+"""Reinforcement learning on GSM8K: groups of samples, rewards relative to the group's mean, importance_sampling."""
 
 import common
 import numpy as np
 from tinker import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
 
 parser = common.flags(__doc__)
-parser.add_argument("--checkpoint", help="tinker:// path of a training state to begin with, as sft.py prints it")
-parser.add_argument("--rank", type=int, default=32, help="rank of a fresh adapter")
-parser.add_argument("--groups", type=int, default=128, help="questions of a step")
-parser.add_argument("--group-size", type=int, default=16, help="answers to each question")
+parser.add_argument("--checkpoint", help="tinker:// path of a training checkpoint to start from, as sft.py prints it")
+parser.add_argument("--rank", type=int, default=32, help="rank of a new adapter")
+parser.add_argument("--groups", type=int, default=128, help="questions per step")
+parser.add_argument("--group-size", type=int, default=16, help="answers per question")
 parser.add_argument("--steps", type=int, default=50, help="optimizer steps")
-parser.add_argument("--max-tokens", type=int, default=256, help="longest answer")
-parser.add_argument("--learning-rate", type=float, default=4e-5, help="of every step")
+parser.add_argument("--max-tokens", type=int, default=256, help="maximum length of an answer, in tokens")
+parser.add_argument("--learning-rate", type=float, default=4e-5, help="constant learning rate")
 parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
 
 
 def reward(answer: str, reference: str) -> float:
-    """Return 1 for the right number, 0.1 for any number in the form asked for, else 0."""
+    """Return 1 for the right number, 0.1 for any number in the requested format, otherwise 0."""
     given = common.number(answer)
     return 0.0 if given is None else 1.0 if given == common.number(reference) else 0.1
 
 
 def attempt(start: list[int], sequence: SampledSequence, advantage: float) -> Datum:
-    """Return a sampled answer with what its sampler thought of each token; nothing is learned of the prompt."""
+    """Return a sampled answer with its logprobs and advantage; prompt tokens have advantage 0."""
     tokens = start + list(sequence.tokens)
     before = np.zeros(len(start) - 1, np.float32)
     logprobs = np.array(sequence.logprobs, np.float32)
@@ -54,7 +54,7 @@ def main() -> None:
                 texts = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in group]
                 scores = [reward(text, question.answer) for text in texts]
                 rewards += scores
-                if len(set(scores)) > 1:  # a group without differences teaches nothing
+                if len(set(scores)) > 1:  # equal rewards give zero advantages
                     advantages = np.array(scores) - np.mean(scores)
                     data += [attempt(start, *pair) for pair in zip(group, advantages, strict=True)]
             if data:

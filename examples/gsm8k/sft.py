@@ -1,4 +1,4 @@
-"""Teach the worked answers of GSM8K: supervised fine-tuning of a LoRA adapter with cross_entropy."""
+"""Supervised fine-tuning of a LoRA adapter on the worked answers of GSM8K, with cross_entropy."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from tinker import AdamParams, Datum, ModelInput
 
 parser = common.flags(__doc__)
 parser.add_argument("--rank", type=int, default=32, help="rank of the adapter")
-parser.add_argument("--batch-size", type=int, default=128, help="questions of a step")
-parser.add_argument("--steps", type=int, help="steps; without it, one round over the questions")
-parser.add_argument("--learning-rate", type=float, default=1e-4, help="of the first step; it falls to zero")
+parser.add_argument("--batch-size", type=int, default=128, help="questions per step")
+parser.add_argument("--steps", type=int, help="optimizer steps; default: one epoch")
+parser.add_argument("--learning-rate", type=float, default=1e-4, help="initial learning rate; decays linearly to zero")
 parser.add_argument("--name", default="final", help="name of both checkpoints")
 
 
-def lesson(tokenizer: Any, question: Question) -> Datum:
-    """Return prompt and answer; the loss counts the answer and the token that ends it."""
+def datum_of(tokenizer: Any, question: Question) -> Datum:
+    """Return prompt and answer; only the answer and its end token have weight 1."""
     start = common.prompt(tokenizer, question)
     answer = [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
     tokens = start + answer
@@ -35,11 +35,13 @@ def main() -> None:
     with common.connect(args) as service:
         training = service.create_lora_training_client(args.model, rank=args.rank, seed=args.seed).result()
         for step in range(steps):
-            data = [lesson(tokenizer, question) for question in common.batch(questions, step, args.batch_size)]
+            data = [datum_of(tokenizer, question) for question in common.batch(questions, step, args.batch_size)]
             rate = args.learning_rate * (1 - step / steps)
             passed = training.forward_backward(data, "cross_entropy")
-            stepped = training.optim_step(AdamParams(learning_rate=rate))  # sent before the pass is waited for
-            total = sum(float(datum.loss_fn_inputs["weights"].to_numpy().sum()) for datum in data)
+            stepped = training.optim_step(
+                AdamParams(learning_rate=rate)
+            )  # pipelined: sent before the result of the pass
+            total = sum(float(row.loss_fn_inputs["weights"].to_numpy().sum()) for row in data)
             loss = passed.result().metrics["loss:sum"] / total
             stepped.result()
             print(f"step {step + 1}/{steps}  loss {loss:.3f} nats per answer token", flush=True)

@@ -1,119 +1,116 @@
-"""What every route has at hand."""
+"""The components of the API process, and one HTTP request as the endpoints see it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast
 
 from anyio import CapacityLimiter
 from fastapi import Depends, Query, Request
+from sqlmodel import Session
 
-from skyrl_tx.api.backpressure import SampleBudget
-from skyrl_tx.api.engine_watch import EngineWatch
+from skyrl_tx.api.authentication import Authenticator, Caller, Principal, SigningKey
+from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.precedence import Precedence
-from skyrl_tx.api.principal import Caller, Gate, Principal
-from skyrl_tx.api.recall import Recall
+from skyrl_tx.api.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.api.signing import SigningKey
-from skyrl_tx.api.translate.translated import UnknownFields
-from skyrl_tx.api.waiters import Waiters
+from skyrl_tx.api.validation import UnknownFields
 from skyrl_tx.api.wire import Body, read_body
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import Store
 
-_READERS = 4
+_RESULT_READERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """The parts of one HTTP process. None of them holds a truth that is not in the store."""
+    """The components of one API process. All durable state is in the store."""
 
     settings: ApiSettings
     store: Store
     artifacts: ArtifactStore
     signing_key: SigningKey
-    gate: Gate
-    engine: EngineWatch
-    waiters: Waiters
-    sample_budget: SampleBudget
+    authenticator: Authenticator
+    engine: EngineHealth
+    results: ResultWatcher
+    admission: AdmissionControl
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
-    recall: Recall = field(default_factory=Recall)
-    precedence: Precedence = field(default_factory=Precedence)
-    reading: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_READERS))
-    """Results are read and written out so many at a time: hundreds that come at once would else all be last."""
+    priority: ResponsePriority = field(default_factory=ResponsePriority)
+    result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))
+    """Limits how many results are read and encoded at once: hundreds in parallel would all finish last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call as a route sees it: who asks, with what, and the parts of this process."""
+    """One authenticated HTTP request with its body, and the components that serve it."""
 
-    parts: ApiContext
+    context: ApiContext
     caller: Principal
     body: Body
     sdk_version: str
     idempotency_key: str | None
-    """What the client's retries of one call have in common; it counts where a request has no number of its own."""
+    """`X-Idempotency-Key`, equal in all retries of one call. Used where a request has no sequence number."""
     weights_access_token: str | None = None
-    """What a client sends in a header to copy another's checkpoint (tinker/lib/public_interfaces/rest_client.py)."""
+    """The header by which a client copies another owner's checkpoint (tinker/lib/public_interfaces/rest_client.py)."""
 
     @property
     def settings(self) -> ApiSettings:
-        """What this process was told."""
-        return self.parts.settings
+        """The API's settings."""
+        return self.context.settings
 
     @property
     def store(self) -> Store:
-        """Where all truth is."""
-        return self.parts.store
+        """The database, the only source of truth."""
+        return self.context.store
 
     def session_id(self, purpose: str) -> SessionId | None:
-        """Name a session after this call, by a name that repetitions of it have in common and nobody else can find.
+        """Derive a session id from the idempotency key: equal for retries, and not guessable by other callers.
 
-        None where nothing tells a repetition.
+        Returns None without an idempotency key.
         """
         if self.idempotency_key is None:
             return None
-        named = self.parts.signing_key.sign(purpose, self.caller.owner, self.idempotency_key)
-        return SessionId(f"session-{named[:32]}")
+        signature = self.context.signing_key.sign(purpose, self.caller.owner, self.idempotency_key)
+        return SessionId(f"session-{signature[:32]}")
 
-    def lender(self, token: str | None) -> Principal | None:
-        """Whoever gave the caller this `weights_access_token`: a key of theirs, or a token that was made for one.
+    def readers(self, tx: Session, token: str | None) -> Sequence[Principal]:
+        """Return in whose name a checkpoint is read: the caller, and the owner of a `weights_access_token` if any.
 
-        Raises UserError for one that opens nothing.
+        The token is a key or a token of an owner who lets the caller read. Raises UserError if it is invalid.
         """
         if token is None:
-            return None
+            return [self.caller]
         try:
-            return self.parts.gate.admit(token)
+            return [self.caller, self.context.authenticator.find(tx, token)]
         except ApiError as error:
-            raise UserError("weights_access_token: is no key, and no token for a key, of this server") from error
+            raise UserError("weights_access_token: not a key and not a token of this server") from error
 
     def check_unknown(self, model: WireModel) -> None:
-        """Raise UserError for an unknown field that may change the maths; log the others."""
-        self.parts.unknown_fields.check(model, self.sdk_version)
+        """Raise UserError for an unknown field that may change results; log the others."""
+        self.context.unknown_fields.check(model, self.sdk_version)
 
 
-async def parts_of(request: Request) -> ApiContext:
-    """Find the parts of this process."""
+async def get_context(request: Request) -> ApiContext:
+    """Return the components of this process."""
     return cast(ApiContext, request.app.state.context)
 
 
-async def incoming(request: Request, caller: Caller) -> Call:
-    """Receive a call in full."""
-    parts = await parts_of(request)
+async def read_call(request: Request, caller: Caller) -> Call:
+    """Receive a request with its body."""
+    context = await get_context(request)
     return Call(
-        parts=parts,
+        context=context,
         caller=caller,
-        body=await read_body(request, parts.settings.max_request_bytes),
+        body=await read_body(request, context.settings.max_request_bytes),
         sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
         idempotency_key=request.headers.get("x-idempotency-key"),
         weights_access_token=request.headers.get("x-tinker-weights-access-token"),
     )
 
 
-Incoming = Annotated[Call, Depends(incoming)]
+Incoming = Annotated[Call, Depends(read_call)]
 
 AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]

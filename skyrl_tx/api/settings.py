@@ -1,71 +1,47 @@
-"""What the HTTP process is told."""
+"""Settings of the API process."""
 
 import ipaddress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import Field
 
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.process_setup import CommonSettings
 
 _HUB_NAME_SLASHES = 2
 
 
-class ApiSettings(BaseModel):
-    """Settings of the HTTP process; the command line composes them with the other components'."""
+class ApiSettings(CommonSettings):
+    """Settings of the API process. `skyrl_tx.settings` combines them with those of the engine and the backend."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    host: str = Field(
-        default="127.0.0.1", description="address to listen on; any but loopback asks for keys, or for --no-auth"
-    )
-    no_auth: bool = Field(default=False, description="ask nobody for a key: whoever can reach --host may do everything")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    data_dir: Path = Field(description="directory of the database and all weights")
-    database_url: SecretStr | None = Field(
-        default=None,
-        description="database, if not a file in --data-dir: postgresql://user:password@host/name; a password is better "
-        "given by the environment",
-    )
-    base_model: str = Field(description="hub id or local directory of the model that is served")
-    served_model_name: str | None = Field(
-        default=None, description="name that clients use; default: base_model as given"
-    )
-    served_model_aliases: list[str] = Field(
-        default=[], description="more names of the model, separated by commas; runs are listed under the first name"
-    )
-    tokenizer_id: str | None = Field(
-        default=None, description="what clients load the tokenizer from; default: base_model"
-    )
-    max_request_bytes: int = Field(
-        default=256 * 2**20, ge=1024, description="longest body taken, and its length decompressed"
-    )
-    retrieve_hold_s: float = Field(
-        default=30.0, gt=0, le=40, description="longest that a poll for a result is held open; some end after 3/4 of it"
-    )
-    large_result_bytes: int = Field(
-        default=2**20, ge=0, description="results longer than this are announced by their size, then fetched"
-    )
-    engine_silence_s: float = Field(
-        default=10.0, gt=0, description="clients are told to wait when the engine is silent so long"
-    )
-    download_url_ttl_s: float = Field(
-        default=3600.0, gt=0, description="how long a URL to download weights from is valid"
-    )
-    public_url: str | None = Field(
-        default=None, description="where clients reach this server, for URLs to download from; default: as they ask"
-    )
-    request_threads: int = Field(
-        default=100, ge=1, description="requests worked on at once; each may wait for a commit"
-    )
-
-    @property
-    def store_url(self) -> str | None:
-        """The database's URL, with its secrets."""
-        return None if self.database_url is None else self.database_url.get_secret_value()
+    host: str = "127.0.0.1"
+    """Address to listen on; any but loopback requires API keys or --no-auth."""
+    no_auth: bool = False
+    """Disable authentication: every caller that can reach --host is an admin."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 chooses a free port."""
+    served_model_aliases: list[str] = Field(default=[])
+    """Additional names of the model, separated by commas; runs are listed under the first name."""
+    tokenizer_id: str | None = None
+    """Hub id or directory from which clients load the tokenizer; default: base_model."""
+    max_request_bytes: int = Field(default=256 * 2**20, ge=1024)
+    """Largest request body in bytes, before and after decompression."""
+    retrieve_hold_s: float = Field(default=30.0, gt=0, le=40)
+    """Hold time of a long poll in seconds; some polls end after 3/4 of it."""
+    large_result_bytes: int = Field(default=2**20, ge=0)
+    """Larger results are announced by their size first, then fetched."""
+    engine_silence_s: float = Field(default=10.0, gt=0)
+    """Seconds without a status of the engine after which polls report that it is paused."""
+    download_url_ttl_s: float = Field(default=3600.0, gt=0)
+    """Lifetime of a signed download URL in seconds."""
+    public_url: str | None = None
+    """Base URL of this server in download URLs; default: the address of the request."""
+    request_threads: int = Field(default=100, ge=1)
+    """Number of threads that handle requests; each may wait for a commit."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine's own users can reach the server."""
+        """Whether the server listens on loopback only."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -73,26 +49,26 @@ class ApiSettings(BaseModel):
 
     @property
     def public_model_name(self) -> str:
-        """The name that answers carry."""
+        """The model name in responses."""
         return self.served_model_name or self.base_model
 
     @property
     def offered_names(self) -> list[str]:
-        """The names that clients are told of, the public one first."""
+        """The model names that clients may use, the public one first."""
         return list(dict.fromkeys([self.public_model_name, *self.served_model_aliases]))
 
     def known_model_name(self, name: str) -> str:
-        """Return the public name of the base model that a client asks for; raises UserError for another model."""
+        """Return the public name of a requested base model. Raises UserError for another model."""
         if name not in (self.served_model_name, self.base_model, *self.served_model_aliases):
             raise UserError(f"base_model {name[:200]!r}: this server serves {', '.join(map(repr, self.offered_names))}")
         return self.public_model_name
 
     @property
     def client_tokenizer_id(self) -> str:
-        """What `AutoTokenizer` resolves on the client.
+        """The name that `AutoTokenizer` resolves on the client.
 
-        The SDK takes a name of exactly two slashes for `organisation/model/variant` and cuts it, so a short local
-        path is written in a longer, equivalent form.
+        The SDK reads a name with exactly two slashes as `organisation/model/variant` and cuts it, so a short local path
+        is written in a longer, equivalent form.
         """
         name = self.tokenizer_id or self.base_model
         if not Path(name).is_dir():

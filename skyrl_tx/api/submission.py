@@ -1,163 +1,249 @@
-"""Requests into the store: once each, however often they are sent."""
+"""Requests into the store: each is stored once, however often the client sends it."""
 
+import functools
+import logging
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from http import HTTPStatus
+from typing import TypeVar
 
 import msgspec
+from pydantic import ValidationError
 from sqlmodel import Session
 
-from skyrl_tx.api import lookup
+from skyrl_tx.api import access
+from skyrl_tx.api.authentication import Principal
+from skyrl_tx.api.context import Call
 from skyrl_tx.api.errors import ApiError, bad_request
-from skyrl_tx.api.principal import Principal
-from skyrl_tx.api.schemas.training import Promise
-from skyrl_tx.api.translate.translated import Translated
+from skyrl_tx.api.schemas.base import CreationIds, ModelRequestIds, WireModel
+from skyrl_tx.api.schemas.training import FutureHandle
+from skyrl_tx.api.translate.provenance import Provenance, fill_recorded
+from skyrl_tx.api.validation import first_error
+from skyrl_tx.api.wire import parse
 from skyrl_tx.contract import codec
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
-from skyrl_tx.contract.requests import ModelSpec, Rejected, Request
+from skyrl_tx.contract.requests import CreateModel, LoadWeights, ModelPass, Rejected, Request
 from skyrl_tx.store import futures, models, samplers, stability
-from skyrl_tx.store.pruning import RequestForgotten
-from skyrl_tx.store.tables import SamplingSessionRow
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
+_log = logging.getLogger(__name__)
 _TOUCH_MODEL_EVERY_S = 1.0
 _TOUCH_SAMPLER_EVERY_S = 60.0
 
+SchemaT = TypeVar("SchemaT", bound=WireModel)
+
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """A request in bytes, made before the writer's turn; `identity` is what a repetition must agree in."""
+class Submission:
+    """A translated request on its way into the store.
 
-    kind: str
+    Attributes:
+        request: What the engine will execute.
+        body: The encoded request, made before the transaction.
+        digest: The idempotency digest. It is equal whenever a client sends the same request again, because it covers
+            the request as sent, without what the server drew or looked up.
+        provenance: The provenance spans of each datum, where recorded samples will complete the request.
+        sequence_ids: The recorded samples that completed it.
+        base_model: The base model of the model that the request creates, if it creates one.
+    """
+
+    request: Request
     body: bytes
-    identity: bytes
+    digest: bytes
+    provenance: tuple[Provenance, ...] = ()
+    sequence_ids: Collection[str] = ()
+    base_model: str | None = None
 
     @classmethod
-    def of(cls, request: Translated) -> "Encoded":
-        """Encode a request, once if nothing in it was drawn or looked up."""
-        body = codec.encode(request.request)
-        identity = body if request.identity is request.request else codec.encode(request.identity)
-        if request.provenance:
-            identity += msgspec.msgpack.encode(request.provenance)
-        return cls(_kind(request.request), body, identity)
+    def of(
+        cls,
+        request: Request,
+        *,
+        as_sent: Request | None = None,
+        provenance: tuple[Provenance, ...] = (),
+        base_model: str | None = None,
+    ) -> "Submission":
+        """Encode a request. `as_sent` is what its digest covers, by default the request itself."""
+        body = codec.encode(request)
+        sent = body if as_sent is None or as_sent is request else codec.encode(as_sent)
+        if provenance:
+            sent += msgspec.msgpack.encode(provenance)
+        return cls(request, body, futures.idempotency_digest(sent), provenance, base_model=base_model)
+
+    @classmethod
+    def rejected(
+        cls, kind: str, message: str, *, backward: bool = False, as_sent: Request | None = None
+    ) -> "Submission":
+        """Return a request that keeps its sequence number and fails with this message."""
+        return cls.of(Rejected(kind=kind, message=message, backward=backward), as_sent=as_sent)
+
+    @property
+    def kind(self) -> str:
+        """The kind that the row shows: a rejected barrier is still a barrier for the engine's scheduler."""
+        return self.request.kind if isinstance(self.request, Rejected) else codec.kind_of(self.request)
+
+    def with_request(self, request: Request, sequence_ids: Collection[str] = ()) -> "Submission":
+        """Return this submission with another request under the same digest."""
+        return replace(self, request=request, body=codec.encode(request), sequence_ids=sequence_ids)
 
 
-def _kind(request: Request) -> str:
-    """The kind that a row shows: a refused barrier is still one, also to an engine that never read it."""
-    return request.kind if isinstance(request, Rejected) else codec.kind_of(request)
+def from_json(
+    kind: str,
+    schema: type[SchemaT],
+    value: Mapping[str, object],
+    translate: Callable[[SchemaT], Submission],
+    check_unknown: Callable[[WireModel], None],
+    *,
+    backward: bool = False,
+) -> Submission:
+    """Check JSON against its schema and translate it. Errors become a rejected request, which its future reports."""
+    try:
+        model = schema.model_validate(value)
+        submission = translate(model)
+        check_unknown(model)
+        return submission
+    except ValidationError as error:
+        return Submission.rejected(kind, first_error(error), backward=backward)
+    except UserError as error:
+        return Submission.rejected(kind, error.message, backward=backward)
 
 
-@dataclass(frozen=True, slots=True)
-class NewModel:
-    """What is noted of a model that is to be made."""
+def with_recorded_samples(store: Store, caller: Principal, submission: Submission) -> Submission:
+    """Complete a pass that has provenance spans with its recorded samples; reject it if a span is wrong."""
+    request = submission.request
+    if not submission.provenance or not isinstance(request, ModelPass):
+        return submission
+    _log_own_definition(request.loss)
+    wanted = set[str]().union(*(datum.sequence_ids for datum in submission.provenance))
+    recorded = store.read(lambda tx: stability.find(tx, caller.owner_filter, wanted, time.time()))
+    try:
+        return submission.with_request(fill_recorded(request, submission.provenance, recorded), recorded.keys())
+    except UserError as error:
+        reason = Rejected(kind=submission.kind, message=error.message, backward=request.backward)
+        return submission.with_request(reason)
 
-    base_model: str
-    spec: ModelSpec
-    user_metadata: Mapping[str, str] | None
+
+@functools.cache
+def _log_own_definition(loss: str) -> None:
+    """Log once per process that a loss which needs provenance is this project's own definition."""
+    _log.info("%s is used: Tinker's formula is not public, this is this project's own definition, see the docs", loss)
+
+
+def submit_json(
+    call: Call,
+    kind: str,
+    schema: type[SchemaT],
+    translate: Callable[[SchemaT], Submission],
+    *,
+    backward: bool = False,
+) -> FutureHandle:
+    """Queue a request for a model, sent in JSON. An error in it becomes the result of its future."""
+    value = call.body.mapping()
+    ids = parse(ModelRequestIds, value)
+    return submit(call, ids, from_json(kind, schema, value, translate, call.check_unknown, backward=backward))
+
+
+def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
+    """Queue a request for a model, completed with its recorded samples."""
+    complete = with_recorded_samples(call.store, call.caller, submission)
+    return call.store.write(lambda tx: to_model(tx, call, ids, complete))
+
+
+def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
+    """Queue a request for a model. A `seq_id` of 0 is not a sequence number."""
+    now = time.time()
+    model_id = ModelId(ids.model_id)
+    row = access.addressed_model(tx, call.caller, model_id)
+    key = _key(f"model/{model_id}", ids.seq_id or None, call.idempotency_key)
+    submitted = _insert(tx, submission, key, row.owner, row.session_id, ids.seq_id, model_id=model_id)
+    if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
+        models.touch(tx, model_id, now)
+    if submission.sequence_ids:
+        stability.touch(tx, submission.sequence_ids, now)
+    return FutureHandle(request_id=submitted.request_id, model_id=model_id)
+
+
+def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) -> FutureHandle:
+    """Queue a request that creates a model, and create the model's row. A rejected request creates none.
+
+    `create_model` and `load_weights` share the numbers of a session's models, so they share the keys too.
+    """
+    now = time.time()
+    session_id = SessionId(ids.session_id)
+    session = access.open_session(tx, call.caller, session_id)
+    model_id = model_id_of(session_id, ids.model_seq_id)
+    request = submission.request
+    spec = request.spec if isinstance(request, CreateModel | LoadWeights) else None
+    key = f"create/{session_id}/{ids.model_seq_id}"
+    submitted = _insert(tx, submission, key, session.owner, session_id, 0, model_id=model_id if spec else None)
+    if spec is not None and submitted.is_new:
+        assert submission.base_model is not None
+        row = ModelRow(
+            model_id=model_id,
+            session_id=session_id,
+            base_model=submission.base_model,
+            spec=codec.encode(spec),
+            user_metadata=ids.user_metadata,
+            created_at=now,
+            last_request_at=now,
+        )
+        models.create(tx, row)
+    return FutureHandle(request_id=submitted.request_id, model_id=model_id)
+
+
+def to_sampler(
+    tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, key: str, submission: Submission
+) -> futures.Submitted:
+    """Queue a prompt for a sampling session. `key` is its `sampling_key`."""
+    now = time.time()
+    name = row.sampling_session_id
+    submitted = _insert(tx, submission, key, owner, row.session_id, seq_id, sampling_session_id=name)
+    if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
+        samplers.touch(tx, name, now)
+    return submitted
+
+
+def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
+    """Return the idempotency key of a prompt, from which its sequence ids are derived too."""
+    return _key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
 
 
 def _key(stem: str, seq_id: int | None, idempotency_key: str | None) -> str:
-    """What makes a request one of a kind: its number, or without one what the client's retries have in common."""
+    """Return what identifies a request: its sequence number, or else the header; "" if it has neither."""
     if seq_id is not None:
         return f"{stem}/{seq_id}"
     return "" if idempotency_key is None else f"{stem}/key/{idempotency_key}"
 
 
-def to_model(
+def _insert(
     tx: Session,
-    caller: Principal,
-    model_id: ModelId,
+    submission: Submission,
+    key: str,
+    owner: str,
+    session_id: SessionId,
     seq_id: int | None,
-    request: Encoded,
-    idempotency_key: str | None,
-    sequence_ids: Collection[str] = (),
-) -> Promise:
-    """Queue work for a model, which makes use of some sequences. A `seq_id` of 0 is none."""
-    now = time.time()
-    row = lookup.addressed_model(tx, caller, model_id)
-    new = futures.NewRequest(
-        key=_key(f"model/{model_id}", seq_id or None, idempotency_key),
-        kind=request.kind,
-        owner=row.owner,
-        session_id=row.session_id,
-        body=request.body,
-        digest_body=request.identity,
-        model_id=model_id,
-        seq_id=seq_id,
-    )
-    request_id = _submit(tx, new, now).request_id
-    if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
-        models.touch(tx, model_id, now)
-    stability.touch(tx, sequence_ids, now)
-    return Promise(request_id=request_id, model_id=model_id)
-
-
-def creation(
-    tx: Session, caller: Principal, session_id: SessionId, model_seq_id: int, request: Encoded, model: NewModel | None
-) -> Promise:
-    """Queue the making of a model; without `model` the request is one that will fail, and there will be none.
-
-    `create_model` and `load_weights` share the count of a session's models, so they share its keys.
-    """
-    now = time.time()
-    session = lookup.open_session(tx, caller, session_id)
-    model_id = model_id_of(session_id, model_seq_id)
-    new = futures.NewRequest(
-        key=f"create/{session_id}/{model_seq_id}",
-        kind=request.kind,
-        owner=session.owner,
-        session_id=session_id,
-        body=request.body,
-        digest_body=request.identity,
-        model_id=None if model is None else model_id,
-        seq_id=0,
-    )
-    submitted = _submit(tx, new, now)
-    if model is not None and submitted.is_new:
-        models.create(
-            tx,
-            model_id=model_id,
-            session_id=session_id,
-            base_model=model.base_model,
-            spec=codec.encode(model.spec),
-            user_metadata=model.user_metadata,
-            now=now,
-        )
-    return Promise(request_id=submitted.request_id, model_id=model_id)
-
-
-def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
-    """What makes a prompt one of a kind; its sequence ids are derived from it too."""
-    return _key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
-
-
-def to_sampler(
-    tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, key: str, request: Encoded
+    *,
+    model_id: ModelId | None = None,
+    sampling_session_id: SamplingSessionId | None = None,
 ) -> futures.Submitted:
-    """Queue a prompt for a sampling session, as it was looked up before; `key` is its `sampling_key`."""
-    now = time.time()
-    sampling_session_id = row.sampling_session_id
     new = futures.NewRequest(
         key=key,
-        kind=request.kind,
+        kind=submission.kind,
         owner=owner,
-        session_id=row.session_id,
-        body=request.body,
-        digest_body=request.identity,
+        session_id=session_id,
+        body=submission.body,
+        digest=submission.digest,
+        model_id=model_id,
         seq_id=seq_id,
         sampling_session_id=sampling_session_id,
     )
-    submitted = _submit(tx, new, now)
-    if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
-        samplers.touch(tx, sampling_session_id, now)
-    return submitted
-
-
-def _submit(tx: Session, new: futures.NewRequest, now: float) -> futures.Submitted:
     try:
-        return futures.submit(tx, new, now)
+        return futures.submit(tx, new, time.time())
     except futures.ConflictingRequest as error:
         raise bad_request(str(error)) from error
-    except RequestForgotten as error:
+    except futures.RequestPruned as error:
         raise ApiError(HTTPStatus.GONE, str(error)) from error

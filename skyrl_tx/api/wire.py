@@ -1,4 +1,4 @@
-"""Request bodies: bounded bytes, optionally zstd, that hold JSON or protobuf."""
+"""Request bodies: bounded in size, optionally zstd-compressed, JSON or protobuf."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError, Message
 from pydantic import ValidationError
 
 from skyrl_tx.api.errors import bad_request, too_large
-from skyrl_tx.api.schemas.base import WireModel, first_error
+from skyrl_tx.api.schemas.base import WireModel
+from skyrl_tx.api.validation import first_error
 
 PROTOBUF = "application/x-protobuf"
 
@@ -21,7 +22,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request's body as received: at most `max_bytes` long, and no longer once decompressed."""
+    """A request body as received. `max_bytes` bounds it before and after decompression."""
 
     raw: bytes
     content_type: str
@@ -30,11 +31,11 @@ class Body:
 
     @property
     def is_protobuf(self) -> bool:
-        """Whether the caller says that this is protobuf; anything else is read as JSON, as curl sends it."""
+        """Whether the content type is protobuf. Everything else is parsed as JSON, because curl sends other types."""
         return self.content_type.partition(";")[0].strip().lower() == PROTOBUF
 
     def data(self) -> bytes:
-        """Undo the content encoding; 400 if it cannot be undone, 413 if that would exceed the limit."""
+        """Decompress the body. Raises ApiError 400 if it is malformed, 413 if it exceeds the limit."""
         if self.encoding in ("", "identity"):
             return self.raw
         if self.encoding != "zstd":
@@ -42,11 +43,11 @@ class Body:
         return _decompress(self.raw, self.max_bytes)
 
     def mapping(self) -> dict[str, object]:
-        """Read a JSON object; an absent body is an empty one."""
+        """Parse a JSON object; an empty body is an empty object. Raises ApiError 400."""
         data = self.data()
         try:
             value: object = json.loads(data) if data else {}
-            if b"\\u" in data:  # an escape may spell half a character, which no database stores
+            if b"\\u" in data:  # an escape may be half of a surrogate pair, which no database stores
                 json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise bad_request(f"body is not JSON: {error}") from error
@@ -55,11 +56,11 @@ class Body:
         return cast(dict[str, object], value)
 
     def model(self, kind: type[ModelT]) -> ModelT:
-        """Read JSON of a known shape; 400 naming the first field that does not fit."""
+        """Parse JSON by a schema. Raises ApiError 400 naming the first wrong field."""
         return parse(kind, self.mapping())
 
     def message(self, kind: type[MessageT]) -> MessageT:
-        """Read protobuf."""
+        """Parse protobuf. Raises ApiError 400."""
         message = kind()
         try:
             message.ParseFromString(self.data())
@@ -69,7 +70,7 @@ class Body:
 
 
 def parse(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:
-    """Check a JSON object against its schema; 400 naming the first field that does not fit."""
+    """Check a JSON object against a schema. Raises ApiError 400 naming the first wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -77,7 +78,7 @@ def parse(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:
 
 
 async def read_body(request: Request, max_bytes: int) -> Body:
-    """Receive a body. One over the limit is received to its end without being kept, so that the 413 arrives."""
+    """Receive a body. A body over the limit is received to its end but not kept, so that the client reads the 413."""
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -98,7 +99,7 @@ async def read_body(request: Request, max_bytes: int) -> Body:
 
 
 def _decompress(data: bytes, max_bytes: int) -> bytes:
-    """Undo one zstd frame. Its header is not believed: the output buffer has the size that it states, or the limit."""
+    """Decompress one zstd frame into a buffer of the stated size, which is checked against the limit first."""
     try:
         stated = zstandard.get_frame_parameters(data).content_size
         is_stated = stated not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
@@ -106,13 +107,13 @@ def _decompress(data: bytes, max_bytes: int) -> bytes:
             raise too_large(f"body decompresses to {stated} bytes; this server takes at most {max_bytes}")
         if is_stated:
             return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-        return _decompress_unstated(data, max_bytes)
+        return _decompress_unsized(data, max_bytes)
     except zstandard.ZstdError as error:
         raise bad_request(f"body is not zstd: {error}") from error
 
 
-def _decompress_unstated(data: bytes, max_bytes: int) -> bytes:
-    """Undo a frame that does not state its size, in pieces so small that one cannot exceed the limit by much.
+def _decompress_unsized(data: bytes, max_bytes: int) -> bytes:
+    """Decompress a frame that does not state its size, in pieces that bound the memory above the limit.
 
     A zstd block is at least 4 bytes and gives at most 128 KiB: 512 bytes of input give at most 16 MiB.
     """

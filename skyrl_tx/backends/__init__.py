@@ -1,1 +1,1 @@
-"""Ways to compute: each a subpackage behind `skyrl_tx.contract.backend`."""
+"""Implementations of `skyrl_tx.contract.backend`, and their lookup by name."""

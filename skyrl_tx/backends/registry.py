@@ -1,4 +1,4 @@
-"""Find a backend by name, ours and anybody's through the same door."""
+"""Lookup of installed backends by the name of their entry point, in this package or another."""
 
 from importlib.metadata import entry_points
 
@@ -9,7 +9,7 @@ GROUP = "skyrl_tx.backends"
 
 
 def find_backend(name: str) -> BackendSpec:
-    """Return what the entry point of that name declares; raises UserError naming the installed ones."""
+    """Return the spec of a backend. Raises UserError, with the installed names, if there is none of that name."""
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
         raise UserError(f"backend {name!r} is not installed; installed are: {', '.join(sorted(found)) or 'none'}")

@@ -1,31 +1,32 @@
-"""Commands that work on a data directory, whether a server runs on it or not."""
+"""Commands on a data directory; they work while a server runs on it, too."""
 
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing
-from skyrl_tx.commands import checkpoints, export, import_adapter, keys, runs
-from skyrl_tx.commands.place import CommandError
+from skyrl_tx.commands import adapters, keys, runs
+from skyrl_tx.commands.common import CommandError
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store.errors import StoreError
 
 _PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "keys": keys.add_arguments,
-    "runs": runs.add_arguments,
-    "checkpoints": checkpoints.add_arguments,
-    "export": export.add_arguments,
-    "import": import_adapter.add_arguments,
+    "runs": runs.add_run_arguments,
+    "checkpoints": runs.add_checkpoint_arguments,
+    "export": adapters.add_export_arguments,
+    "import": adapters.add_import_arguments,
 }
 
 
 def run(parser: argparse.ArgumentParser, command: str, arguments: Sequence[str]) -> int:
-    """Read the arguments of a command and run it; return its exit status."""
+    """Parse the arguments of a command and run it; return its exit status."""
     _PARSERS[command](parser)
     chosen = parser.parse_args(arguments)
     try:
-        return chosen.run(chosen)
+        chosen.run(chosen)
     except (CommandError, UserError, StoreError, ArtifactMissing, ArtifactCorrupt) as error:
         for line in str(error).splitlines():
             print(f"skyrl-tx {command}: {line}", file=sys.stderr)
         return 1
+    return 0

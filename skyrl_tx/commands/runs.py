@@ -1,57 +1,57 @@
-"""`skyrl-tx runs`: what was trained, and making room."""
+"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list and delete them, and set the expiry of checkpoints."""
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from sqlmodel import Session, col, select
 
-from skyrl_tx.commands.place import CommandError, add_data_dir, free_files, opened
-from skyrl_tx.commands.table import Record, show, when
+from skyrl_tx.commands.common import (
+    CommandError,
+    Record,
+    collect_artifacts,
+    find_checkpoint,
+    finish_list_parser,
+    finish_parser,
+    open_database,
+    when,
+)
 from skyrl_tx.contract import codec
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
 from skyrl_tx.store import checkpoints, futures, models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
-from skyrl_tx.store.removal import remove_run
-from skyrl_tx.store.tables import ModelRow, SessionRow
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
-_UNLOADED_WITHIN_S = 60.0
+_LIVE = ("creating", "ready")
+_UNLOAD_TIMEOUT_S = 60.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command line."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `runs`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all runs, the last used first", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show all runs, most recently used first", allow_abbrev=False)
     listing.add_argument("--owner", help="only runs of this owner")
-    listing.add_argument("--json", action="store_true", help="print JSON")
-    add_data_dir(listing)
-    listing.set_defaults(run=_list)
-    removal = actions.add_parser(
+    finish_list_parser(listing, _runs, nothing="no runs")
+    deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
-        description="Delete runs with all their checkpoints and results. A run that a server holds is unloaded first.",
+        description="Delete runs with all their checkpoints and results. A running server unloads them first.",
         allow_abbrev=False,
     )
-    removal.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
-    removal.add_argument("--yes", action="store_true", help="do not ask")
-    add_data_dir(removal)
-    removal.set_defaults(run=_delete)
+    deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
+    deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    finish_parser(deleting, _delete_runs)
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    with opened(arguments) as store:
-        records = store.read(lambda tx: _records(tx, arguments.owner))
-    show(records, as_json=arguments.json, nothing="no runs")
-    return 0
-
-
-def _records(tx: Session, owner: str | None) -> list[Record]:
+def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     wanted = select(ModelRow, SessionRow.owner).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
-    if owner is not None:
-        wanted = wanted.where(SessionRow.owner == owner)
+    if arguments.owner is not None:
+        wanted = wanted.where(SessionRow.owner == arguments.owner)
     records: list[Record] = []
-    for row, whose in tx.exec(wanted):
+    for row, owner in tx.exec(wanted):
         saved = checkpoints.list_of_run(tx, row.model_id, time.time())
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)
@@ -60,7 +60,7 @@ def _records(tx: Session, owner: str | None) -> list[Record]:
                 "run": row.model_id,
                 "base_model": row.base_model,
                 "rank": spec.lora.rank,
-                "owner": whose,
+                "owner": owner,
                 "status": row.status,
                 "last_used": when(row.last_request_at),
                 "checkpoints": len(saved),
@@ -70,65 +70,123 @@ def _records(tx: Session, owner: str | None) -> list[Record]:
     return records
 
 
-def _delete(arguments: argparse.Namespace) -> int:
-    with opened(arguments) as store:
+def _delete_runs(arguments: argparse.Namespace) -> None:
+    with open_database(arguments) as store:
         for run_id in arguments.run_id:
             if store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id))) is None:
-                raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows those there are")
+                raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all")
         if not arguments.yes and not _confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
-            return 1
+            raise CommandError("nothing was deleted")
         for run_id in arguments.run_id:
-            _remove(store, ModelId(run_id))
+            _delete_run(store, ModelId(run_id))
             print(f"deleted {run_id}")
-        print(free_files(store, arguments.data_dir))
-    return 0
+        print(collect_artifacts(store, arguments.data_dir))
 
 
 def _confirmed(question: str) -> bool:
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
-        raise CommandError("nobody is there to answer; say --yes") from None
+        raise CommandError("no terminal to ask for confirmation; add --yes") from None
 
 
-def _remove(store: Store, model_id: ModelId) -> None:
-    """Have a run out of every engine's memory, then remove its rows."""
-    if store.peer_lives():
+def _delete_run(store: Store, model_id: ModelId) -> None:
+    """Unload a run, then delete its rows."""
+    if store.is_peer_running():
         _unload(store, model_id)
-        store.write(lambda tx: remove_run(tx, model_id))
-        return
 
     def work(tx: Session) -> None:
-        row = models.get(tx, model_id)
-        if row is not None and row.status in ("creating", "ready"):
-            models.set_status(tx, model_id, "unloaded")
-        remove_run(tx, model_id)
+        models.set_status(tx, model_id, "unloaded")
+        models.delete(tx, model_id)
 
     store.write(work)
 
 
 def _unload(store: Store, model_id: ModelId) -> None:
-    """Ask the running engine to let a run go, in its turn, and wait until it has."""
+    """Submit an unload request to the running engine and wait for it; raises CommandError on timeout."""
 
-    def ask(tx: Session) -> None:
+    def submit(tx: Session) -> None:
         row = models.get(tx, model_id)
-        if row is None or row.status not in ("creating", "ready"):
-            return
-        request = UnloadModel()
-        new = NewRequest(
-            key="",
-            kind=codec.kind_of(request),
-            owner=models.owner(tx, model_id) or "",
-            session_id=row.session_id,
-            body=codec.encode(request),
-            model_id=model_id,
-            seq_id=None,
-        )
-        futures.submit(tx, new, time.time())
+        if row is not None and row.status in _LIVE:
+            new = NewRequest(
+                key="",
+                kind=codec.kind_of(UnloadModel()),
+                owner=models.owner(tx, model_id) or "",
+                session_id=row.session_id,
+                body=codec.encode(UnloadModel()),
+                model_id=model_id,
+            )
+            futures.submit(tx, new, time.time())
 
-    store.write(ask)
-    end = time.monotonic() + _UNLOADED_WITHIN_S
-    while (row := store.read(lambda tx: models.get(tx, model_id))) and row.status in ("creating", "ready"):
+    store.write(submit)
+    end = time.monotonic() + _UNLOAD_TIMEOUT_S
+    while (row := store.read(lambda tx: models.get(tx, model_id))) and row.status in _LIVE:
         if time.monotonic() > end:
-            raise CommandError(f"{model_id}: the running server is still at work on it; try again later")
+            raise CommandError(f"{model_id}: the running server has not unloaded it yet; try again later")
         store.wait(0.2)
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `checkpoints`."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show checkpoints, newest first", allow_abbrev=False)
+    listing.add_argument("--run", dest="run_id", metavar="RUN", help="only checkpoints of this run")
+    listing.add_argument(
+        "--kind", choices=[kind.value for kind in CheckpointKind], help="only checkpoints of this kind"
+    )
+    finish_list_parser(listing, _checkpoints, nothing="no checkpoints")
+    deleting = actions.add_parser("delete", help="delete checkpoints", allow_abbrev=False)
+    deleting.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    finish_parser(deleting, _delete_checkpoints)
+    keeping = actions.add_parser("keep", help="set when checkpoints expire", allow_abbrev=False)
+    keeping.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    keeping.add_argument(
+        "--for", dest="seconds", type=int, metavar="SECONDS", help="time to live from now; default: no expiry"
+    )
+    finish_parser(keeping, _keep)
+
+
+def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    is_wanted = checkpoints.is_unexpired(time.time())
+    wanted = select(CheckpointRow).where(is_wanted).order_by(col(CheckpointRow.created_at).desc())
+    if arguments.run_id is not None:
+        wanted = wanted.where(CheckpointRow.model_id == arguments.run_id)
+    if arguments.kind is not None:
+        wanted = wanted.where(CheckpointRow.kind == arguments.kind)
+    return [
+        {
+            "path": str(row.path),
+            "made": when(row.created_at),
+            "expires": when(row.expires_at),
+            "public": row.public,
+            "bytes": row.size_bytes,
+        }
+        for row in tx.exec(wanted)
+    ]
+
+
+def _delete_checkpoints(arguments: argparse.Namespace) -> None:
+    with open_database(arguments) as store:
+        for path in _for_each(store, arguments.path, checkpoints.delete):
+            print(f"deleted {path}")
+        print(collect_artifacts(store, arguments.data_dir))
+
+
+def _keep(arguments: argparse.Namespace) -> None:
+    if arguments.seconds is not None and not 0 < arguments.seconds <= checkpoints.MAX_TTL_S:
+        raise CommandError(
+            f"--for {arguments.seconds}: must be above 0 and at most {checkpoints.MAX_TTL_S} (ten years)"
+        )
+    expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
+    with open_database(arguments) as store:
+        for path in _for_each(store, arguments.path, partial(checkpoints.set_ttl, expires_at=expires_at)):
+            print(f"{path} {'never expires' if expires_at is None else f'expires at {when(expires_at)}'}")
+
+
+def _for_each(
+    store: Store, texts: Sequence[str], change: Callable[[Session, CheckpointPath], object]
+) -> list[CheckpointPath]:
+    """Change all checkpoints in one transaction; return their paths."""
+    paths = [find_checkpoint(store, text).path for text in texts]
+    store.write(lambda tx: [change(tx, path) for path in paths])
+    return paths

@@ -1,4 +1,8 @@
-"""The one door between the engine and whatever computes."""
+"""The interface between the engine and a backend: the only way in which the engine uses devices.
+
+A backend subclasses `AbstractBackend`, or `BlockingBackend` if it computes whole batches in one call.
+`skyrl_tx.testing.backend_suite` tests the guarantees stated here, see docs/internals/adding_a_backend.md.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -17,162 +21,231 @@ from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 
 
 class StatePart(StrEnum):
-    """What a model consists of beside the base weights."""
+    """The parts of a model's state; base weights are shared and not part of it."""
 
     WEIGHTS = "weights"
+    """The adapter."""
     OPTIMIZER = "optimizer"
+    """The optimizer's moments and its number of steps."""
     GRADIENT = "gradient"
+    """The gradient accumulated since the last `optim_step`."""
 
 
 ALL_PARTS = frozenset(StatePart)
 
 
 class Snapshot(ABC):
-    """A model's state at one moment; later training never changes it."""
+    """The captured parts of one model's state. It is immutable: later training does not change it."""
 
     @abstractmethod
     def write(self, directory: Path) -> None:
-        """Write into an existing empty directory: PEFT layout, safetensors and JSON only.
+        """Write the snapshot into an existing empty directory.
 
-        Callable from any thread; touches no device.
+        Weights have the layout of PEFT. All files are safetensors or JSON. The engine calls this from any thread,
+        while its own thread uses the backend, so it must not use a device.
         """
 
 
 class Pass(ABC):
-    """One batch on its way. Atomic: all of it is kept, or nothing.
+    """One batch of forward or forward-backward computation, in micro-batches.
 
-    Several may be under way, on different models, with steps and other calls in between.
+    A pass is atomic: it adds either its whole gradient, in `results`, or nothing. Several passes over different models
+    may be running at once, and the engine may call any other method of the backend between the steps of a pass,
+    except methods that change one of its models.
     """
 
     @abstractmethod
     def step(self) -> bool:
-        """Dispatch one micro-batch, without waiting for more than a few before it; True once all are dispatched."""
+        """Dispatch one micro-batch, and return True if it was the last one. A further call does nothing.
+
+        Wait for earlier micro-batches only to bound the work that is queued on the device.
+        """
 
     @abstractmethod
     def results(self) -> list[PassResult]:
-        """Wait, commit the gradients, and return one result per example in the batch's order."""
+        """Run the remaining steps, add the gradients, and return one result per example in batch order."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Forget the pass: no gradient is kept. Idempotent; of no effect after `results`."""
+        """Discard the pass and its gradients. Idempotent; does nothing after `results`."""
 
 
 class AbstractBackend(ABC):
-    """Owns devices, base weights, adapters, gradients and optimizer state; knows no HTTP, SQL or sessions.
+    """Owns the devices, the base weights, and every model's adapter, accumulated gradient and optimizer state.
 
-    Called by one thread. Raise UserError for the caller's mistake, CapacityError when full, BackendLost when state is
-    gone. Any other exception: this call failed and left no trace.
+    The engine calls all methods from one thread. It validates arguments against `Capabilities` and `LossSpec` first, so
+    a backend may assert what they state.
+
+    **Errors.** Raise UserError for a mistake of the caller, CapacityError if memory or slots are exhausted, and
+    BackendLost if the state on the device is lost. After BackendLost the engine process exits, and a new one rebuilds
+    every model by replay. Any other exception fails the request. A call that raises must leave the state unchanged.
+
+    **Batch invariance.** The numbers of a request must not depend on other requests in the batch or on the device:
+    results, gradients and samples are equal to the last bit. Replay after a crash depends on it.
+
+    **Isolation.** A call for one model must not change another model's state, whatever numbers it holds (NaN as well).
     """
-
-    _begun_requests: list[SampleRequest] | None = None
 
     @abstractmethod
     def __init__(self, base_model: str, config: BaseModel) -> None:
-        """Remember; touch no device."""
+        """Store the arguments; do not touch a device. `config` is an instance of `BackendSpec.config`."""
+
+    # Life cycle
 
     @abstractmethod
     def start(self) -> Capabilities:
-        """Load the base model, warm up."""
+        """Load the base model, compile what is needed often, and return what this backend can do. Called once."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Free all resources. Idempotent; also called before `start`."""
+
+    # Training
 
     @abstractmethod
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
-        """Make a fresh adapter: A from the seed, B zero, no gradient, fresh optimizer."""
+        """Create a model with a fresh adapter: A from `spec.lora.seed`, B zero, no gradient, no optimizer step."""
 
     @abstractmethod
     def delete_model(self, model_id: ModelId) -> None:
-        """Free a model's slot. Idempotent."""
+        """Free a model's state. Idempotent; does nothing for an unknown model."""
 
     @abstractmethod
-    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
-        """Result i belongs to example i; no gradient changes."""
+    def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
+        """Start a pass.
 
-    @abstractmethod
-    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
-        """As `forward`, and the gradient of the summed loss is added to each model's, request by request."""
+        With `backward`, the gradient of the summed loss is added to the accumulated gradient of each model. To be
+        batch-invariant, sum the gradient of each request by itself, then add the requests in batch order.
+        """
 
     @abstractmethod
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
-        """Apply the summed gradient and clear it.
+        """Apply the accumulated gradient, clear it, and return metrics. Without a gradient, apply zeros.
 
-        Reports at least "unclipped_grad_l2:mean", "learning_rate:mean" and "step:max", the optimizer's count of steps.
-        No name without a colon: clients write these beside columns of their own ("step" is one).
+        The metrics include at least "unclipped_grad_l2:mean", "learning_rate:mean" and "step:max" (the number of
+        steps). Every name has a reduction after a colon, because clients log names without one themselves.
         """
 
     @abstractmethod
     def clear_gradient(self, model_id: ModelId) -> None:
-        """Drop the summed gradient: a pass of its accumulation failed."""
+        """Discard the accumulated gradient, because it is incomplete: a pass that contributes to it has failed."""
 
-    @abstractmethod
-    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
-        """Sample to completion; the deltas of one sample are in order."""
+    # State
 
     @abstractmethod
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
-        """Take the state as it is now; quick, and immutable from then on."""
+        """Return the current state of a model. This is fast: copies to the host finish in `Snapshot.write`."""
 
     @abstractmethod
     def open_snapshot(self, directory: Path) -> Snapshot:
-        """Read back what `Snapshot.write` wrote. Raises UserError for files that do not fit the base model."""
+        """Read the files that `Snapshot.write` wrote. Raises UserError if they do not fit the base model."""
 
     @abstractmethod
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
-        """Make the model, or overwrite it, from `parts` of a snapshot; parts not named start fresh."""
+        """Create or overwrite a model from `parts` of a snapshot; other parts are those of a fresh model.
+
+        Raises UserError if the snapshot lacks a part or does not fit `spec`.
+        """
+
+    # Sampling
 
     @abstractmethod
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """Make frozen weights ready to sample from. Of no effect when they already are."""
+        """Load the weights of a snapshot for sampling. Does nothing if the sampler is loaded."""
 
     @abstractmethod
     def drop_sampler(self, sampler: SamplerId) -> None:
-        """Free frozen weights. Idempotent; the engine never drops one with running samples."""
+        """Free a sampler. Idempotent; the engine never drops a sampler with running samples."""
 
-    # Working defaults, built on the methods above.
+    @abstractmethod
+    def begin_sample(self, batch: PreparedSampleBatch) -> None:
+        """Queue requests. `step_sample` computes them, as soon as there is memory for each."""
+
+    @abstractmethod
+    def step_sample(self) -> list[SampleDelta]:
+        """Run one decode slice of all running samples and return the new tokens; an empty list if nothing is queued."""
+
+    @abstractmethod
+    def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
+        """Discard all samples of requests; no delta of them follows. Unknown ids are ignored."""
+
+    @abstractmethod
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """End one sample of a request, which has produced a stop string; no delta of it follows.
+
+        Called between decode slices. A sample that has ended or is unknown is ignored.
+        """
+
+    # Methods with an implementation
+
+    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """Compute one result per example, in batch order, and no gradient."""
+        return self.begin_pass(batch, backward=False).results()
+
+    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """As `forward`, and accumulate gradients, see `begin_pass`."""
+        return self.begin_pass(batch, backward=True).results()
+
+    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
+        """Sample to the end and return all deltas, those of each sample in order. Nothing else may be queued."""
+        self.begin_sample(batch)
+        deltas: list[SampleDelta] = []
+        while new := self.step_sample():
+            deltas.extend(new)
+        return deltas
 
     def text_of(self, tokens: list[int]) -> str:
-        """Decode tokens for stop strings. Raises UserError where there is no tokenizer."""
+        """Decode tokens, to find stop strings. Raises UserError if there is no tokenizer."""
         raise UserError("stop: this backend has no tokenizer, so stop strings cannot be found; pass token ids")
 
+
+class BlockingBackend(AbstractBackend):
+    """Base class of backends that compute whole batches in one call.
+
+    Training and sampling do not take turns on the device then, and a sample occupies it until it ends.
+    """
+
+    def __init__(self, base_model: str, config: BaseModel) -> None:
+        """See AbstractBackend. Subclasses call this constructor."""
+        self._queued_requests: list[SampleRequest] = []
+
+    @abstractmethod
+    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """See AbstractBackend."""
+
+    @abstractmethod
+    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        """See AbstractBackend."""
+
+    @abstractmethod
+    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
+        """See AbstractBackend."""
+
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        """Start a pass whose micro-batches the engine may interleave with decoding."""
-        return _WholePass(self.forward_backward if backward else self.forward, batch)
+        """See AbstractBackend."""
+        return _BlockingPass(self.forward_backward if backward else self.forward, batch)
 
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """Queue prompts for `step_sample`."""
-        self._begun().extend(batch.requests)
+        """See AbstractBackend."""
+        self._queued_requests.extend(batch.requests)
 
     def step_sample(self) -> list[SampleDelta]:
-        """Decode one slice of all that runs; empty when nothing does."""
-        begun = self._begun()
-        if not begun:
+        """See AbstractBackend."""
+        if not self._queued_requests:
             return []
-        requests, begun[:] = tuple(begun), []
+        requests, self._queued_requests = tuple(self._queued_requests), []
         return self.sample(PreparedSampleBatch(requests=requests))
 
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """Forget prompts; no delta of theirs comes after this. Unknown ids are of no effect."""
-        begun = self._begun()
-        begun[:] = [request for request in begun if request.request_id not in request_ids]
+        """See AbstractBackend."""
+        self._queued_requests = [each for each in self._queued_requests if each.request_id not in request_ids]
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """End one sample of a request that goes on: it had its stop string. No delta of it comes after this.
-
-        Called between slices; what has ended or is unknown is of no effect. By default nothing: `step_sample` has come
-        to the end of each.
-        """
-        assert index >= 0
-
-    def _begun(self) -> list[SampleRequest]:
-        if self._begun_requests is None:
-            self._begun_requests = []
-        return self._begun_requests
+        """See AbstractBackend. Between slices no sample is running, so there is nothing to end."""
 
 
-class _WholePass(Pass):
-    """A backend's whole pass as one step."""
+class _BlockingPass(Pass):
+    """A whole pass as one step. It runs in `results`, so that `abort` has nothing to undo."""
 
     def __init__(
         self, run: Callable[[PreparedModelPassBatch], list[PassResult]], batch: PreparedModelPassBatch
@@ -181,22 +254,20 @@ class _WholePass(Pass):
         self._batch = batch
 
     def step(self) -> bool:
-        """See Pass; the work itself is left to `results`, so that `abort` leaves no trace."""
         return True
 
     def results(self) -> list[PassResult]:
-        """See Pass."""
         return self._run(self._batch)
 
     def abort(self) -> None:
-        """See Pass."""
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """What an entry point of the group `skyrl_tx.backends` names: importing it must be cheap."""
+    """The object that an entry point of the group `skyrl_tx.backends` refers to; importing it must be fast."""
 
     config: type[BaseModel]
-    """Its fields become flags; each has a description and a default."""
+    """Its fields become flags, each with a description and a default."""
     load: Callable[[], type[AbstractBackend]]
-    """Import the backend itself."""
+    """Imports and returns the backend's class."""

@@ -1,4 +1,4 @@
-"""What the engine hands to a backend: one record per sequence or prompt, checked and complete."""
+"""The input of a backend: one record per training sequence or prompt, validated and complete."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +7,21 @@ from skyrl_tx.contract.arrays import Int32Array, NumberArray
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LossConfigValue, PromptOptions, SamplingParams
 
+STARVATION_BOUND = 64
+"""How many other samples may start before one that waits for memory, at most.
+
+The engine applies it to samples whose sampler waits for an adapter slot, a backend to samples that wait for a longer
+KV cache slot.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassExample:
     """One training sequence of one request.
 
-    `tokens` int32 [T]. `loss_inputs` holds exactly the inputs of the loss, absent ones filled in: each [T], those of
-    cross_entropy also [T, K]; `target_tokens` int32, the others float32. `loss_config` holds exactly the loss's
-    config, defaults filled in.
+    `tokens` is int32 [T]. `loss_inputs` has exactly the inputs of the loss's `LossSpec`, with absent ones filled in:
+    float32 or, if they hold token ids, int32, each [T], or all [T, K]. `loss_config` has exactly the numbers of the
+    loss's config, with defaults filled in.
     """
 
     request_id: RequestId
@@ -31,20 +38,21 @@ class PassExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModelPassBatch:
-    """Examples of whole requests, a request's examples side by side, requests of one model in `seq_id` order."""
+    """The examples of whole requests. Those of a request are adjacent; requests of one model are in `seq_id` order."""
 
     examples: tuple[PassExample, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One prompt int32 [T], prefilled once, and `num_samples` continuations, numbered from `first_index` on.
+    """`num_samples` continuations of one prompt, int32 [T], numbered from `first_index`.
 
-    `sampler` None is the base model; any other was loaded before. `params.max_tokens` is settled (never None) and
-    prompt + max_tokens fits the context; `params.stop_strings` are the engine's business, not the backend's.
+    `sampler` is loaded, or None for the base model. `params.max_tokens` is an int, and prompt + `max_tokens` fits the
+    context. The engine finds `params.stop_strings`; a backend ignores them.
 
-    A request of many samples may come in parts under one `request_id`, those of the lowest numbers first, while
-    earlier ones run; what is asked of the prompt comes with the first part. A sample is the same in any part.
+    The engine may split the samples of a request into parts with the same `request_id`, lowest indices first. A part
+    may arrive while earlier parts are running. Only the first part asks for results about the prompt. A sample's tokens
+    depend on its index, not on the part.
     """
 
     request_id: RequestId
@@ -62,6 +70,6 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSampleBatch:
-    """Prompts to sample from; any mix of samplers and parameters."""
+    """Prompts to sample from, with any mix of samplers and parameters."""
 
     requests: tuple[SampleRequest, ...]

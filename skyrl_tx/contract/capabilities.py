@@ -1,68 +1,59 @@
-"""All that the engine ever learns about a backend; part of it is served to clients."""
+"""The properties of a started backend: all that the engine knows about it. Part of them is served to clients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInput:
-    """One array a loss reads beside the tokens. `fill` stands in for an absent one; None: it is required.
-
-    `max_ndim` 2 allows [T, K] beside [T]. `is_integer`: token ids, checked against the vocabulary.
-    """
-
-    fill: float | None = None
-    max_ndim: int = 1
-    is_integer: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
-    """A loss by name: its inputs, and its numeric config with defaults."""
-
-    name: str
-    inputs: Mapping[str, LossInput]
-    config: Mapping[str, float] = field(default_factory=dict[str, float])
+from skyrl_tx.contract.losses import LossSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a started backend can do. Lengths count tokens."""
+    """The abilities and limits of a started backend. The engine refuses requests that exceed them."""
 
     max_context_length: int
+    """The most tokens of one sequence, prompt and new tokens together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     devices: tuple[str, ...]
-    """For people: what the log and the operator see."""
+    """A name per device, for the log and for operators."""
     max_models: int
-    """Resident for training at once."""
+    """The most models in training at once. The engine evicts others."""
     max_samplers: int
-    """Resident for sampling at once, the base model not counted."""
+    """The most samplers loaded at once, in addition to the base model."""
     max_sample_tokens: int
-    """Prompt and new tokens resident at once, over all samples; no request is for one that may come to more.
+    """The most tokens of all running samples together, prompts and new tokens. No request may need more by itself.
 
-    Without `sample_slots` as many are handed over as fit whatever they come to, and one request more. With them those
-    wait in the backend that it finds no room for yet: few samples come to what they may.
+    Without `sample_slots`, the engine hands over requests until their prompts and `max_tokens` reach this number, so
+    that the last one may exceed it. With `sample_slots`, it counts samples instead, and the backend queues those that
+    do not fit yet: few samples reach their `max_tokens`.
     """
     max_pass_tokens: int
-    """A target per batch; one example may exceed it."""
+    """The number of tokens up to which requests are put into one batch of a pass. One request may exceed it."""
     micro_batch_tokens: int = 0
-    """What a step of a pass computes, about, but for one long example. 0: not told, and batches are larger for it."""
+    """The usual number of tokens of one step of a pass. 0: unknown; the engine then fills batches to `max_pass_tokens`.
+
+    Otherwise it makes batches of a few steps, so that passes of other models need not wait long.
+    """
     sample_slots: int = 0
-    """Samples decoded side by side at most; more are held back, for their sessions to take turns. 0: not told."""
+    """The most samples that decode at once. 0: unknown.
+
+    Otherwise the engine hands over few samples more than this number, so that sessions take turns.
+    """
     max_lora_rank: int
     lora_targets: frozenset[str]
-    """Of {"attn", "mlp", "unembed"}."""
+    """The layers that can have adapters, a subset of {"attn", "mlp", "unembed"}."""
     losses: Mapping[str, LossSpec]
+    """The losses by name, usually from `skyrl_tx.contract.losses.LOSS_SPECS`."""
     optimizers: frozenset[str] = frozenset({"adamw"})
     max_topk_logprobs: int = 0
-    """0: not offered. Prompt and sample."""
+    """The largest k of top-k log-probabilities, of prompts and of samples. 0: not supported."""
     max_alt_tokens: int = 0
-    """0: `prompt_alt_tokens_k` is not offered."""
+    """The largest `prompt_alt_tokens_k`. 0: not supported."""
     offers_target_logprobs: bool = False
+    """Whether `target_prompt_logprobs` is supported."""
     chunk_types: frozenset[str] = frozenset({"text"})
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the numbers depend on beside the inputs: dtype, versions, mesh. Equal fingerprints, equal bits."""
+    """Everything but the inputs that numbers depend on: dtype, versions, mesh. Equal fingerprints give equal bits."""
     base_model_hash: str = ""
-    """Of the base weights: adapters of one are nothing on another, and are refused there. "": not told."""
+    """A hash of the base weights. The engine refuses adapters of another base model. "": unknown."""

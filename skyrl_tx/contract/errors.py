@@ -1,10 +1,10 @@
-"""What can go wrong, and whose fault it is."""
+"""Exceptions with which requests fail, and their categories."""
 
 from enum import StrEnum
 
 
 class ErrorCategory(StrEnum):
-    """Who has to act (tinker/types/request_error_category.py)."""
+    """The side that has to act on an error (tinker/types/request_error_category.py)."""
 
     USER = "user"
     SERVER = "server"
@@ -12,7 +12,7 @@ class ErrorCategory(StrEnum):
 
 
 class RequestError(Exception):
-    """A failure that belongs to one request and reaches its caller as text."""
+    """A failure of one request, whose message the client receives."""
 
     category = ErrorCategory.UNKNOWN
 
@@ -22,20 +22,20 @@ class RequestError(Exception):
 
 
 class UserError(RequestError):
-    """The caller's mistake: the text names the field and its value."""
+    """The request is invalid. The message names the field and its value."""
 
     category = ErrorCategory.USER
 
 
 class ServerError(RequestError):
-    """Ours: the request was sound and could not be served."""
+    """The request is valid, but the server failed to execute it."""
 
     category = ErrorCategory.SERVER
 
 
 class CapacityError(ServerError):
-    """No room now; the same request may succeed once something else has ended."""
+    """Memory or slots are exhausted. The request may succeed later, when others have ended."""
 
 
 class BackendLost(Exception):
-    """Device state is gone: nothing that the backend holds can be trusted any more."""
+    """The state on the device is lost. The engine process must exit."""

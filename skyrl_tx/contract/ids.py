@@ -1,4 +1,4 @@
-"""Names of things, and the only parser and formatter of each."""
+"""Identifiers, and the only functions that format and parse them."""
 
 import re
 from dataclasses import dataclass
@@ -8,33 +8,33 @@ from typing import NewType, Self
 from skyrl_tx.contract.errors import UserError
 
 RequestId = NewType("RequestId", str)
-"""A future: derived from the ids that deduplicate its request."""
+"""Identifies a request and its future. It is derived from the idempotency key of the request."""
 SessionId = NewType("SessionId", str)
 ModelId = NewType("ModelId", str)
-"""A training run: `{session_id}:train:{model_seq_id}`, a form the SDK builds by itself."""
+"""Identifies a training run: `{session_id}:train:{model_seq_id}`. The SDK builds the same text."""
 SamplingSessionId = NewType("SamplingSessionId", str)
-"""What a client samples from: `{session_id}:sample:{sampling_session_seq_id}`."""
+"""Identifies the weights that a client samples from: `{session_id}:sample:{sampling_session_seq_id}`."""
 ArtifactId = NewType("ArtifactId", str)
-"""An immutable directory of weight files."""
+"""Identifies an immutable directory of weight files."""
 SamplerId = NewType("SamplerId", str)
-"""Frozen weights to sample from; the same text as the artifact that holds them."""
+"""Identifies frozen weights to sample from. It equals the id of the artifact that holds them."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SCHEME = "tinker://"
 
 
 def model_id(session_id: SessionId, model_seq_id: int) -> ModelId:
-    """Name the model of a session (SDK 0.38, `TrainingClient` from `load_weights`, builds the same text)."""
+    """Return the id of a session's model, as SDK 0.38 builds it (`TrainingClient`, from `load_weights`)."""
     return ModelId(f"{session_id}:train:{model_seq_id}")
 
 
 def sampling_session_id(session_id: SessionId, sampling_session_seq_id: int) -> SamplingSessionId:
-    """Name a sampling session of a session."""
+    """Return the id of a sampling session."""
     return SamplingSessionId(f"{session_id}:sample:{sampling_session_seq_id}")
 
 
 class CheckpointKind(StrEnum):
-    """The middle part of a `tinker://` path."""
+    """The kind of a checkpoint, which is the middle part of its `tinker://` path."""
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
@@ -43,7 +43,7 @@ class CheckpointKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """A saved set of weights: `tinker://{model_id}/{kind}/{name}`."""
+    """The path of saved weights: `tinker://{model_id}/{kind}/{name}`."""
 
     model_id: ModelId
     kind: CheckpointKind
@@ -54,25 +54,31 @@ class CheckpointPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """The path within its run, as the SDK's `Checkpoint.checkpoint_id` has it: `{kind}/{name}`."""
+        """The path within its run, `{kind}/{name}`, the SDK's `Checkpoint.checkpoint_id`."""
         return f"{self.kind.value}/{self.name}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a path; raises UserError naming what is wrong with it."""
+        """Parse a path. Raises UserError that names the invalid part."""
         parts = text.removeprefix(_SCHEME).split("/")
         if not text.startswith(_SCHEME) or len(parts) != 3 or not parts[0]:
             raise UserError(f"path {text[:200]!r} is not of the form tinker://<run>/<kind>/<name>")
-        run, kind, name = parts
+        return cls.of_parts(*parts)
+
+    @classmethod
+    def of_parts(cls, model_id: str, kind: str, name: str) -> Self:
+        """Parse the parts of a path, as URLs have them. Raises UserError for an unknown kind or an invalid name."""
         if kind not in list(CheckpointKind):
-            raise UserError(f"path {text[:200]!r}: kind {kind!r} is not one of {', '.join(CheckpointKind)}")
-        return cls(ModelId(run), CheckpointKind(kind), checkpoint_name(name))
+            text = f"{_SCHEME}{model_id}/{kind}/{name}"
+            raise UserError(f"path {text[:200]!r}: kind {kind[:80]!r} is not one of {', '.join(CheckpointKind)}")
+        return cls(ModelId(model_id), CheckpointKind(kind), checkpoint_name(name))
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the name if it may name a checkpoint; raises UserError if it may not."""
+    """Return the name if it is a valid checkpoint name. Raises UserError if it is not."""
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"checkpoint name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', not led by a sign"
+            f"checkpoint name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
+            "and start with a letter or digit"
         )
     return name

@@ -1,4 +1,8 @@
-"""Requests as the API stores them and the engine takes them out: validated in form, not yet in substance."""
+"""Requests as the API stores them and the engine executes them.
+
+The API has validated their form; the engine validates their values against the backend's capabilities. Records are
+stored, see `codec`: names of fields and types must not change.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +16,7 @@ LossConfigValue = float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """Which adapter to train (SDK: `lora_config`). `seed` is drawn at submission when the client gave none."""
+    """The LoRA adapter to train (SDK: `lora_config`). The API draws `seed` if the client sends none."""
 
     rank: int
     seed: int
@@ -23,7 +27,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a model is made of, beside the base weights."""
+    """A model in addition to the base weights: its adapter and its optimizer."""
 
     lora: LoraSpec
     optimizer: str = "adamw"
@@ -31,10 +35,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerParams:
-    """AdamW as in torch: decoupled decay, bias-corrected (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    """AdamW as in torch: decoupled weight decay, bias correction (Loshchilov & Hutter 2019, arXiv:1711.05101).
 
-    Defaults are the SDK's (tinker/types/optimizer.py). `grad_clip_norm` bounds the global L2 norm of the summed
-    gradient; 0 is off.
+    Defaults are the SDK's (tinker/types/optimizer.py). `grad_clip_norm` bounds the global L2 norm of the accumulated
+    gradient; 0 turns clipping off.
     """
 
     learning_rate: float = 1e-4
@@ -47,7 +51,7 @@ class OptimizerParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModel:
-    """Make a fresh adapter on the base model."""
+    """Create a model with a fresh adapter on the base model."""
 
     base_model: str
     spec: ModelSpec
@@ -55,7 +59,7 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One training sequence as sent: tokens [T] and whatever loss inputs came with it."""
+    """One training sequence as sent: tokens [T], and loss inputs, each [T] or [T, K]."""
 
     tokens: Int32Array
     loss_inputs: Mapping[str, NumberArray]
@@ -63,7 +67,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPass:
-    """`forward` (backward False) or `forward_backward`."""
+    """A `forward` request, or with `backward` a `forward_backward` request."""
 
     data: tuple[Datum, ...]
     loss: str
@@ -73,18 +77,18 @@ class ModelPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStep:
-    """Apply the summed gradient, then clear it."""
+    """Apply the accumulated gradient, then clear it."""
 
     params: OptimizerParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeights:
-    """Keep the weights as they are at this place in the model's order.
+    """Save a model's weights as of this position in its log.
 
-    `kind` "weights" keeps the optimizer too; "external_weights" are for download, each file encrypted to
-    `age_recipients` if there are any. `name` None: an unnamed sampler save, which makes `sampling_session_id`;
-    with `is_inflight` that session follows the model: each such save gives new weights to all of them.
+    The kind "weights" includes the optimizer state. The kind "external_weights" is for download; each file is encrypted
+    to `age_recipients`, if there are any. Without a `name`, create an ephemeral sampler for `sampling_session_id`. With
+    `is_inflight`, later saves of this type replace the weights of that sampling session.
     """
 
     kind: Literal["weights", "sampler_weights", "external_weights"]
@@ -99,10 +103,10 @@ class SaveWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
-    """Put a training checkpoint into a model; with `create`, the model is made by it.
+    """Load a training checkpoint into a model, which `create` creates first.
 
-    `artifact_id` was resolved and pinned at submission; `spec` is the checkpoint's own (its seed is of no effect).
-    `optimizer` False: moments and step start anew.
+    The API resolves `path` to `artifact_id` and fills in `spec` of the checkpoint; its seed has no effect.
+    Without `optimizer`, the optimizer state is that of a fresh model.
     """
 
     path: str
@@ -115,15 +119,15 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadModel:
-    """Free a model; nothing can be asked of it afterwards."""
+    """Delete a model. Later requests for it fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens (SDK: `sampling_params`), with the seed settled.
+    """How tokens are drawn (SDK: `sampling_params`). The API draws `seed` if the client sends none.
 
-    `max_tokens` None: up to the context limit. `stop_strings` end a sample after the match; `stop_token_ids` are kept
-    once; `eos_stops` is False only for `stop=[]`.
+    `max_tokens` None means up to the context limit. A sample ends after the first match of `stop_strings`, or after a
+    token of `stop_token_ids`, which it includes. `eos_stops` is False only for `stop=[]`.
     """
 
     seed: int
@@ -138,9 +142,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """What to report beside the samples.
+    """Results to report in addition to the samples.
 
-    `target_tokens` is int64 [T-1, K], -1 = skip; `target_cells` are those to answer with, None: all.
+    For the prompt's T tokens, `target_tokens` is int64 [T-1, K], where -1 skips a cell. `target_cells` are the cells
+    that the response contains; None means all.
     """
 
     logprobs: bool = False
@@ -153,15 +158,15 @@ class PromptOptions:
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether anything about prompt positions is to be computed."""
+        """Whether any result about prompt positions is requested."""
         return self.logprobs or self.topk > 0 or self.target_tokens is not None or self.alt_tokens_k > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Draw `num_samples` continuations of one prompt, tokens [T], from frozen weights (None: the base model).
+    """Draw `num_samples` continuations of one prompt [T] from a sampler, or from the base model if it is None.
 
-    `is_recorded`: what was drawn is kept under its `sequence_ids`, for training on it.
+    With `is_recorded`, the log-probabilities of the samples are stored by `sequence_ids`, for later training on them.
     """
 
     prompt: Int32Array
@@ -175,9 +180,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A request that the API could not translate: it keeps its place in the order and fails with this text.
+    """A request that failed validation in the API. It keeps its sequence number and fails with `message`.
 
-    `kind` is the kind it would have had; `backward` says that a gradient is missing because of it.
+    `kind` is the kind of the invalid request. With `backward` it makes the accumulated gradient incomplete.
     """
 
     kind: str

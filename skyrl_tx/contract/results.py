@@ -1,4 +1,4 @@
-"""What backends return, and what the engine makes of it for storage."""
+"""Results: those that backends return, and those that the engine makes of them and stores, see `codec`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 
 StopReason = Literal["stop", "length"]
 Metrics = Mapping[str, float]
-"""Numbers by name. A name has one colon, and behind it one of `REDUCTIONS`."""
+"""Numbers by name. A name has one colon, followed by one of `REDUCTIONS`."""
 REDUCTIONS = frozenset({"mean", "sum", "min", "max", "slack", "hash2", "unique"})
-"""The ways in which the SDK folds the metrics of a call's chunks (`tinker.lib.chunked_fwdbwd_helpers`)."""
+"""How the SDK combines the metrics of the requests of one call (`tinker.lib.chunked_fwdbwd_helpers`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanTerm:
-    """One example's share of a mean: the engine divides the summed totals by the summed counts."""
+    """The share of one example in a mean: the engine divides the sum of totals by the sum of counts."""
 
     total: float
     count: float
@@ -25,10 +25,12 @@ class MeanTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What one example gave.
+    """The result of one example.
 
-    `logprobs` float32, shape of its `target_tokens`. `sums` and `means` are named without the SDK's suffix; `sums`
-    has at least "loss".
+    `logprobs` is float32, in the shape of the example's `target_tokens`. Names in `sums` and `means` have no reduction;
+    `sums` has at least "loss". A policy-gradient loss reports three means over the positions whose advantage and weight
+    are not 0: "ratio" exp(l - q), "kl_to_sampler" q - l, and "clip_fraction", the share of ratios outside the clip
+    thresholds. l is the model's log-probability and q the sampler's.
     """
 
     logprobs: Float32Array
@@ -38,7 +40,7 @@ class PassResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The k likeliest tokens of N positions, best first: `token_ids` int32 [N, K], `logprobs` float32 [N, K]."""
+    """The k likeliest tokens of N positions, likeliest first: `token_ids` int32 [N, K], `logprobs` float32 [N, K]."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -46,11 +48,11 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
-    """What was asked about the prompt's T positions.
+    """The results about a prompt of T tokens that `PromptOptions` requests.
 
-    `logprobs` float32 [T], NaN where not computed (position 0 always). `topk` has T rows, id 0 and -99999.0 where not
-    computed. `targets` float32 [T-1, K], 0.0 in skipped cells. `alt_tokens` has T-1 rows of i.i.d. draws.
-    `cache_hit_tokens`: how much of the prompt was known from others.
+    `logprobs` is float32 [T], NaN where it was not computed, which includes position 0. `topk` has T rows, with id 0
+    and -99999.0 where it was not computed. `targets` is float32 [T-1, K], 0.0 in skipped cells. `alt_tokens` has T-1
+    rows of independent draws. `cache_hit_tokens` is the number of tokens copied from the prefix cache.
     """
 
     logprobs: Float32Array | None = None
@@ -62,10 +64,10 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDelta:
-    """What one slice of decoding added to one sample: tokens int32 [n], logprobs float32 [n].
+    """New tokens of one sample from one decode slice: tokens int32 [n], logprobs float32 [n].
 
-    `stop_reason` None: the sample goes on. No tokens: its prompt is still being computed. `prompt` comes with the
-    first tokens of index 0. `error` ends the whole request: nothing more comes of any of its samples.
+    `stop_reason` is None until the sample ends. A delta without tokens means that the prompt is still being computed.
+    `prompt` comes with the first tokens of index 0. `error` fails the whole request; no delta of it follows.
     """
 
     request_id: RequestId
@@ -80,14 +82,14 @@ class SampleDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModelOutput:
-    """A model exists."""
+    """The model was created."""
 
     model_id: ModelId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """One float32 array per datum, in input order; metrics named with the SDK's suffixes ("loss:sum")."""
+    """One float32 array of log-probabilities per datum, in input order, and metrics such as "loss:sum"."""
 
     logprobs: tuple[Float32Array, ...]
     metrics: Metrics
@@ -95,14 +97,14 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepOutput:
-    """Metrics of one step."""
+    """The metrics of one step."""
 
     metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeightsOutput:
-    """Exactly one is set: a path for a named save, a sampling session for an unnamed one."""
+    """The saved weights: either `path`, or `sampling_session_id` of an ephemeral sampler."""
 
     kind: Literal["weights", "sampler_weights", "external_weights"]
     path: str | None = None
@@ -112,7 +114,7 @@ class SaveWeightsOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeightsOutput:
-    """Where the weights came from and went to."""
+    """The checkpoint that was loaded, and its model."""
 
     path: str
     model_id: ModelId
@@ -120,14 +122,14 @@ class LoadWeightsOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadModelOutput:
-    """A model is gone."""
+    """The model was deleted."""
 
     model_id: ModelId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """One finished continuation."""
+    """One complete sample."""
 
     tokens: Int32Array
     logprobs: Float32Array
@@ -137,7 +139,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """All continuations of one prompt, in index order. `target_cells`: those asked of `prompt.targets`, None: all."""
+    """All samples of one prompt, in index order. `target_cells` is that of PromptOptions, for `prompt.targets`."""
 
     sequences: tuple[SampledSequence, ...]
     prompt: PromptResult = field(default_factory=PromptResult)
@@ -146,7 +148,7 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a request gave nothing."""
+    """The error with which a request failed."""
 
     message: str
     category: ErrorCategory

@@ -1,1 +1,1 @@
-"""The engine process: stored requests in, device work, stored results out."""
+"""The engine process: reads stored requests, runs them on a backend and stores their results."""

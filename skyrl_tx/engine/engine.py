@@ -1,9 +1,10 @@
-"""The engine's loop. One turn: take in requests, one step of training, one slice of decoding."""
+"""The engine's loop. One turn reads new requests, then runs some training steps and some decode slices."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from sqlmodel import Session
 
@@ -11,288 +12,264 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.requests import Sample
-from skyrl_tx.engine import sessions
-from skyrl_tx.engine.answers import Answers
-from skyrl_tx.engine.attempts import Attempts
-from skyrl_tx.engine.handlers import handle
-from skyrl_tx.engine.jobs import Jobs
-from skyrl_tx.engine.passes import Passes
-from skyrl_tx.engine.presence import Presence
-from skyrl_tx.engine.recovery import Recovery
-from skyrl_tx.engine.remake import make_samplers_again
+from skyrl_tx.engine.background_writer import BackgroundWriter
+from skyrl_tx.engine.context import EngineContext
+from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
+from skyrl_tx.engine.recovery import Recovery, artifact_metadata
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
-from skyrl_tx.engine.room import Room
-from skyrl_tx.engine.sampling import Sampling
-from skyrl_tx.engine.schedule import Place, Schedule, Step
+from skyrl_tx.engine.sampling import SamplingExecutor
+from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.engine.state import StatePublisher
-from skyrl_tx.engine.unnamed import WriteBehind
-from skyrl_tx.engine.work import BARRIER_KINDS, Work, work_of
-from skyrl_tx.store import cancellations, engine_state, futures
+from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
+from skyrl_tx.engine.status_publisher import StatusPublisher
+from skyrl_tx.engine.training import TrainingExecutor
+from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
-_PAGE = 256
-_LONGEST_WAIT_S = 1.0
-_READING_S = 0.1
-_SHORTEST_WAIT_S = 0.05
-_PRUNING_PAUSE_S = 0.2
-_LARGE_BODY = 65_536  # to read it later takes another statement, which is little beside what so large a pass takes
-_BATCH_STEPS = 4  # micro-batches that requests share: enough to keep a device busy, few to wait for
+_PAGE_REQUESTS = 256
+_MAX_WAIT_S = 1.0
+_MIN_WAIT_S = 0.05
+_MAX_READ_TIME_S = 0.1
+_PRUNE_PERIOD_S = 0.2
+_DEFERRED_BODY_BYTES = 65_536  # a pass of this size takes much longer than the extra statement that reads its body
+_BATCH_MICRO_BATCHES = 4  # per batch of passes: enough to keep a device busy, few to wait for
 
 
+@dataclass(frozen=True, slots=True)
 class Engine:
-    """Runs a backend for a store, on the thread that calls `run`."""
+    """Runs the requests of a store on a backend, on the thread that calls `run`."""
 
-    def __init__(
-        self, settings: EngineSettings, backend: AbstractBackend, store: Store, artifacts: ArtifactStore
-    ) -> None:
-        self._settings = settings
-        self._backend = backend
-        self._store = store
-        self._artifacts = artifacts
+    settings: EngineSettings
+    backend: AbstractBackend
+    store: Store
+    artifacts: ArtifactStore
 
     def run(self, stop: threading.Event, on_ready: Callable[[Capabilities], None] = lambda _: None) -> None:
-        """Serve until `stop` is set (then call `store.wake`); what was begun is finished or left for the next start.
+        """Run until `stop` is set (call `store.wake` then). Running passes end; samples are left to the next engine.
 
-        Raises BackendLost or StoreError: nothing can be trusted, and requests not answered run in the next engine.
+        Args:
+            stop: Set by another thread.
+            on_ready: Called once the device is ready.
+
+        Raises:
+            BackendLost: The device is lost. Requests without a result run in the next engine.
+            StoreError: The database is lost.
         """
-        state = StatePublisher(self._store, self._settings.base_models)
-        state.start()
-        jobs = Jobs(self._store.wake)
-        attempts = Attempts(self._store)
-        threading.Thread(target=attempts.give_back_when, args=(stop,), name="heed stop", daemon=True).start()
+        status = StatusPublisher(self.store, self.settings.base_models)
+        status.start()
+        background_writer = BackgroundWriter(self.store.wake)
+        attempts = DeliveryAttempts(self.store)
+        undoing = threading.Thread(target=attempts.undo_all_on_stop, args=(stop,), name="undo-attempts", daemon=True)
+        undoing.start()
         try:
             started = time.monotonic()
-            capabilities = self._backend.start()
+            capabilities = self.backend.start()
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
-            answers = Answers(self._store, attempts)
-            recovery = Recovery(self._backend, capabilities, self._store, self._artifacts)
-            recovery.check_base(self._settings.base_models[0])
-            behind = WriteBehind(jobs, recovery, self._store, self._settings.max_unwritten_samplers)
-            room = Room(
-                settings=self._settings,
-                backend=self._backend,
-                capabilities=capabilities,
-                store=self._store,
-                attempts=attempts,
-                answers=answers,
-                jobs=jobs,
-                recovery=recovery,
-                models=Models(self._backend, capabilities, self._store, answers, jobs, recovery, behind),
-                samplers=Samplers(self._backend, capabilities, recovery, behind),
-                behind=behind,
-                presence=Presence(self._store),
-            )
-            self._store.write(cancellations.forget)  # they are answered, so they will not be read
-            loop = _Loop(room, self._artifacts)
-            make_samplers_again(room)
-            state.load = loop.sample_load()
-            state.say("ready", capabilities)
+            context = self._context(capabilities, background_writer, attempts)
+            self.store.write(futures.forget_cancellations)  # cancelled requests have results, so they will not be read
+            loop = _Loop(context, self.artifacts)
+            status.sample_load = loop.sample_load()
+            status.set_status("recovering", capabilities)
+            recreate_lost_samplers(context)
             on_ready(capabilities)
-            while not stop.is_set():
-                state.check()
-                state.load = loop.sample_load()
+
+            def is_stopping() -> bool:
+                status.check()
+                return stop.is_set()
+
+            replay_quarantined(context, loop.training, loop.sampling, is_stopping)
+            status.set_status("ready", capabilities)
+            while not is_stopping():
+                status.sample_load = loop.sample_load()
                 if not loop.turn():
-                    self._store.wait(loop.longest_wait())
-            state.say("stopping", capabilities)
+                    self.store.wait(loop.max_wait_s())
+            status.set_status("stopping", capabilities)
             loop.finish()
-            _log.info("engine stopped in good order")
+            _log.info("engine stopped cleanly")
         finally:
+            if stop.is_set():
+                undoing.join()  # a stop counts no attempt, also if the engine fails at the same time
             attempts.close()
-            state.close()
-            jobs.close()
-            self._backend.close()
+            status.close()
+            background_writer.close()
+            self.backend.close()
+
+    def _context(
+        self, capabilities: Capabilities, background_writer: BackgroundWriter, attempts: DeliveryAttempts
+    ) -> EngineContext:
+        """Make the components that depend on the started backend."""
+        settings, backend, store = self.settings, self.backend, self.store
+        metadata = artifact_metadata(capabilities)
+        request_log = RequestLog(store, attempts)
+        ephemeral_samplers = EphemeralSamplers(
+            background_writer, store, self.artifacts, metadata, settings.max_pending_sampler_writes
+        )
+        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers)
+        recovery.check_base(settings.base_models[0])
+        return EngineContext(
+            settings=settings,
+            backend=backend,
+            capabilities=capabilities,
+            store=store,
+            attempts=attempts,
+            request_log=request_log,
+            background_writer=background_writer,
+            recovery=recovery,
+            models=Models(
+                backend, capabilities.max_models, store, request_log, background_writer, recovery, ephemeral_samplers
+            ),
+            samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers),
+            ephemeral_samplers=ephemeral_samplers,
+        )
 
 
 class _Loop:
-    """The state of a running engine."""
+    """The waiting and running requests of a started engine."""
 
-    def __init__(self, room: Room, artifacts: ArtifactStore) -> None:
-        self._room = room
-        self._artifacts = artifacts
+    def __init__(self, context: EngineContext, artifacts: ArtifactStore) -> None:
+        self._context, capabilities = context, context.capabilities
+        few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
         self._schedule = Schedule(
-            hole_wait_s=room.settings.hole_wait_s,
-            max_pass_tokens=_batch_tokens(room.capabilities),
-            max_models=room.capabilities.max_models,
-            max_read_bytes=room.settings.max_backlog_bytes // 2,
-            read=self._read_bodies,
+            gap_timeout_s=context.settings.gap_timeout_s,
+            max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
+            max_models=capabilities.max_models,
+            max_read_bytes=context.settings.max_backlog_bytes // 2,
+            read_bodies=self._read_bodies,
         )
-        self._passes = Passes(room)
-        self._sampling = Sampling(room)
-        self._position = 0
+        self.training = TrainingExecutor(context)
+        self.sampling = SamplingExecutor(context)
+        self._api_uptime = ApiUptime(context.store)
+        self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
+        self._position = 0  # of the last request that was read
         self._is_busy = self._is_turn_of_passes = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def turn(self) -> bool:
-        """Do a little of everything; whether there was anything to do."""
-        worked = self._take_in()
-        worked |= self._room.jobs.finish()
-        self._is_busy = self._share_device()
+        """Run one turn. Returns whether there was anything to do."""
+        context, settings = self._context, self._context.settings
+        worked = self._ingest()
+        worked |= context.background_writer.run_callbacks()
+        self._is_busy = self._use_device()
         worked |= self._is_busy
-        self._room.answers.settle()
-        settings = self._room.settings
-        self._room.models.keep_due(
-            interval_s=settings.snapshot_interval_s,
-            num_effects=settings.snapshot_effects,
-            max_share=settings.snapshot_max_share,
-        )
+        context.request_log.check_commits()
+        context.models.start_due_snapshots(settings)
         if time.monotonic() >= self._housekeeping_at:
             self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
             now = time.time()
-            sessions.release_idle_models(self._room, self._schedule, now)
-            sessions.end_samples(self._room, self._sampling, now)
-            sessions.forget_unneeded(self._room, now)
-            worked |= self._take_in()  # what is in memory keeps its files
-            sessions.collect(self._room, self._artifacts, self._sampling.samplers_in_use(), self._position, now)
-            self._room.behind.retry()
+            self._housekeeping.evict_idle_models(self._schedule.is_waiting, now)
+            self._housekeeping.fail_samples_of_closed_sessions(now)
+            self._housekeeping.expire(now)
+            worked |= self._ingest()  # the artifacts of requests in memory are not collected
+            self._housekeeping.collect_garbage(self._position, now)
+            context.ephemeral_samplers.retry_failed_writes()
         if time.monotonic() >= self._pruning_at:
-            has_more = sessions.prune(self._room, time.time())
-            pause_s = (
-                min(settings.housekeeping_interval_s, _PRUNING_PAUSE_S)
-                if has_more
-                else settings.housekeeping_interval_s
-            )
+            pause_s = settings.housekeeping_interval_s
+            if self._housekeeping.prune(time.time()):
+                pause_s = min(pause_s, _PRUNE_PERIOD_S)
             self._pruning_at = time.monotonic() + pause_s
         return worked
 
-    def _share_device(self) -> bool:
-        """Some steps of training, then some slices of decoding: neither side waits for more than that of the other.
+    def sample_load(self) -> engine_state.SampleLoad:
+        """Return the memory of the samples in this engine. The API adds what it stores later."""
+        return engine_state.SampleLoad(
+            position=self._position,
+            num_bytes=self.sampling.num_held_bytes,
+            max_bytes=self._context.settings.max_queued_sample_bytes,
+        )
 
-        A suspect has the device to itself, so that nothing else is marked should it take the engine down again. What
-        was begun before it comes to its end, nothing is begun beside it.
-        """
-        if self._sampling.has_suspect:
-            return self._passes.go_on() or self._sampling.step()
-        if self._passes.has_suspect or self._is_suspect_next():
-            return self._sampling.go_on() or self._passes.go_on() or self._train()
-        settings, worked = self._room.settings, False
-        for run, how_often in (
+    def max_wait_s(self) -> float:
+        """Return how long the loop may wait for a wake-up: until the next gap timeout, a second at most."""
+        deadline = self._schedule.next_deadline()
+        if deadline is None:
+            return _MAX_WAIT_S
+        return min(_MAX_WAIT_S, max(_MIN_WAIT_S, deadline - self._api_uptime.total_s()))
+
+    def finish(self) -> None:
+        """Stop cleanly: finish running passes, snapshot the models, leave samples to the next engine."""
+        while self.training.step():
+            pass
+        self.sampling.stop()
+        self._context.background_writer.drain()
+        for model in self._context.models.resident():
+            self._context.models.snapshot_and_wait(model)
+        self._context.request_log.wait_for_commits()
+
+    def _use_device(self) -> bool:
+        """Run some training steps, then some decode slices. The settings bound how long each side waits."""
+        settings, worked = self._context.settings, False
+        for run, count in (
             (self._train, settings.training_steps_per_turn),
-            (self._sampling.step, settings.decode_slices_per_turn),
+            (self.sampling.step, settings.decode_slices_per_turn),
         ):
-            for _ in range(how_often):
+            for _ in range(count):
                 if not run():
                     break
                 worked = True
         return worked
 
-    def sample_load(self) -> engine_state.SampleLoad:
-        """What is held of samples, for the API to count on from."""
-        return engine_state.SampleLoad(
-            position=self._position,
-            num_bytes=self._sampling.num_held_bytes,
-            max_bytes=self._room.settings.max_waiting_sample_bytes,
-        )
+    def _train(self) -> bool:
+        """Execute one request that is no pass, or one micro-batch: in turns if there are both."""
+        training, step = self.training, None
+        if not self._is_turn_of_passes:
+            step = self._schedule.take(
+                self._api_uptime.total_s(),
+                self._context.background_writer.blocked_models,
+                busy=self._context.models.busy,
+                num_running=training.num_running,
+                sessions_with_long=training.sessions_with_long,
+            )
+        if step is not None:
+            training.start_step(step)
+        is_done = step is not None and step.requests[0].model_pass is None
+        self._is_turn_of_passes = is_done and training.num_running > 0
+        return is_done or training.step() or step is not None
 
-    def _has_room(self) -> bool:
-        """Whether more may be read. When nothing runs all may be waiting for what is not read yet.
-
-        Of large passes only that they are there, so that who queues many keeps nobody from being seen.
-        """
-        backlog = self._schedule.num_bytes + self._sampling.num_bytes
-        return backlog < self._room.settings.max_backlog_bytes or not self._is_busy
-
-    def longest_wait(self) -> float:
-        """How long there may be nothing to do, if nobody asks."""
-        deadline = self._schedule.next_deadline()
-        if deadline is None:
-            return _LONGEST_WAIT_S
-        return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, deadline - self._room.presence.seconds()))
-
-    def finish(self) -> None:
-        """End in good order: batches under way are answered, models are kept, samples are left open."""
-        while self._passes.go_on():
-            pass
-        self._sampling.give_up()
-        self._room.jobs.finish(wait=True)
-        for model in self._room.models.resident():
-            self._room.models.keep_now(model)
-        self._room.answers.settle(wait=True)
-
-    def _take_in(self) -> bool:
-        """Read what has arrived; of much a part, so that what runs goes on meanwhile."""
-        end = time.monotonic() + _READING_S
+    def _ingest(self) -> bool:
+        """Read new requests, for a limited time while the device is busy. Returns whether there was any."""
+        end = time.monotonic() + _MAX_READ_TIME_S
         worked = False
-        while self._has_room() and self._read_page():
+        while self._has_memory() and self._read_page():
             worked = True
             if not self._is_busy or time.monotonic() >= end:
                 break
         return worked
 
+    def _has_memory(self) -> bool:
+        """Whether more requests may be read. If nothing runs, all requests in memory may wait for unread ones."""
+        backlog = self._schedule.num_bytes + self.sampling.num_bytes
+        return backlog < self._context.settings.max_backlog_bytes or not self._is_busy
+
     def _read_page(self) -> bool:
-        position, is_full = self._position, self._schedule.num_bytes >= self._room.settings.max_backlog_bytes // 2
-        most = 0 if is_full else _LARGE_BODY
+        """Read a page of requests. Large passes are queued without bodies, so one client's backlog hides no others."""
+        position = self._position
+        is_full = self._schedule.num_bytes >= self._context.settings.max_backlog_bytes // 2
+        max_body_bytes = 0 if is_full else _DEFERRED_BODY_BYTES
 
         def look(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
-            last = futures.last_position(tx)  # before the page, so that nothing in between is passed over
-            return last, futures.pending(tx, position, _PAGE, most)
+            last = futures.last_position(tx)  # read before the page, so that no request between them is skipped
+            return last, futures.pending(tx, position, _PAGE_REQUESTS, max_body_bytes)
 
-        last, page = self._room.store.read(look)
+        last, page = self._context.store.read(look)
         for pending in page:
             self._position = pending.position
-            work = work_of(pending)
-            if work.model_id is None or isinstance(work.request, Sample):
-                self._sampling.add(work)
-            else:
-                self._line_up(work)
-        if len(page) < _PAGE:  # the rest was answered before it was read: cancelled, and counted by the API until now
+            queued = QueuedRequest.from_row(pending)
+            if queued.model_id is None or isinstance(queued.request, Sample):
+                self.sampling.add(queued)
+                continue
+            if queued.model_id not in self._schedule:
+                self._schedule.add_model(queued.model_id, self._context.recovery.sequence_cursor(queued.model_id))
+            self._schedule.add(queued)
+        if len(page) < _PAGE_REQUESTS:  # requests after the page were cancelled before they were read
             self._position = max(self._position, last)
         return bool(page)
 
-    def _read_bodies(self, works: Sequence[Work]) -> list[Work]:
-        """What was left out while much was waiting, or for its size."""
-        request_ids = [work.request_id for work in works]
-        found = {each.request_id: each for each in self._room.store.read(lambda tx: futures.some(tx, request_ids))}
-        return [work_of(found[request_id]) for request_id in request_ids]
-
-    def _line_up(self, work: Work) -> None:
-        model_id = work.model_id
-        assert model_id is not None
-        if model_id not in self._schedule:
-            store = self._room.store
-            last = store.read(lambda tx: futures.last_answered_seq(tx, model_id))
-            barrier = store.read(lambda tx: futures.last_answered_seq(tx, model_id, BARRIER_KINDS))
-            self._schedule.open(model_id, Place(last + 1, barrier))
-        self._schedule.add(work)
-
-    def _is_suspect_next(self) -> bool:
-        schedule = self._schedule
-        held = {*self._room.jobs.held, *self._room.models.busy}
-        return schedule.num_suspects > 0 and schedule.has_suspect(self._room.presence.seconds(), held)
-
-    def _train(self) -> bool:
-        """One step: other work that is next, or a pass one micro-batch further; in turns where there are both."""
-        passes, step = self._passes, None
-        if not self._is_turn_of_passes:
-            step = self._schedule.take(
-                self._room.presence.seconds(),
-                self._room.jobs.held,
-                busy=self._room.models.busy,
-                num_under_way=passes.num_under_way,
-                with_long=passes.with_long,
-            )
-        if step is not None:
-            self._begin(step)
-        is_done = step is not None and step.works[0].model_pass is None
-        self._is_turn_of_passes = is_done and passes.num_under_way > 0
-        return is_done or passes.go_on() or step is not None
-
-    def _begin(self, step: Step) -> None:
-        first = step.works[0]
-        _log.debug("%s: %d requests, first %s of %s", first.kind, len(step.works), first.request_id, first.model_id)
-        if step.refusal is not None:
-            self._room.user_failure(first, step.refusal)
-        elif first.model_pass is not None:
-            self._passes.begin(step.works, is_long=step.is_long)
-        else:
-            for work in self._room.attempt([first]):
-                handle(self._room, work)
-                if work.is_suspect:
-                    self._room.jobs.finish(wait=True)  # its files too are written with nothing beside them
-
-
-def _batch_tokens(capabilities: Capabilities) -> int:
-    """Tokens of a batch: some micro-batches, where the backend says what they hold."""
-    few = _BATCH_STEPS * capabilities.micro_batch_tokens
-    return min(few or capabilities.max_pass_tokens, capabilities.max_pass_tokens)
+    def _read_bodies(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
+        """Read deferred bodies."""
+        request_ids = [queued.request_id for queued in requests]
+        rows = self._context.store.read(lambda tx: futures.list_by_id(tx, request_ids))
+        found = {row.request_id: row for row in rows}
+        return [QueuedRequest.from_row(found[request_id]) for request_id in request_ids]

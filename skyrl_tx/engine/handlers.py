@@ -1,182 +1,207 @@
-"""What each kind of request does to a model, but passes: one function a kind."""
+"""Executes the requests that change one model, other than passes: one function per kind."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import Artifact
-from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.artifacts import Artifact, encrypt_files
+from skyrl_tx.contract import results
+from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import ErrorCategory, ServerError, UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SamplerId
-from skyrl_tx.contract.requests import (
-    CreateModel,
-    LoadWeights,
-    OptimStep,
-    Rejected,
-    SaveWeights,
-    UnloadModel,
-)
-from skyrl_tx.contract.results import (
-    CreateModelOutput,
-    Failure,
-    LoadWeightsOutput,
-    OptimStepOutput,
-    SaveWeightsOutput,
-    UnloadModelOutput,
-)
+from skyrl_tx.contract.requests import CreateModel, LoadWeights, OptimStep, Rejected, SaveWeights, UnloadModel
 from skyrl_tx.engine import validate
-from skyrl_tx.engine.answers import Answer
-from skyrl_tx.engine.export import write_export
-from skyrl_tx.engine.room import ENDS_ENGINE, Room
-from skyrl_tx.engine.save_unnamed import save_unnamed
-from skyrl_tx.engine.work import Work
-from skyrl_tx.store import checkpoints, models, snapshots
-from skyrl_tx.store.tables import CheckpointRow
+from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.ephemeral_samplers import sampler_of
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.store import checkpoints, models, samplers
+from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
-_SAVED_PARTS = {
-    "weights": frozenset({StatePart.WEIGHTS, StatePart.OPTIMIZER}),
-    "sampler_weights": frozenset({StatePart.WEIGHTS}),
-    "external_weights": frozenset({StatePart.WEIGHTS}),
-}
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
-def handle(room: Room, work: Work) -> None:
-    """Do what a request asks and answer it, now or when its files are written."""
-    handler = _HANDLERS.get(type(work.request))
-    if handler is None:
-        room.user_failure(work, f"{work.kind} is not a request to a model")
-        return
+def handle(context: EngineContext, queued: QueuedRequest) -> None:
+    """Execute a request and commit its result: now, or after its files are written."""
+    handler = _HANDLERS.get(type(queued.request))
     try:
-        handler(room, work, work.request)
+        if handler is None or queued.model_id is None:
+            raise UserError(f"{queued.kind} is not a request to a model")
+        handler(context, queued, queued.model_id, queued.request)
     except Exception as error:
-        room.fail(work, error)
+        context.fail(queued, error)
 
 
-def _create_model(room: Room, work: Work, request: CreateModel) -> None:
-    model = room.models.get(_model_id(work), creating=True)
+def _create_model(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: CreateModel) -> None:
+    model = context.models.get(model_id, creating=True)
     try:
-        validate.check_create(request, room.capabilities, room.settings.base_models)
-        room.models.make_room()
-        room.backend.create_model(model.model_id, request.spec)
+        validate.check_create(request, context.capabilities, context.settings.base_models)
+        context.models.free_slot()
+        context.backend.create_model(model_id, request.spec)
     except Exception as error:
-        _never_made(room, model.model_id, error)
+        _discard_uncreated(context, model_id, error)
         raise
     model.is_resident = True
-    room.models.use(model)
-    room.answers.give(
-        [Answer(work=work, result=CreateModelOutput(model_id=model.model_id), effect_order=model.next_effect())],
-        lambda tx: models.made(tx, model.model_id, room.capabilities.base_model_hash),
+    context.models.mark_used(model)
+    context.request_log.commit(
+        queued,
+        results.CreateModelOutput(model_id=model_id),
+        lambda tx: models.set_ready(tx, model_id, context.capabilities.base_model_hash),
+        effect_order=model.next_effect_order(),
     )
 
 
-def _load_weights(room: Room, work: Work, request: LoadWeights) -> None:
-    model = room.models.get(_model_id(work), creating=request.create)
+def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: LoadWeights) -> None:
+    model = context.models.get(model_id, creating=request.create)
     try:
         current = None if request.create else model.spec
-        validate.check_load(request, room.capabilities, room.settings.base_models, current)
+        validate.check_load(request, context.capabilities, context.settings.base_models, current)
         if not model.is_resident:
-            room.models.make_room()
-        room.recovery.load(model.model_id, request, model.spec)
+            context.models.free_slot()
+        context.recovery.load(model_id, request, model.spec)
     except Exception as error:
         if request.create:
-            _never_made(room, model.model_id, error)
+            _discard_uncreated(context, model_id, error)
         raise
-    model.is_resident, model.poisoned_by = True, None
-    room.models.use(model)
+    model.is_resident, model.gradient_error = True, None
+    context.models.mark_used(model)
 
     def rows(tx: Session) -> None:
-        models.made(tx, model.model_id, room.capabilities.base_model_hash)
-        models.set_poison(tx, model.model_id, None)
+        models.set_ready(tx, model_id, context.capabilities.base_model_hash)
+        models.set_incomplete_gradient(tx, model_id, None)
 
-    result = LoadWeightsOutput(path=request.path, model_id=model.model_id)
-    room.answers.give([Answer(work=work, result=result, effect_order=model.next_effect())], rows)
-
-
-def _never_made(room: Room, model_id: ModelId, error: Exception) -> None:
-    if isinstance(error, ENDS_ENGINE):
-        return  # the request stays open, and is tried again by the next engine
-    room.models.forget(model_id)
-    room.store.write(lambda tx: models.set_status(tx, model_id, "failed"))
+    result = results.LoadWeightsOutput(path=request.path, model_id=model_id)
+    context.request_log.commit(queued, result, rows, effect_order=model.next_effect_order())
 
 
-def _unload_model(room: Room, work: Work, request: UnloadModel) -> None:
-    model = room.models.get(_model_id(work))
-    room.jobs.finish(wait=True)  # what the model's unnamed samplers would be made from again goes with it
-    room.models.forget(model.model_id)
+def _discard_uncreated(context: EngineContext, model_id: ModelId, error: Exception) -> None:
+    if isinstance(error, FATAL_ERRORS):
+        return  # the request stays open, and the next engine tries it again
+    context.models.discard(model_id)
+    context.store.write(lambda tx: models.set_status(tx, model_id, "failed"))
+
+
+def _unload_model(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: UnloadModel) -> None:
+    model = context.models.get(model_id)
+    context.background_writer.drain()  # ephemeral samplers can no longer be replayed after this
+    context.models.discard(model_id)
 
     def rows(tx: Session) -> None:
-        models.set_status(tx, model.model_id, "unloaded")
-        snapshots.delete(tx, model.model_id)
+        models.set_status(tx, model_id, "unloaded")
+        models.delete_snapshot(tx, model_id)
 
-    result = UnloadModelOutput(model_id=model.model_id)
-    room.answers.give([Answer(work=work, result=result, effect_order=model.next_effect())], rows)
+    result = results.UnloadModelOutput(model_id=model_id)
+    context.request_log.commit(queued, result, rows, effect_order=model.next_effect_order())
 
 
-def _optim_step(room: Room, work: Work, request: OptimStep) -> None:
-    model = room.models.get(_model_id(work))
-    room.models.ensure([model.model_id])
-    if model.poisoned_by is not None:
-        room.backend.clear_gradient(model.model_id)
-        message = f"the gradient is incomplete and was dropped, because a forward_backward failed: {model.poisoned_by}"
-        result, model.poisoned_by = Failure(message=message, category=ErrorCategory.USER), None
-        room.answers.give(
-            [Answer(work=work, result=result, effect_order=model.next_effect())],
-            lambda tx: models.set_poison(tx, model.model_id, None),
+def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: OptimStep) -> None:
+    model = context.models.get(model_id)
+    context.models.ensure_resident([model_id])
+    if model.gradient_error is not None:
+        context.backend.clear_gradient(model_id)
+        cause, model.gradient_error = model.gradient_error, None
+        message = f"the gradient is incomplete and was dropped, because a forward_backward failed: {cause}"
+        context.request_log.commit(
+            queued,
+            results.Failure(message=message, category=ErrorCategory.USER),
+            lambda tx: models.set_incomplete_gradient(tx, model_id, None),
+            effect_order=model.next_effect_order(),
         )
         return
     validate.check_optim(request.params)
-    metrics = room.backend.optim_step(model.model_id, request.params)
-    result = OptimStepOutput(metrics=dict(metrics))
-    room.answers.give([Answer(work=work, result=result, effect_order=model.next_effect())])
+    metrics = context.backend.optim_step(model_id, request.params)
+    result = results.OptimStepOutput(metrics=dict(metrics))
+    context.request_log.commit(queued, result, effect_order=model.next_effect_order())
 
 
-def _save_weights(room: Room, work: Work, request: SaveWeights) -> None:
-    model_id = room.models.get(_model_id(work)).model_id
+def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:
+    context.models.get(model_id)  # raises if it cannot be used
     validate.check_save(request)
     if request.name is None:
-        save_unnamed(room, work, request)
+        _save_ephemeral(context, queued, model_id, request)
         return
     path = CheckpointPath(model_id, CheckpointKind(request.kind), request.name)
-    _check_free(room, path, request)
-    room.models.ensure([model_id])
-    snapshot = room.backend.capture(model_id, _SAVED_PARTS[request.kind])
-
-    def answer(written: Future[Artifact]) -> None:
-        try:
-            artifact = written.result()
-            room.answers.settle(wait=True)
-            _record_save(room, work, request, path, artifact)
-            if request.kind == "sampler_weights":
-                room.samplers.offer(SamplerId(artifact.artifact_id), snapshot, work.session_id)
-        except Exception as error:
-            room.fail(work, _as_user_error(error))
-
-    def write(directory: Path) -> None:
-        if request.kind == "external_weights":
-            write_export(snapshot, directory, room.settings.base_models[0], request.age_recipients)
-        else:
-            snapshot.write(directory)
-
-    extra = {"model_id": model_id, "kind": request.kind, "base_model": room.settings.base_models[0]}
-    # The model is held: were later requests answered first, a crash would repeat this save with later weights.
-    room.jobs.start(lambda: room.recovery.write(write, extra), answer, hold=model_id)
-
-
-def _check_free(room: Room, path: CheckpointPath, request: SaveWeights) -> None:
-    if not request.overwrite and room.store.read(lambda tx: checkpoints.get(tx, path, time.time())) is not None:
+    if not request.overwrite and context.store.read(lambda tx: checkpoints.get(tx, path, time.time())) is not None:
         way_out = "pass overwrite" if path.kind is CheckpointKind.TRAINING else "delete it first"
         raise UserError(f"path {path.name!r}: {path} exists already; choose another name or {way_out}")
+    context.models.ensure_resident([model_id])
+    parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.kind == "weights" else {StatePart.WEIGHTS}
+    snapshot = context.backend.capture(model_id, parts)
+    write = snapshot.write
+    if request.kind == "external_weights":
+        write = partial(_write_external, snapshot, context.settings.base_models[0], request.age_recipients)
+
+    def on_written(written: Future[Artifact]) -> None:
+        try:
+            artifact = written.result()
+            context.request_log.wait_for_commits()
+            _record_checkpoint(context, queued, request, path, artifact)
+            if request.kind == "sampler_weights":
+                context.samplers.preload(SamplerId(artifact.artifact_id), snapshot, queued.session_id)
+        except checkpoints.CheckpointExists as error:
+            context.fail(queued, UserError(f"path: {error}"))
+        except Exception as error:
+            context.fail(queued, error)
+
+    extra = {"model_id": model_id, "kind": request.kind, "base_model": context.settings.base_models[0]}
+    # Later requests of the model wait: if they were committed first, a crash would repeat this save with later weights.
+    context.background_writer.submit(lambda: context.recovery.write(write, extra), on_written, blocks=model_id)
 
 
-def _as_user_error(error: Exception) -> Exception:
-    return UserError(f"path: {error}") if isinstance(error, checkpoints.CheckpointExists) else error
+def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:
+    """Capture a model's weights as a sampler, commit the result, and start to write the files."""
+    name = request.sampling_session_id
+    assert name is not None
+    if context.store.read(lambda tx: samplers.get(tx, name)) is not None:
+        raise UserError(f"sampling_session_seq_id: {name} exists already")
+    context.ephemeral_samplers.check_capacity()
+    context.models.ensure_resident([model_id])
+    sampler = sampler_of(queued.request_id)
+    snapshot = context.backend.capture(model_id, {StatePart.WEIGHTS})
+    context.samplers.preload(sampler, snapshot, queued.session_id)
+    effect_order = context.models.get(model_id).next_effect_order()
+    now = time.time()
+
+    def rows(tx: Session) -> None:
+        session = SamplingSessionRow(
+            sampling_session_id=name,
+            session_id=queued.session_id,
+            base_model=context.settings.base_models[0],
+            sampler_id=sampler,
+            model_id=model_id,
+            created_at=now,
+            last_used_at=now,
+            request_id=queued.request_id,
+            is_inflight=request.is_inflight,
+        )
+        samplers.create_session(tx, session)
+        if request.is_inflight:
+            samplers.update_inflight(tx, model_id, sampler)
+
+    result = results.SaveWeightsOutput(kind=request.kind, sampling_session_id=name)
+    context.request_log.commit(queued, result, rows, effect_order=effect_order)
+    context.ephemeral_samplers.add(sampler, model_id, effect_order, snapshot)
 
 
-def _record_save(room: Room, work: Work, request: SaveWeights, path: CheckpointPath, artifact: Artifact) -> None:
+def _write_external(snapshot: Snapshot, base_model: str, age_recipients: Collection[str], directory: Path) -> None:
+    """Write a snapshot for use elsewhere: with the base model's public name, encrypted if there are recipients."""
+    snapshot.write(directory)
+    path = directory / _ADAPTER_CONFIG
+    config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    config["base_model_name_or_path"] = base_model  # the backend wrote a path on this machine
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+    if age_recipients:
+        encrypt_files(directory, age_recipients)
+
+
+def _record_checkpoint(
+    context: EngineContext, queued: QueuedRequest, request: SaveWeights, path: CheckpointPath, artifact: Artifact
+) -> None:
     now = time.time()
     checkpoint = CheckpointRow(
         model_id=path.model_id,
@@ -188,36 +213,23 @@ def _record_save(room: Room, work: Work, request: SaveWeights, path: CheckpointP
         size_bytes=artifact.size_bytes,
         user_metadata=request.user_metadata,
     )
-    result = SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
-    room.answers.give_now([Answer(work=work, result=result)], lambda tx: _put(tx, checkpoint, request.overwrite))
+    result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
+    context.request_log.commit_and_wait(queued, result, lambda tx: checkpoints.put(tx, checkpoint, request.overwrite))
 
 
-def _put(tx: Session, checkpoint: CheckpointRow, overwrite: bool) -> None:
-    checkpoints.put(tx, checkpoint, overwrite)
+def _rejected(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: Rejected) -> None:
+    if request.kind in ("create_model", "load_weights"):
+
+        def mark_failed(tx: Session) -> None:
+            row = models.get(tx, model_id)
+            if row is not None and row.status == "creating":
+                models.set_status(tx, model_id, "failed")
+
+        context.store.write(mark_failed)
+    raise (ServerError if queued.is_damaged else UserError)(request.message)
 
 
-def _rejected(room: Room, work: Work, request: Rejected) -> None:
-    if request.kind in ("create_model", "load_weights") and work.model_id is not None:
-        _fail_unmade(room, work.model_id)
-    raise (ServerError if work.is_damaged else UserError)(request.message)
-
-
-def _fail_unmade(room: Room, model_id: ModelId) -> None:
-    def mark(tx: Session) -> None:
-        row = models.get(tx, model_id)
-        if row is not None and row.status == "creating":
-            models.set_status(tx, model_id, "failed")
-
-    room.store.write(mark)
-
-
-def _model_id(work: Work) -> ModelId:
-    if work.model_id is None:
-        raise UserError("model_id is missing")
-    return work.model_id
-
-
-_HANDLERS: dict[type, Callable[[Room, Work, Any], None]] = {
+_HANDLERS: dict[type, Callable[[EngineContext, QueuedRequest, ModelId, Any], None]] = {
     CreateModel: _create_model,
     LoadWeights: _load_weights,
     OptimStep: _optim_step,

@@ -1,4 +1,4 @@
-"""Requests into what a backend takes, and what it gives into results. Pure."""
+"""Converts requests to the input of a backend, and its results to those of requests. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from skyrl_tx.contract.arrays import NumberArray
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, SampleRequest
-from skyrl_tx.contract.capabilities import Capabilities, LossSpec
+from skyrl_tx.contract.batches import PassExample, SampleRequest
+from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.losses import LossSpec
 from skyrl_tx.contract.requests import Datum, ModelPass, PromptOptions, Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
 
@@ -16,7 +17,7 @@ from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
 def pass_examples(
     request_id: RequestId, model_id: ModelId, request: ModelPass, capabilities: Capabilities
 ) -> Iterator[PassExample]:
-    """One checked request's examples: every input there, in the contract's dtypes, and every config value."""
+    """Yield a valid request's examples, in the contract's dtypes, with all loss inputs and loss config values."""
     spec = capabilities.losses[request.loss]
     config = {name: float(request.loss_config.get(name, default)) for name, default in spec.config.items()}
     for datum in request.data:
@@ -31,7 +32,7 @@ def pass_examples(
 
 
 def _loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:
-    # Absent inputs take the shape of those that came: that of the targets, which a loss has and cannot do without.
+    # Absent inputs take the shape of the present ones. Targets are always present.
     shape = next((array.shape for array in datum.loss_inputs.values()), datum.tokens.shape)
     inputs: dict[str, NumberArray] = {}
     for name, expected in spec.inputs.items():
@@ -41,17 +42,11 @@ def _loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:
     return inputs
 
 
-def pass_batch(requests: Sequence[tuple[PassExample, ...]]) -> PreparedModelPassBatch:
-    """Requests side by side."""
-    return PreparedModelPassBatch(examples=tuple(example for examples in requests for example in examples))
-
-
 def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwardOutput:
-    """Fold one request's results as the SDK folds those of chunks: each metric name ends in its way of folding.
+    """Combine the results of one request's examples. Each metric's suffix names how the SDK combines it over chunks.
 
-    The SDK weights the means of chunks by their datums, ours are over positions: totals and counts come beside them,
-    whose quotient is the mean over any number of chunks. Where nothing was counted there is no mean, and the SDK
-    leaves out a name that a chunk lacks.
+    The SDK weights means by the number of datums in a chunk, but means here are over positions. So each mean comes with
+    its total and count, whose quotient is the mean over any number of chunks. A mean without positions is left out.
     """
     sums: dict[str, float] = {"loss": 0.0}
     totals: dict[str, float] = {}
@@ -72,7 +67,7 @@ def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwa
 
 
 def sample_request(request_id: RequestId, request: Sample, capabilities: Capabilities) -> SampleRequest:
-    """A checked request with its length settled."""
+    """Convert a valid request. `max_tokens` null becomes what fits in the context."""
     max_tokens = request.params.max_tokens
     if max_tokens is None:
         max_tokens = capabilities.max_context_length - request.prompt.size
@@ -87,6 +82,6 @@ def sample_request(request_id: RequestId, request: Sample, capabilities: Capabil
 
 
 def sample_part(request: SampleRequest, first: int, end: int) -> SampleRequest:
-    """Some of a request's samples; what is asked of its prompt goes with the first of them."""
+    """Return the samples from `first` to `end` of a request. Only the first part has the prompt options."""
     options = PromptOptions(sample_topk=request.options.sample_topk) if first else request.options
     return replace(request, first_index=first, num_samples=end - first, options=options)

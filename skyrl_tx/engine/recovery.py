@@ -1,25 +1,30 @@
-"""Bringing a model back: its newest snapshot, then its answered effects again, in their order.
+"""Restores models: reads the newest snapshot, then replays the log records after it in order.
 
-The requests on disk are the log; an effect is repeated exactly because a backend's arithmetic depends on a model's own
-requests alone (the contract's canonical rule). Named saves and forward passes had no effect and are not repeated.
+The stored requests are the log. Replay gives the same bits because backends are batch-invariant: a model's numbers
+depend on its own requests only. Named saves and forward passes change no model and are not replayed.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, artifact_id_for
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
+from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
-from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
+from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
-from skyrl_tx.engine.work import Work, work_of
-from skyrl_tx.failpoints import reach
-from skyrl_tx.store import futures, models, samplers, snapshots
+from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.request import BARRIER_KINDS, QueuedRequest
+from skyrl_tx.engine.schedule import SequenceCursor
+from skyrl_tx.failpoints import failpoint
+from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import SnapshotRow
 
@@ -28,27 +33,27 @@ _FINGERPRINT = "fingerprint."
 _BASE = "base_model_hash"
 
 
-KeepSampler = Callable[[SamplerId, ModelId, int, Snapshot], None]
-"""Takes an unnamed sampler, its model, the effect that its save was, and its weights."""
+def artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
+    """Return the metadata of every artifact: the base model and the software that computed it."""
+    fingerprint = {_FINGERPRINT + name: value for name, value in capabilities.fingerprint.items()}
+    return {**fingerprint, _BASE: capabilities.base_model_hash}
 
 
+@dataclass(frozen=True, slots=True)
 class Recovery:
-    """Snapshots and what follows them."""
+    """Snapshots, and the replay of the log."""
 
-    def __init__(
-        self, backend: AbstractBackend, capabilities: Capabilities, store: Store, artifacts: ArtifactStore
-    ) -> None:
-        self._backend = backend
-        self._capabilities = capabilities
-        self._store = store
-        self._artifacts = artifacts
-        fingerprint = {_FINGERPRINT + name: value for name, value in capabilities.fingerprint.items()}
-        self._origin = {**fingerprint, _BASE: capabilities.base_model_hash}
+    backend: AbstractBackend
+    capabilities: Capabilities
+    store: Store
+    artifacts: ArtifactStore
+    metadata: Mapping[str, str]
+    ephemeral_samplers: EphemeralSamplers
 
     def check_base(self, base_model: str) -> None:
-        """Raise UserError if models wait here that were trained on other weights than those that are served."""
-        here = self._capabilities.base_model_hash
-        others = self._store.read(lambda tx: models.on_other_base(tx, here)) if here else []
+        """Raise UserError if the database has models that were trained on other base weights."""
+        here = self.capabilities.base_model_hash
+        others = self.store.read(lambda tx: models.list_on_other_base(tx, here)) if here else []
         if others:
             raise UserError(
                 f"{len(others)} models in this data directory, the first {others[0].model_id}, are trained on other "
@@ -57,148 +62,112 @@ class Recovery:
             )
 
     def write(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Artifact:
-        """Make an artifact of what a snapshot writes; any thread."""
-        return self._artifacts.create(write, {**self._origin, **extra})
+        """Create an artifact from what `write` writes. Thread-safe."""
+        return self.artifacts.create(write, {**self.metadata, **extra})
 
-    def write_sampler(self, sampler: SamplerId, model_id: ModelId, snapshot: Snapshot) -> Artifact:
-        """Make the artifact of an unnamed sampler, unless it is there; any thread."""
-        metadata = {**self._origin, "model_id": model_id, "kind": "sampler_weights"}
-        return self._artifacts.create(snapshot.write, metadata, ArtifactId(sampler))
+    def restore(self, model_id: ModelId, spec: ModelSpec) -> int:
+        """Put a model into the backend as its last committed request left it.
 
-    def has_sampler(self, sampler: SamplerId) -> bool:
-        """Whether the files of a sampler are on disk."""
-        return self._artifacts.has(ArtifactId(sampler))
-
-    def record(self, model_id: ModelId, artifact_id: ArtifactId, effect_order: int) -> ArtifactId | None:
-        """Make an artifact the one that a model is brought back from; returns the one that it replaces."""
-        return self._store.write(lambda tx: snapshots.put(tx, model_id, artifact_id, effect_order, time.time()))
-
-    def drop(self, artifact_id: ArtifactId) -> None:
-        """Remove the files of a snapshot that no model is brought back from any more; any thread."""
-        self._artifacts.remove(artifact_id)
-
-    def bring_back(self, model_id: ModelId, spec: ModelSpec, keep_sampler: KeepSampler) -> int:
-        """Put a model into the backend as its last answered request left it.
-
-        Unnamed samplers whose files are not there are made again, and given to `keep_sampler`. Returns the effect
-        that the model's snapshot contains. Raises ServerError where that cannot be done.
+        Returns the log sequence number of its newest snapshot. Raises ServerError if the state is lost.
         """
         started = time.monotonic()
-        row = self._store.read(lambda tx: snapshots.get(tx, model_id))
-        snapshot, contained = (None, 0) if row is None else self._opened(row)
-        effects = self._store.read(lambda tx: futures.effects_since(tx, model_id, contained))
+        row = self.store.read(lambda tx: models.get_snapshot(tx, model_id))
+        snapshot, contained = (None, 0) if row is None else self._open_newest(row)
+        records = self.store.read(lambda tx: futures.log_since(tx, model_id, contained))
+        capture = partial(self.backend.capture, model_id, {StatePart.WEIGHTS})
         try:
             if snapshot is not None:
-                self._backend.restore(model_id, spec, snapshot, ALL_PARTS)
-                reach("replay.restored")
-            for effect in effects:
-                work = work_of(effect)
-                self._replay(model_id, work, failed=effect.failed)
-                reach("replay.effect")
-                if (sampler := self._lost_sampler(work)) is not None:
-                    snapshot = self._backend.capture(model_id, {StatePart.WEIGHTS})
-                    keep_sampler(sampler, model_id, effect.effect_order or 0, snapshot)
+                self.backend.restore(model_id, spec, snapshot, ALL_PARTS)
+                failpoint("replay.restored")
+            for record in records:
+                queued = QueuedRequest.from_row(record)
+                self._replay(model_id, queued, failed=record.failed)
+                failpoint("replay.effect")
+                self.ephemeral_samplers.recreate(queued, record.effect_order or 0, capture)
         except BackendLost:
             raise
         except Exception:
-            self._backend.delete_model(model_id)  # half a model is none
+            self.backend.delete_model(model_id)  # discard the partially restored model
             raise
-        if row is not None or effects:
+        if row is not None or records:
             elapsed = time.monotonic() - started
-            _log.info("brought back model %s: %d effects after its snapshot, %.2f s", model_id, len(effects), elapsed)
+            _log.info("restored model %s: replayed %d requests, %.2f s", model_id, len(records), elapsed)
         return contained
 
-    def _opened(self, row: SnapshotRow) -> tuple[Snapshot | None, int]:
-        """A model's snapshot and its number of effects; if its files are bad none, to replay from the beginning.
+    def sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
+        """Return a model's position in its sequence, from its requests with results."""
+        last = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id))
+        barrier = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id, BARRIER_KINDS))
+        return SequenceCursor(last + 1, barrier)
 
-        Raises ServerError, saying what is lost, where the log no longer has the beginning.
+    def _open_newest(self, row: SnapshotRow) -> tuple[Snapshot | None, int]:
+        """Return a snapshot and its log sequence number, or (None, 0) to replay from the beginning.
+
+        Raises ServerError if the files are bad and the log no longer has its first records.
         """
         try:
             return self.open(row.artifact_id), row.effect_order
         except ServerError as error:
-            effects = self._store.read(lambda tx: futures.effects_since(tx, row.model_id, 0))
-            kept = [effect.effect_order for effect in effects if effect.body]
+            records = self.store.read(lambda tx: futures.log_since(tx, row.model_id, 0))
+            kept = [record.effect_order for record in records if record.body]
             if kept[: row.effect_order] != list(range(1, row.effect_order + 1)):
+                written_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(row.created_at))
                 raise ServerError(
-                    f"model {row.model_id} is lost: its snapshot at effect {row.effect_order}, of "
-                    f"{_when(row.created_at)}, is bad ({error.message}), and the requests before it are no longer "
-                    "kept; what was saved by name can still be loaded"
+                    f"model {row.model_id} is lost: its snapshot after request {row.effect_order}, of "
+                    f"{written_at}, is bad ({error.message}), and the requests before it are no "
+                    "longer kept; checkpoints saved by name can still be loaded"
                 ) from error
             _log.error("model %s: %s; replaying it from its beginning instead", row.model_id, error.message)
             return None, 0
 
     def open(self, artifact_id: ArtifactId) -> Snapshot:
-        """Read weights; raises ServerError if the files are gone or damaged, UserError if they do not fit."""
+        """Read weights. Raises ServerError if files are missing or damaged, UserError if they do not fit."""
         try:
-            directory = self._artifacts.open(artifact_id)
-            metadata = self._artifacts.describe(artifact_id).metadata
+            artifact = self.artifacts.open(artifact_id)
         except (ArtifactMissing, ArtifactCorrupt, OSError) as error:
             raise ServerError(f"weights cannot be read: {error}") from error
-        here = self._capabilities.base_model_hash
-        if here and (theirs := metadata.get(_BASE)) and theirs != here:
+        here = self.capabilities.base_model_hash
+        if here and (theirs := artifact.metadata.get(_BASE)) and theirs != here:
             raise UserError(
                 f"these weights belong to another base model than the one that is served: theirs has the hash "
                 f"{_short(theirs)}, this one {_short(here)}"
             )
-        snapshot = self._backend.open_snapshot(directory)
-        for name, value in self._capabilities.fingerprint.items():
-            if (before := metadata.get(_FINGERPRINT + name, value)) != value:
-                _log.warning(
-                    "artifact %s was made with %s %s, now it is %s: numbers go on, but not bit-equal",
-                    artifact_id,
-                    name,
-                    before,
-                    value,
-                )
+        snapshot = self.backend.open_snapshot(artifact.path)
+        for name, value in self.capabilities.fingerprint.items():
+            if (before := artifact.metadata.get(_FINGERPRINT + name, value)) != value:
+                mismatch = f"artifact {artifact_id} was written with {name} {before}, this is {value}"
+                _log.warning("%s: results are not bit-equal to earlier ones", mismatch)
         return snapshot
 
     def load(self, model_id: ModelId, request: requests.LoadWeights, spec: ModelSpec) -> None:
-        """Put a training checkpoint into a model; raises UserError naming its path when it does not fit."""
+        """Load a training checkpoint into a model. Raises UserError naming its path if it does not fit."""
         parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.optimizer else {StatePart.WEIGHTS}
         source = self.open(request.artifact_id)
         try:
-            self._backend.restore(model_id, spec, source, parts)
+            self.backend.restore(model_id, spec, source, parts)
         except UserError as error:
             raise UserError(f"path {request.path!r}: {error.message}") from error
 
-    def _replay(self, model_id: ModelId, work: Work, *, failed: bool) -> None:
-        match work.request:
+    def _replay(self, model_id: ModelId, queued: QueuedRequest, *, failed: bool) -> None:
+        match queued.request:
             case requests.CreateModel(spec=spec):
-                self._backend.create_model(model_id, spec)
+                self.backend.create_model(model_id, spec)
             case requests.LoadWeights() as request:
                 self.load(model_id, request, request.spec)
             case requests.ModelPass() as request:
-                examples = prepare.pass_examples(work.request_id, model_id, request, self._capabilities)
-                self._backend.forward_backward(prepare.pass_batch([tuple(examples)]))
+                examples = prepare.pass_examples(queued.request_id, model_id, request, self.capabilities)
+                self.backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples)))
             case requests.SaveWeights(name=None):
-                pass  # the model stays as it is; see `_lost_sampler`
+                pass  # leaves the model unchanged
             case requests.OptimStep() if failed:
-                self._backend.clear_gradient(model_id)
+                self.backend.clear_gradient(model_id)
             case requests.OptimStep(params=params):
-                self._backend.optim_step(model_id, params)
+                self.backend.optim_step(model_id, params)
             case requests.Rejected(message=message):
-                raise ServerError(f"cannot repeat request {work.request_id}: {message}")
+                raise ServerError(f"cannot replay request {queued.request_id}: {message}")
             case _:
-                raise ServerError(f"cannot repeat the {work.kind} request {work.request_id}")
-
-    def _lost_sampler(self, work: Work) -> SamplerId | None:
-        """The unnamed sampler that a request made, if it is still wanted and an engine's end forestalled its files."""
-        request = work.request
-        if not isinstance(request, requests.SaveWeights) or (name := request.sampling_session_id) is None:
-            return None
-        row = self._store.read(lambda tx: samplers.get(tx, name))
-        sampler = sampler_of(work.request_id)
-        return None if row is None or row.sampler_id is None or self.has_sampler(sampler) else sampler
+                raise ServerError(f"cannot replay the {queued.kind} request {queued.request_id}")
 
 
 def _short(base_model_hash: str | None) -> str:
     return (base_model_hash or "")[:12]
-
-
-def _when(timestamp: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timestamp))
-
-
-def sampler_of(request_id: RequestId) -> SamplerId:
-    """The sampler that an unnamed save makes, the same whenever it is made again."""
-    return SamplerId(artifact_id_for(request_id))

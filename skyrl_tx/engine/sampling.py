@@ -1,11 +1,10 @@
-"""Samples in decoding, slice by slice; sessions take turns."""
+"""Runs samples on the backend, one decode slice at a time."""
 
 import logging
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from sqlmodel import Session
 
@@ -15,370 +14,280 @@ from skyrl_tx.contract.ids import RequestId, SamplerId, SessionId
 from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare, validate
-from skyrl_tx.engine.answers import Answer
-from skyrl_tx.engine.gather import Gathering
-from skyrl_tx.engine.room import ENDS_ENGINE, Room
-from skyrl_tx.engine.work import Work
-from skyrl_tx.failpoints import reach
-from skyrl_tx.store import cancellations, samplers, stability
+from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.sample_output import SampleAssembler
+from skyrl_tx.engine.sample_queue import QueueKey, SampleQueue, queue_key, sample_of
+from skyrl_tx.failpoints import failpoint
+from skyrl_tx.store import futures, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
-_MOST_PASSED = 64
-_LOOK_AHEAD = 8
-"""One sample waits in the backend for so many slots: a slot is filled at once, and nobody waits behind many."""
-
-
-class _Lane(NamedTuple):
-    """What waits in order: a session's requests for samples, or those for one token a sample, which take no slot."""
-
-    session_id: SessionId
-    decodes: bool
+_SLOTS_PER_QUEUED = 8
+"""The backend holds one waiting sample for this many KV cache slots: a free slot is filled without delay."""
 
 
 class _Running:
-    """One request in decoding, whose first `num_begun` samples have been handed over.
+    """One request of which the first `num_started` samples are in the backend."""
 
-    `is_suspect`: it was under way when something failed, so it runs alone.
-    """
-
-    def __init__(self, work: Work, gathering: Gathering, is_suspect: bool) -> None:
-        self.work = work
-        self.gathering = gathering
-        self.is_suspect = is_suspect
-        self.num_begun = 0
-        request = gathering.request
+    def __init__(self, queued: QueuedRequest, assembler: SampleAssembler) -> None:
+        self.queued = queued
+        self.assembler = assembler
+        self.num_started = 0
+        request = assembler.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
 
     @property
     def num_left(self) -> int:
-        """How many samples have not begun: while there are any, it stays the first of its lane."""
-        return self.gathering.request.num_samples - self.num_begun
+        """Number of samples that have not started."""
+        return self.assembler.request.num_samples - self.num_started
 
     @property
     def num_open(self) -> int:
-        """How many samples have begun and not ended."""
-        return self.gathering.num_open - self.num_left
+        """Number of samples that have started and not ended."""
+        return self.assembler.num_open - self.num_left
 
 
-class Sampling:
-    """All requests for samples, waiting and running."""
+class SamplingExecutor:
+    """All sample requests, waiting and running."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._waiting: dict[_Lane, deque[Work]] = {}  # the one served least recently first; what is left of it too
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._queue = SampleQueue()
         self._running: dict[RequestId, _Running] = {}
-        self._num_passed: Counter[_Lane] = Counter()  # requests begun while a lane waited for a sampler's slot
-        self._num_running_tokens = self._num_running_bytes = 0
-        slots = room.capabilities.sample_slots
-        self._most_open = -(-slots * (_LOOK_AHEAD + 1) // _LOOK_AHEAD) if slots else sys.maxsize
-        self._at_once = 1 if slots else sys.maxsize  # samples of a request that begin in one turn of its lane
-        self._suspects: dict[RequestId, Work] = {}  # no other sample runs beside these
-        self._heard = 0  # cancellations, up to this position
+        self._isolated: set[RequestId] = set()  # a slice with these failed, so each runs alone
+        self._num_running_tokens = 0
+        slots = context.capabilities.sample_slots
+        self._max_open = slots + -(-slots // _SLOTS_PER_QUEUED) if slots else sys.maxsize
+        self._max_per_turn = 1 if slots else sys.maxsize  # samples of one request that start in one turn
+        self._last_cancellation = 0
         self.num_bytes = 0
-        """What all that waits takes in memory."""
+        """Memory of the waiting requests."""
 
-    def add(self, work: Work) -> None:
-        """Take up a request; what cannot run is answered at once."""
+    def add(self, queued: QueuedRequest) -> None:
+        """Add a request. An invalid one fails at once."""
         try:
-            if isinstance(work.request, Rejected):
-                raise (ServerError if work.is_damaged else UserError)(work.request.message)
-            if not isinstance(work.request, Sample):
-                raise UserError(f"{work.kind}: model_id is missing")
-            validate.check_sample(work.request, self._room.capabilities)
-            self._check_size(work)
-            if work.request.params.stop_strings:
-                self._room.backend.text_of([])  # raises where strings cannot be found
+            if isinstance(queued.request, Rejected):
+                raise (ServerError if queued.is_damaged else UserError)(queued.request.message)
+            if not isinstance(queued.request, Sample):
+                raise UserError(f"{queued.kind}: model_id is missing")
+            validate.check_sample(queued.request, self._context.capabilities)
+            size, limit = queued.num_bytes + REQUEST_BYTES, self._context.settings.max_queued_sample_bytes
+            if size > limit:  # back-pressure could never admit it
+                raise UserError(f"prompt: the request takes {size} bytes, all that wait may take {limit}")
+            if queued.request.params.stop_strings:
+                self._context.backend.text_of([])  # raises if the backend has no tokenizer
         except Exception as error:
-            self._room.fail(work, error)
+            self._context.fail(queued, error)
             return
-        if work.is_suspect:
-            self._suspects[work.request_id] = work
-        self._waiting.setdefault(_lane(work), deque()).append(work)
-        self.num_bytes += work.num_bytes
+        self._queue.add(queued)
+        self.num_bytes += queued.num_bytes
 
     @property
     def num_held_bytes(self) -> int:
-        """What all requests that are not answered take in memory, about."""
-        num_waiting = sum(map(len, self._waiting.values()))
-        num_requests = num_waiting + sum(not running.num_left for running in self._running.values())
-        return self.num_bytes + self._num_running_bytes + num_requests * REQUEST_BYTES
+        """Estimated memory of all requests without a result, as back-pressure counts it."""
+        num_requests = len(self._queue) + sum(not running.num_left for running in self._running.values())
+        num_running_bytes = sum(running.queued.num_bytes for running in self._running.values())
+        return self.num_bytes + num_running_bytes + num_requests * REQUEST_BYTES
 
     def sessions(self) -> set[SessionId]:
-        """Client sessions with samples that wait or run."""
-        return {lane.session_id for lane in self._waiting} | {each.work.session_id for each in self._running.values()}
+        """Return the sessions with waiting or running samples."""
+        return {queued.session_id for queued in self._requests()}
 
     def end_session(self, session_id: SessionId, reason: str) -> None:
-        """Answer all samples of a session with a failure."""
-        works = [work for lane, queue in self._waiting.items() if lane.session_id == session_id for work in queue]
-        works += [running.work for running in self._running.values() if running.work.session_id == session_id]
-        for work in self._remove({work.request_id for work in works}):
-            self._room.user_failure(work, reason)
+        """Fail all samples of a session."""
+        request_ids = {queued.request_id for queued in self._requests() if queued.session_id == session_id}
+        for queued in self._remove(request_ids):
+            self._context.fail(queued, UserError(reason))
 
     def samplers_in_use(self) -> set[SamplerId]:
-        """Samplers that requests wait for or run on, whatever becomes of their names meanwhile."""
-        works = [work for queue in self._waiting.values() for work in queue]
-        works += [running.work for running in self._running.values()]
-        return {sampler for work in works if (sampler := _sample(work).sampler) is not None}
-
-    def _check_size(self, work: Work) -> None:
-        """Refuse a request that back-pressure would hold off for ever."""
-        limit = self._room.settings.max_waiting_sample_bytes
-        if work.num_bytes + REQUEST_BYTES > limit:
-            raise UserError(
-                f"prompt: the request takes {work.num_bytes + REQUEST_BYTES} bytes, all that wait may take {limit}"
-            )
-
-    @property
-    def is_running(self) -> bool:
-        """Whether any sample is under way."""
-        return bool(self._running)
-
-    @property
-    def has_suspect(self) -> bool:
-        """Whether the next sample, or the one under way, may be to blame for an engine's end."""
-        return any(work.is_suspect for work in self._suspects.values())
+        """Return the samplers of all waiting and running requests."""
+        return {sampler for queued in self._requests() if (sampler := sample_of(queued).sampler) is not None}
 
     def step(self) -> bool:
-        """Begin what has room and decode one slice of all that runs; whether there was anything to do."""
-        self._forget_cancelled()
+        """Start samples as capacity allows and decode one slice. Returns whether any sample was running."""
+        self._remove_cancelled()
         self._admit()
-        return self._decode()
-
-    def go_on(self) -> bool:
-        """As `step`, beginning no other request."""
-        self._forget_cancelled()
-        self._admit(may_begin=False)
-        return self._decode()
-
-    def _decode(self) -> bool:
         if not self._running:
             return False
         try:
-            deltas = self._room.backend.step_sample()
-        except ENDS_ENGINE:
+            deltas = self._context.backend.step_sample()
+        except FATAL_ERRORS:
             raise
         except Exception as error:
-            self._slice_failed(error)
+            self._on_slice_failure(error)
             return True
-        reach("sample.slice")
-        self._gather(deltas)
+        failpoint("sample.slice")
+        self._collect(deltas)
         return True
 
-    def give_up(self) -> None:
-        """Stop in good order: what runs stays open and runs again later, no attempt counted."""
+    def stop(self) -> None:
+        """Drop running requests without a result and without a counted attempt. The next engine runs them again."""
         request_ids = list(self._running)
         self._drop_all()
-        self._room.attempts.give_back(request_ids)
+        self._context.attempts.undo(request_ids)
 
-    def _forget_cancelled(self) -> None:
-        """Let go of what was answered already because its client wants it no more."""
-        if not self._running and not self._waiting:
+    def _requests(self) -> list[QueuedRequest]:
+        """All requests; those with started and waiting samples occur twice."""
+        return [*self._queue, *(running.queued for running in self._running.values())]
+
+    def _remove_cancelled(self) -> None:
+        """Drop cancelled requests. The API has already stored their results."""
+        if not self._running and not self._queue:
             return
-        heard = self._room.store.read(lambda tx: cancellations.since(tx, self._heard))
-        if not heard:
+        cancelled = self._context.store.read(lambda tx: futures.cancelled_since(tx, self._last_cancellation))
+        if not cancelled:
             return
-        self._heard = position = heard[-1][0]
-        self._room.store.write_soon(lambda tx: cancellations.forget(tx, position))
-        self._remove({request_id for _, request_id in heard})
+        self._last_cancellation = position = cancelled[-1][0]
+        self._context.store.write_soon(lambda tx: futures.forget_cancellations(tx, position))
+        self._remove({request_id for _, request_id in cancelled})
 
-    def _remove(self, request_ids: Collection[RequestId]) -> list[Work]:
-        """Have requests neither wait nor run any more; returns those that did."""
-        removed = [running.work for running in self._running.values() if running.work.request_id in request_ids]
-        for work in removed:
-            self._drop(self._running[work.request_id])
-        self._room.attempts.forget(request_ids)
-        for lane, queue in list(self._waiting.items()):
-            gone = [work for work in queue if work.request_id in request_ids]
-            if not gone:
-                continue
-            removed += gone
-            self.num_bytes -= sum(work.num_bytes for work in gone)
-            kept = deque(work for work in queue if work.request_id not in request_ids)
-            if kept:
-                self._waiting[lane] = kept
-            else:
-                del self._waiting[lane]
-        for request_id in request_ids:
-            self._suspects.pop(request_id, None)
-        return removed
+    def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
+        """Drop requests, waiting or running, and return those that were here."""
+        removed = [running.queued for running in self._running.values() if running.queued.request_id in request_ids]
+        for queued in removed:
+            self._drop(self._running[queued.request_id])
+        self._context.attempts.forget(request_ids)
+        waiting = self._queue.remove(request_ids)
+        self.num_bytes -= sum(queued.num_bytes for queued in waiting)
+        self._isolated.difference_update(request_ids)
+        return removed + waiting
 
-    def _admit(self, *, may_begin: bool = True) -> None:
-        """Hand over as many samples as there is room for, where slots are told a sample of each lane in turn."""
-        begun: list[Work] = []
-        handed: dict[RequestId, int] = {}  # the first of a request's samples that is handed over now
-        num_open: Counter[bool] = Counter()  # samples under way, those that decode and the others
+    def _admit(self) -> None:
+        """Hand samples to the backend, as capacity allows. With KV cache slots, one sample of each queue per turn."""
+        started: list[QueuedRequest] = []
+        first_samples: dict[RequestId, int] = {}  # of each request, the first sample that starts now
+        num_open: Counter[bool] = Counter()  # samples in the backend, by whether they decode
         for running in self._running.values():
-            num_open[_lane(running.work).decodes] += running.num_open
-        without_slot: set[_Lane] = set()
-        while (work := self._next(without_slot, num_open, may_begin)) is not None:
-            running = self._running.get(work.request_id)
+            num_open[queue_key(running.queued).decodes] += running.num_open
+
+        def has_capacity(key: QueueKey) -> bool:
+            return num_open[key.decodes] < self._max_open
+
+        self._queue.start_round()
+        while True:
+            queued = self._queue.next(self._running, has_capacity=has_capacity, may_start=self._may_start)
+            if queued is None:
+                break
+            running = self._running.get(queued.request_id)
             if running is None:
-                if not self._has_slot(work):
-                    without_slot.add(_lane(work))
+                sampler = sample_of(queued).sampler
+                if sampler is not None and not self._context.samplers.acquire(sampler, queued.session_id):
+                    self._queue.block(queued)
                     continue
-                running = self._enter(work)
-                begun.append(work)
-                self._num_passed.update(without_slot)
-            handed.setdefault(work.request_id, running.num_begun)
-            count = min(running.num_left, self._at_once)
-            running.num_begun += count
-            num_open[_lane(work).decodes] += count
-            self._end_turn(running)
-        self._begin(begun, handed)
+                running = self._start(queued)
+                started.append(queued)
+            first_samples.setdefault(queued.request_id, running.num_started)
+            count = min(running.num_left, self._max_per_turn)
+            running.num_started += count
+            num_open[queue_key(queued).decodes] += count
+            self._queue.end_turn(queued, has_more=running.num_left > 0)
+        self._hand_over(started, first_samples)
 
-    def _next(self, without_slot: Collection[_Lane], num_open: Counter[bool], may_begin: bool) -> Work | None:
-        """Whose sample is next: of the lane that was served least recently, if there is room for it.
+    def _may_start(self, queued: QueuedRequest) -> bool:
+        """Whether a request may start next to those that run."""
+        if not self._running:
+            return True
+        if queued.request_id in self._isolated or not self._isolated.isdisjoint(self._running):
+            return False
+        capabilities = self._context.capabilities
+        return capabilities.sample_slots > 0 or self._num_running_tokens < capabilities.max_sample_tokens
 
-        One whose sampler has no slot is passed over, but not for ever: then all wait until a slot is free. What has
-        begun goes on meanwhile, or its own slot would never be free.
-        """
-        heads: Iterable[Work] = (
-            queue[0]
-            for lane, queue in self._waiting.items()
-            if lane not in without_slot and num_open[lane.decodes] < self._most_open
-        )
-        if self.has_suspect:
-            heads = sorted(heads, key=lambda work: not work.is_suspect)
-        may_begin = may_begin and all(self._num_passed[lane] < _MOST_PASSED for lane in without_slot)
-        for work in heads:
-            if work.request_id in self._running:
-                return work
-            may_begin = may_begin and self._has_room(work)
-            if may_begin:
-                return work
-        return None
-
-    def _enter(self, work: Work) -> _Running:
-        """Have the head of a lane run; none of its samples has begun."""
-        self._num_passed.pop(_lane(work), None)
-        request = prepare.sample_request(work.request_id, _sample(work), self._room.capabilities)
-        is_suspect = work.request_id in self._suspects
-        running = _Running(work, Gathering(request, self._room.backend.text_of), is_suspect)
-        self._running[work.request_id] = running
-        self.num_bytes -= work.num_bytes
-        self._num_running_bytes += work.num_bytes
+    def _start(self, queued: QueuedRequest) -> _Running:
+        """Make a queue's head a running request. None of its samples is in the backend yet."""
+        self._queue.note_start(queued)
+        request = prepare.sample_request(queued.request_id, sample_of(queued), self._context.capabilities)
+        running = _Running(queued, SampleAssembler(request, self._context.backend.text_of))
+        self._running[queued.request_id] = running
+        self.num_bytes -= queued.num_bytes
         self._num_running_tokens += running.num_tokens
         return running
 
-    def _end_turn(self, running: _Running) -> None:
-        """Have the lane of a request that runs be the last; it stays the first in there while samples are left."""
-        lane = _lane(running.work)
-        queue = self._waiting.pop(lane)
-        if not running.num_left:
-            queue.popleft()
-        if queue:
-            self._waiting[lane] = queue
-
-    def _has_room(self, work: Work) -> bool:
-        if not self._running:
-            return True
-        if work.request_id in self._suspects or any(running.is_suspect for running in self._running.values()):
-            return False
-        capabilities = self._room.capabilities
-        return capabilities.sample_slots > 0 or self._num_running_tokens < capabilities.max_sample_tokens
-
-    def _has_slot(self, work: Work) -> bool:
-        sampler = _sample(work).sampler
-        return sampler is None or self._room.samplers.acquire(sampler, work.session_id)
-
-    def _begin(self, works: list[Work], handed: Mapping[RequestId, int]) -> None:
-        """Hand over samples, from the one that is told for each request; `works` are those that had not begun."""
-        fit = {work.request_id for work in self._room.attempt(works)}
-        for work in works:
-            if work.request_id not in fit:
-                self._drop(self._running[work.request_id])
-                self._suspects.pop(work.request_id, None)
-        for request_id, first in handed.items():
+    def _hand_over(self, started: list[QueuedRequest], first_samples: Mapping[RequestId, int]) -> None:
+        """Count the attempts of `started`, and pass each request's new samples to the backend."""
+        accepted = {queued.request_id for queued in self._context.count_attempts(started)}
+        for queued in started:
+            if queued.request_id not in accepted:
+                self._drop(self._running[queued.request_id])
+        for request_id, first in first_samples.items():
             if (running := self._running.get(request_id)) is None:
                 continue
-            request = running.gathering.request
-            part = prepare.sample_part(request, first, running.num_begun)
+            request = running.assembler.request
+            part = prepare.sample_part(request, first, running.num_started)
             try:
                 if request.sampler is not None:
-                    self._room.samplers.load(request.sampler)
-                self._room.backend.begin_sample(PreparedSampleBatch(requests=(part,)))
-            except ENDS_ENGINE:
+                    self._context.samplers.load(request.sampler)
+                self._context.backend.begin_sample(PreparedSampleBatch(requests=(part,)))
+            except FATAL_ERRORS:
                 raise
             except Exception as error:
-                self._end(running, error)
+                self._finish(running, error)
 
-    def _slice_failed(self, error: Exception) -> None:
-        """Run each again alone, from its recorded seed, so that only the culprit fails."""
+    def _on_slice_failure(self, error: Exception) -> None:
+        """Isolate the running requests: each runs again alone with its recorded seed, so that only one fails."""
         failed = list(self._running.values())
         if len(failed) == 1:
-            self._end(failed[0], error)
+            self._finish(failed[0], error)
             return
-        _log.warning("a slice of %d requests failed; each runs alone now: %s", len(failed), error)
+        _log.warning("a decode slice of %d requests failed; each runs alone now: %s", len(failed), error)
         self._drop_all()
-        self._room.attempts.give_back([running.work.request_id for running in failed])
+        self._context.attempts.undo([running.queued.request_id for running in failed])
         for running in reversed(failed):
-            self._suspects[running.work.request_id] = running.work
-            self._waiting.setdefault(_lane(running.work), deque()).appendleft(running.work)
-            self.num_bytes += running.work.num_bytes
+            self._isolated.add(running.queued.request_id)
+            self._queue.add_first(running.queued)
+            self.num_bytes += running.queued.num_bytes
 
-    def _gather(self, deltas: Sequence[SampleDelta]) -> None:
+    def _collect(self, deltas: Sequence[SampleDelta]) -> None:
         for delta in deltas:
             running = self._running.get(delta.request_id)
             if running is None:
                 continue
             if delta.error is not None:
-                self._end(running, ServerError(delta.error))
+                self._finish(running, ServerError(delta.error))
                 continue
             try:
-                if running.gathering.add(delta):  # its stop string: others need its slot
-                    self._room.backend.end_sample(delta.request_id, delta.index)
-            except ENDS_ENGINE:
+                if running.assembler.add(delta):  # a stop string ended the sample: free its slot
+                    self._context.backend.end_sample(delta.request_id, delta.index)
+            except FATAL_ERRORS:
                 raise
             except Exception as error:
-                self._end(running, error)
-        for running in [running for running in self._running.values() if running.gathering.is_complete]:
-            self._end(running, None)
+                self._finish(running, error)
+        for running in [running for running in self._running.values() if not running.assembler.num_open]:
+            self._finish(running)
 
-    def _end(self, running: _Running, error: Exception | None) -> None:
-        work = running.work
+    def _finish(self, running: _Running, error: Exception | None = None) -> None:
+        """Commit a request's output or its failure."""
+        queued = running.queued
         self._drop(running)
-        self._suspects.pop(work.request_id, None)
         if error is not None:
-            self._room.fail(work, error)
+            self._context.fail(queued, error)
             return
 
-        request, output = _sample(work), running.gathering.output()
-        drawn = zip(request.sequence_ids, output.sequences, strict=request.is_recorded)
-        logprobs = {sequence_id: sequence.logprobs for sequence_id, sequence in drawn}
+        request, output = sample_of(queued), running.assembler.output()
+        recorded = zip(request.sequence_ids, output.sequences, strict=request.is_recorded)
+        logprobs = {sequence_id: sequence.logprobs for sequence_id, sequence in recorded}
 
         def rows(tx: Session) -> None:
-            name, now = work.sampling_session_id, time.time()
+            name, now = queued.sampling_session_id, time.time()
             if name is not None and samplers.get(tx, name) is not None:
                 samplers.touch(tx, name, now)
             if request.is_recorded:
-                stability.record(tx, work.session_id, request.prompt.size, logprobs, now)
+                stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
-        self._room.answers.give([Answer(work=work, result=output)], rows)
+        self._context.request_log.commit(queued, output, rows)
 
     def _drop_all(self) -> None:
         for running in list(self._running.values()):
             self._drop(running)
 
     def _drop(self, running: _Running) -> None:
-        """Have a request run no more."""
-        request, lane = running.gathering.request, _lane(running.work)
+        """Remove a running request from the backend and from its queue, and release its sampler."""
+        request = running.assembler.request
         del self._running[request.request_id]
+        self._isolated.discard(request.request_id)
         if running.num_left:
-            self._waiting[lane].popleft()
-            if not self._waiting[lane]:
-                del self._waiting[lane]
+            self._queue.remove({request.request_id})
         self._num_running_tokens -= running.num_tokens
-        self._num_running_bytes -= running.work.num_bytes
-        self._room.backend.cancel_sample([request.request_id])  # of no effect where all had ended
+        self._context.backend.cancel_sample([request.request_id])  # no effect on samples that have ended
         if request.sampler is not None:
-            self._room.samplers.release(request.sampler)
-
-
-def _lane(work: Work) -> _Lane:
-    return _Lane(work.session_id, decodes=_sample(work).params.max_tokens != 1)
-
-
-def _sample(work: Work) -> Sample:
-    assert isinstance(work.request, Sample)
-    return work.request
+            self._context.samplers.release(request.sampler)

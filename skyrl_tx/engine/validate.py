@@ -1,18 +1,18 @@
-"""What makes a request the caller's mistake: pure checks against what the backend can do.
+"""Validates requests against the backend's capabilities. Pure functions.
 
-Each function raises UserError with a text that names the field as the SDK does, and its value.
+Each raises UserError with a message that names the field as the SDK does, its value and the bound.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import numpy as np
 
-from skyrl_tx.contract.arrays import NumberArray
-from skyrl_tx.contract.capabilities import Capabilities, LossInput, LossSpec
+from skyrl_tx.contract.arrays import NumberArray, max_targets
+from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import checkpoint_name
-from skyrl_tx.contract.limits import max_targets
+from skyrl_tx.contract.losses import LossInput, LossSpec
 from skyrl_tx.contract.requests import (
     CreateModel,
     Datum,
@@ -29,7 +29,7 @@ from skyrl_tx.contract.requests import (
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_TEMPERATURE = 1e-30
-"""Logits are divided by it: float32 has room for those of any model then, a hundred million and more."""
+"""Logits divided by this fit in float32, up to a hundred million."""
 
 
 def check_create(request: CreateModel, capabilities: Capabilities, base_models: Collection[str]) -> None:
@@ -41,7 +41,7 @@ def check_create(request: CreateModel, capabilities: Capabilities, base_models: 
 def check_load(
     request: LoadWeights, capabilities: Capabilities, base_models: Collection[str], current: ModelSpec | None
 ) -> None:
-    """Check `load_weights`; `current` is what the model is made of, None when the load makes it."""
+    """Check `load_weights`. `current` is the existing model's spec, None if the request creates the model."""
     if request.base_model is not None:
         _check_base_model(request.base_model, base_models)
     _check_spec(request.spec, capabilities)
@@ -54,7 +54,7 @@ def check_load(
 
 
 def check_save(request: SaveWeights) -> None:
-    """Check a save of either kind."""
+    """Check `save_weights`."""
     if request.name is not None:
         checkpoint_name(request.name)
     elif request.kind != "sampler_weights" or request.sampling_session_id is None:
@@ -108,15 +108,10 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
         max_tokens = limit - length
     if max_tokens <= 0:
         raise UserError(f"sampling_params.max_tokens {max_tokens} must be 1 or more")
-    if length + max_tokens > limit:
-        raise UserError(
-            f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds the context of {limit} tokens"
-        )
-    if length + max_tokens > capabilities.max_sample_tokens:
-        raise UserError(
-            f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds the room for samples, "
-            f"{capabilities.max_sample_tokens} tokens"
-        )
+    num_tokens, most = length + max_tokens, capabilities.max_sample_tokens
+    if num_tokens > min(limit, most):
+        exceeded = f"the context of {limit} tokens" if num_tokens > limit else f"the room for samples, {most} tokens"
+        raise UserError(f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds {exceeded}")
     _check_options(request.options, length, capabilities)
 
 
@@ -168,7 +163,8 @@ def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabil
         elif expected.fill is None:
             raise UserError(f"{field}.loss_fn_inputs[{name!r}] is missing: {spec.name} needs it")
     if len(set(shapes.values())) > 1:
-        raise UserError(f"{field}.loss_fn_inputs disagree in shape: {_shapes(shapes)}")
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise UserError(f"{field}.loss_fn_inputs disagree in shape: {listed}")
 
 
 def _check_input(field: str, array: NumberArray, expected: LossInput, length: int, capabilities: Capabilities) -> None:
@@ -186,12 +182,10 @@ def _check_input(field: str, array: NumberArray, expected: LossInput, length: in
 
 
 def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
-    """Check how many targets each position has, of an array [T] or [T, K]."""
+    """Check the number of targets per position of an array [T] or [T, K]."""
     width, limit = array.shape[1] if array.ndim > 1 else 1, max_targets(array.shape[0])
     if width > limit:
-        raise UserError(
-            f"{field} has shape {list(array.shape)}: each of so many positions may have at most {limit} targets"
-        )
+        raise UserError(f"{field} has shape {list(array.shape)}: a position may have at most {limit} targets")
     if width > vocab_size:
         raise UserError(
             f"{field} has shape {list(array.shape)}: a position may have at most {vocab_size} targets, "
@@ -239,7 +233,3 @@ def _check_options(options: PromptOptions, length: int, capabilities: Capabiliti
 
 def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
-
-
-def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

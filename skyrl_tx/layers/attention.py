@@ -11,23 +11,23 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention
+from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold
 from skyrl_tx.layers.kv_cache import KeyValues
 
 DENSE_LENGTH = 64
-"""Up to this many tokens all scores are held at once; beyond, blocks are faster and their memory grows as T only."""
+"""Up to this many tokens all scores are computed at once; above, blocks are faster and use memory linear in T."""
 
 PAST_BLOCK = 256
-"""Keys of a block of what came before a chunk."""
+"""Keys per block of the past."""
 
 
 def causal_attention(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, start_BT: jax.Array | None = None
 ) -> jax.Array:
-    """Return attention of each position over itself and what came before it, float32 [B, T, N, H].
+    """Return attention of each position over itself and all earlier ones, float32 [B, T, N, H].
 
-    With `start_BT`, ascending along T, a position sees nothing before its start: a row may hold several sequences,
-    one behind the other. Needs no padding mask: a row is padded at its right, where no real position looks.
+    With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
+    consecutive sequences. There is no padding mask: rows are padded at the right, to which no real position attends.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -53,50 +53,43 @@ def dense_attention(
 def extending_attention(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, past: KeyValues, layer: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """Return attention of the positions from `start` on over themselves and what came before, float32 [B, T, N, H].
+    """Return attention of the positions from `start` on over themselves and all earlier ones, float32 [B, T, N, H].
 
-    `past` is all layers' [L, B, K, C, H], of which positions < `start` are seen; their own keys and values come beside
-    it. The past is read in blocks, as many as there are: time follows `start`, not C, and nothing of it is copied.
+    `past` is all layers' [L, B, K, C, H], of which positions < `start` are visible; the keys and values of
+    the tokens are passed separately. The past is read in blocks up to `start`, without copies, whatever C is.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
     size = math.gcd(past.k.shape[3], PAST_BLOCK)
 
-    def fold(carry: Stats, k_BKUH: jax.Array, v_BKUH: jax.Array, visible_TU: jax.Array) -> Stats:
-        highest, total, out = carry
-        scores = jnp.where(visible_TU, _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH), LOWEST)
-        higher = jnp.maximum(highest, scores.max(-1))
-        weights, rescale = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
-        added = jnp.einsum(
-            "bkgtu,bkuh->bkgth", weights.astype(v_BKUH.dtype), v_BKUH, preferred_element_type=jnp.float32
-        )
-        return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
+    def scores(k_BKUH: jax.Array, visible_TU: jax.Array) -> jax.Array:
+        return jnp.where(visible_TU, _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH), LOWEST)
 
     def past_block(j: jax.Array, carry: Stats) -> Stats:
         k_BKUH, v_BKUH = (
             jax.lax.dynamic_slice(x, (layer, 0, 0, j * size, 0), (1, B, K, size, H))[0] for x in (past.k, past.v)
         )
         seen_U = j * size + jnp.arange(size) < start
-        # What was never written may be anything, and 0 * NaN is NaN.
-        return fold(carry, k_BKUH, jnp.where(seen_U[:, None], v_BKUH, 0), seen_U[None])
+        # Positions that were never written may hold NaN, and 0 * NaN is NaN.
+        return fold(carry, scores(k_BKUH, seen_U[None]), jnp.where(seen_U[:, None], v_BKUH, 0))
 
     zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
     carry = (jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros)
     carry = jax.lax.fori_loop(0, (start + size - 1) // size, past_block, carry)
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    _, total, out = fold(carry, k_BKTH, v_BKTH, jnp.tri(T, dtype=jnp.bool_))
+    _, total, out = fold(carry, scores(k_BKTH, jnp.tri(T, dtype=jnp.bool_)), v_BKTH)
     return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
 def cached_attention(
     q_SNH: jax.Array, past: Sequence[KeyValues], recent: KeyValues, start_S: jax.Array, num_recent: jax.Array
 ) -> jax.Array:
-    """Return attention of one new token per slot over its cached past and what came since, [S, N, H].
+    """Return attention of one new token per slot over its cached past and the recent tokens, [S, N, H].
 
-    All is of one layer. The past lies in segments, one behind the other, values [S, K, C, H] and keys [S, K, H, C];
-    slot s may see positions < `start_S[s]`. Of `recent` [S, K, T, H] every slot may see the first `num_recent`, the
-    new token among them. Segments that a slot does not see change none of its bits.
+    The arrays are those of one layer. The past has consecutive segments, values [S, K, C, H] and keys [S, K, H, C], of
+    which slot s attends to positions < `start_S[s]`. Of `recent` [S, K, T, H] every slot attends to the first
+    `num_recent`, which include the new token. Segments that a slot does not attend to change none of its bits.
     """
     S, N, H = q_SNH.shape
     K = recent.k.shape[1]

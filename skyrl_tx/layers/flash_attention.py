@@ -11,16 +11,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.kept import product
+from skyrl_tx.layers.remat import mark_matmul
 
 BLOCK = 64
-"""Queries, and keys, of a block. With gradient on CPU 64 was measured 1.3 times as fast as 128 at 8 x 256 and 1 x 4,096
-tokens, 1.4 times at 1 x 2,048 and level with it at 16 x 128; dense attention is behind both from 128 tokens on."""
+"""Number of queries, and of keys, per block.
+
+With gradient on CPU, 64 was measured 1.3 times as fast as 128 at 8 x 256 and 1 x 4,096 tokens, 1.4 times at 1 x 2,048,
+and equal at 16 x 128. Dense attention is slower than both from 128 tokens on.
+"""
 
 LOWEST = -1e30
-"""The score of what a query may not see."""
+"""The score of a masked position."""
 
 Stats = tuple[jax.Array, jax.Array, jax.Array]
+"""The highest score of the keys so far, the sum of weights relative to it, and the weighted sum of values."""
 
 
 def flash_attention(
@@ -32,13 +36,13 @@ def flash_attention(
     query_block: int = BLOCK,
     key_block: int = BLOCK,
 ) -> jax.Array:
-    """Return attention of each position over itself and what came before it, float32 [B, K, G, T, H].
+    """Return attention of each position over itself and all earlier ones, float32 [B, K, G, T, H].
 
-    With `start_BT`, ascending along T, a position sees nothing before its start: sequences may lie one behind the
-    other, and blocks wholly before a start are not visited either.
+    With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
+    consecutive sequences. Blocks wholly before a start are not visited either.
     """
     T = q_BKGTH.shape[3]
-    padded = -T % math.lcm(query_block, key_block)  # at the right, where nothing real looks
+    padded = -T % math.lcm(query_block, key_block)  # at the right, to which no real position attends
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padded), (0, 0)])
@@ -50,6 +54,15 @@ def flash_attention(
     return out[:, :, :, :T]
 
 
+def fold(carry: Stats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) -> Stats:
+    """Return the statistics with one more block of keys."""
+    highest, total, out = carry
+    higher = jnp.maximum(highest, scores_BKGQU.max(-1))
+    weights, rescale = jnp.exp(scores_BKGQU - higher[..., None]), jnp.exp(highest - higher)
+    added = _dot("bkgqu,bkuh->bkgqh", weights.astype(v_BKUH.dtype), v_BKUH)
+    return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(
     query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: jax.Array, start_BT: jax.Array
@@ -58,23 +71,18 @@ def _flash(
 
 
 def _forward(query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: jax.Array, start_BT: jax.Array):
-    """Return the output, and what the backward pass needs: among it each query's logsumexp of scores [B, K, G, T]."""
+    """Return the output and the residuals of the backward pass, with each query's logsumexp of scores [B, K, G, T]."""
 
     def one_query_block(_: None, start: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         q_BKGQH = _block(q, start, query_block)
         start_BQ = jax.lax.dynamic_slice_in_dim(start_BT, start, query_block, axis=1)
 
         def one_key_block(j: jax.Array, carry: Stats) -> Stats:
-            highest, total, out = carry
             scores = _scores(q_BKGQH, _block(k, j * key_block, key_block), start, j * key_block, start_BQ)
-            higher = jnp.maximum(highest, scores.max(-1))
-            weights, rescale = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
-            v_BKUH = _block(v, j * key_block, key_block)
-            added = _dot("bkgqu,bkuh->bkgqh", weights.astype(v.dtype), v_BKUH)
-            return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
+            return fold(carry, scores, _block(v, j * key_block, key_block))
 
         zeros = jnp.zeros(q_BKGQH.shape, jnp.float32)
-        # Finite, as a query may see nothing of the first blocks: what it adds there then, its first score scales to 0.
+        # Finite, because a query may attend to nothing in the first blocks: its first real score scales that sum to 0.
         first = (jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros)
         highest, total, out = jax.lax.fori_loop(
             start_BQ[:, 0].min() // key_block, _num_key_blocks(start, query_block, key_block), one_key_block, first
@@ -83,8 +91,8 @@ def _forward(query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: ja
 
     starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
     _, (outs, logsumexps) = jax.lax.scan(one_query_block, None, starts)
-    out = product(jnp.moveaxis(outs, 0, 3).reshape(q.shape))
-    logsumexp = product(jnp.moveaxis(logsumexps, 0, 3).reshape(q.shape[:-1]))
+    out = mark_matmul(jnp.moveaxis(outs, 0, 3).reshape(q.shape))
+    logsumexp = mark_matmul(jnp.moveaxis(logsumexps, 0, 3).reshape(q.shape[:-1]))
     return out, (q, k, v, start_BT, out, logsumexp)
 
 
@@ -125,7 +133,7 @@ _flash.defvjp(_forward, _backward)
 
 
 def _num_key_blocks(start: jax.Array, query_block: int, key_block: int) -> jax.Array:
-    """Return how many key blocks hold something that queries from `start` on may see."""
+    """Return the number of key blocks that are visible to queries from `start` on."""
     return (start + query_block + key_block - 1) // key_block
 
 

@@ -1,8 +1,8 @@
-"""The key/value cache of the decoder: preallocated slots, and what a slice of decoding sees of them and adds.
+"""The KV cache of the decoder: preallocated slots, and the view of them during a decode slice.
 
 Legend: L layers, S decode slots, B batch rows, K kv heads, T tokens, C cache positions, H head dim.
 
-Heads lie before positions, so that attention reads one contiguous stretch per head; on CPU this layout alone was
+Heads lie before positions, so that attention reads one contiguous block per head; on CPU this layout alone was
 measured 1.26 times as fast as positions before heads.
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Sharding
 
 from skyrl_tx.layers.parameter import Axis
 
@@ -19,7 +18,7 @@ AXES: tuple[Axis | None, ...] = ("layers", "batch", "kv_heads", None, "head_dim"
 """The logical axes of both forms of `KeyValues`."""
 
 SEGMENT = 128
-"""Positions that are read together, at least."""
+"""The least number of positions that are read together."""
 
 
 @struct.dataclass
@@ -30,22 +29,8 @@ class KeyValues:
     v: jax.Array
 
 
-def allocate(
-    num_layers: int,
-    num_slots: int,
-    num_kv_heads: int,
-    length: int,
-    head_dim: int,
-    dtype: jnp.dtype,
-    sharding: Sharding | None = None,
-) -> KeyValues:
-    """Return an empty cache of `length` positions in each of `num_slots` slots."""
-    shape = (num_layers, num_slots, num_kv_heads, length, head_dim)
-    return KeyValues(k=jnp.zeros(shape, dtype, device=sharding), v=jnp.zeros(shape, dtype, device=sharding))
-
-
-def insert(cache: KeyValues, prompts: KeyValues, size: jax.Array, row: jax.Array, slot: jax.Array) -> KeyValues:
-    """Copy the first `size` positions of one row of `prompts` into one slot, from position 0 on.
+def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot: jax.Array) -> KeyValues:
+    """Copy the first `size` positions of a prompt [L, 1, K, C, H] into one slot, from position 0 on.
 
     The rest of the slot is cleared: attention weighs positions not yet written with 0, and 0 * NaN of a former tenant
     would be NaN.
@@ -56,13 +41,13 @@ def insert(cache: KeyValues, prompts: KeyValues, size: jax.Array, row: jax.Array
     size = jnp.where(slot < num_slots, size, 0)
 
     def write(into: jax.Array, rows: jax.Array) -> jax.Array:
-        kept = jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=1)[:, :, :, :length].astype(into.dtype)
+        kept = rows[:, :, :, :length].astype(into.dtype)
         kept = jnp.where((jnp.arange(kept.shape[3]) < size)[:, None], kept, 0)
         rest = jnp.zeros((*kept.shape[:3], length - kept.shape[3], kept.shape[4]), into.dtype)
         into = jax.lax.dynamic_update_slice(into, kept, (0, slot, 0, 0, 0))
         return jax.lax.dynamic_update_slice(into, rest, (0, slot, 0, kept.shape[3], 0))
 
-    return jax.tree.map(write, cache, prompts)
+    return jax.tree.map(write, cache, prompt)
 
 
 def extend(cache: KeyValues, new: KeyValues, start: jax.Array) -> KeyValues:
@@ -75,12 +60,12 @@ def extend(cache: KeyValues, new: KeyValues, start: jax.Array) -> KeyValues:
 
 
 Segments = tuple[KeyValues, ...]
-"""One layer's positions, one stretch behind the other: values [S, K, C, H] and keys [S, K, H, C]."""
+"""One layer's positions, in consecutive segments: values [S, K, C, H] and keys [S, K, H, C]."""
 
 
 @struct.dataclass
 class SliceCache:
-    """The cache while a slice is decoded: what there was before, which is only read, and what all slots added since.
+    """The cache during a decode slice: the past, which is read-only, and the recent tokens of all slots.
 
     Both are stacks [L, S, K, C or T, H]; or tuples, each layer by itself, its past in segments. A step that takes its
     layer out of a stack copies it: on CPU that took longer than attention.
@@ -90,27 +75,27 @@ class SliceCache:
     recent: KeyValues | tuple[KeyValues, ...]
     start_S: jax.Array  # int32: positions that each slot's past has
     num_recent: jax.Array  # int32 scalar
-    stretch: int = struct.field(pytree_node=False)  # how many positions of the past are read
+    read_length: int = struct.field(pytree_node=False)  # how many positions of the past are read
 
     def layer(self, index: Any) -> tuple[Segments, KeyValues]:
-        """Return one layer's past, and what it has added [S, K, T, H]."""
+        """Return one layer's past and its recent keys and values [S, K, T, H]."""
         if isinstance(self.past, tuple) and isinstance(self.recent, tuple):
             return self.past[index], self.recent[index]
         assert isinstance(self.past, KeyValues)
-        return _segments(self.past, index, self.stretch), jax.tree.map(lambda leaf: leaf[index], self.recent)
+        return _segments(self.past, index, self.read_length), jax.tree.map(lambda leaf: leaf[index], self.recent)
 
 
 def open_slice(
-    cache: KeyValues, start_S: jax.Array, *, stretch: int, max_tokens: int, by_layer: bool = False
+    cache: KeyValues, start_S: jax.Array, *, read_length: int, max_tokens: int, by_layer: bool = False
 ) -> SliceCache:
-    """Return the cache for a slice of up to `max_tokens`, of slots that have `start_S` <= `stretch` positions."""
+    """Return the cache for a decode slice of up to `max_tokens`; slots hold `start_S` <= `read_length` positions."""
     L, S, K, _, H = cache.k.shape
     empty = KeyValues(*(jnp.zeros((L, S, K, max_tokens, H), leaf.dtype) for leaf in (cache.k, cache.v)))
     none = jnp.int32(0)
     if not by_layer:
-        return SliceCache(cache, empty, start_S, none, stretch)
-    past = tuple(_segments(cache, layer, stretch) for layer in range(L))
-    return SliceCache(past, (jax.tree.map(lambda leaf: leaf[0], empty),) * L, start_S, none, stretch)
+        return SliceCache(cache, empty, start_S, none, read_length)
+    past = tuple(_segments(cache, layer, read_length) for layer in range(L))
+    return SliceCache(past, (jax.tree.map(lambda leaf: leaf[0], empty),) * L, start_S, none, read_length)
 
 
 def append(recent: KeyValues, new: KeyValues, index: jax.Array) -> KeyValues:
@@ -123,7 +108,7 @@ def append(recent: KeyValues, new: KeyValues, index: jax.Array) -> KeyValues:
 
 
 def close_slice(cache: KeyValues, ended: SliceCache) -> KeyValues:
-    """Write what a slice added into the cache. A position >= C writes nothing."""
+    """Write the recent tokens of a decode slice into the cache. Positions >= C are ignored."""
     recent = ended.recent
     if isinstance(recent, tuple):
         recent = jax.tree.map(lambda *leaves: jnp.stack(leaves), *recent)
@@ -141,9 +126,9 @@ def close_slice(cache: KeyValues, ended: SliceCache) -> KeyValues:
 def _segments(cache: KeyValues, layer: Any, length: int) -> Segments:
     """Return one layer's first `length` positions.
 
-    The first segment has `SEGMENT` positions and each other as many as there are before it. So a position's segment is
-    as long however much is read beside it, and its products round alike: longer company changes no bit. A dot of few
-    queries with keys [H, C] was measured 1.5 times as fast on CPU as with [C, H].
+    The first segment has `SEGMENT` positions, and each other segment as many as all before it. So the segment of a
+    position does not depend on the KV read length, and its products round alike, which makes decoding batch-invariant.
+    A dot of few queries with keys [H, C] was measured 1.5 times as fast on CPU as with [C, H].
     """
     _, num_slots, num_kv_heads, _, head_dim = cache.k.shape
 

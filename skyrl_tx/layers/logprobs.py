@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, without ever holding the logits of all positions.
+"""Log-probabilities of given tokens, without the logits of all positions in memory.
 
 Legend: B batch, T tokens, D embed, V vocab, K targets per position, P positions (B * T), C positions of a chunk.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import AdaptedMap, LoraPair, RowAdapter
 
-Slope = Callable[[jax.Array, Any], jax.Array]
+LogprobGradient = Callable[[jax.Array, Any], jax.Array]
 """(log-probabilities of some positions, what else the loss reads there) -> the loss's derivative by each of them."""
 
 CHUNK = 256  # positions whose logits exist at once; measured as fast as any larger, see the memory of [C, V] float32
@@ -35,7 +35,7 @@ def target_logprobs(
 ) -> jax.Array:
     """Return log p(target) at each position, float32 in the shape of `targets` ([B, T] or [B, T, K]).
 
-    Differentiable with respect to the hidden states and the adapter, whose gradient computes each chunk's logits anew.
+    Differentiable with respect to the hidden states and the adapter, whose gradient recomputes each chunk's logits.
     """
     unembed = None
     if adapter is not None and adapter.scale.ndim == 0:
@@ -57,15 +57,15 @@ def target_logprobs_and_gradient(
     unembed_VD: jax.Array,
     targets: jax.Array,
     adapter: RowAdapter,
-    slope: Slope,
+    logprob_gradient: LogprobGradient,
     inputs: Any,
     *,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array, LoraPair]:
     """Return what `target_logprobs` returns, and a loss's gradient: of the hidden states and of the adapter's pair.
 
-    The gradient is taken while a chunk's logits are at hand, so that they are computed once. For that a position's
-    slope must follow from that position alone; `inputs` is a tree of arrays [B, T, ...], cut into chunks beside it.
+    The gradient is taken with the logits of each chunk, so that they are computed once. This requires that d loss /
+    d logprob of a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
     """
     cut = partial(_cut, chunk=chunk)
     unembed = _shared_map(hidden_BTD, unembed_VD, adapter)
@@ -75,10 +75,10 @@ def target_logprobs_and_gradient(
         x_CD = hidden.reshape(-1, hidden.shape[-1])
         targets_CK = targets.reshape(x_CD.shape[0], -1)
         logprobs, exp_CV, total_C1 = _score(unembed.product(x_CD), targets)
-        slope_CK = slope(logprobs, inputs).reshape(targets_CK.shape)
+        d_logprobs_CK = logprob_gradient(logprobs, inputs).reshape(targets_CK.shape)
         # d log p(target) / d logits = one at the target, less the softmax everywhere
-        d_y_CV = exp_CV * (-slope_CK.sum(axis=-1, keepdims=True) / total_C1)
-        d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(slope_CK)
+        d_y_CV = exp_CV * (-d_logprobs_CK.sum(axis=-1, keepdims=True) / total_C1)
+        d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
         d_x_CD, d_pair_of_chunk = unembed.gradient(x_CD, d_y_CV)
         return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, d_x_CD.reshape(hidden.shape))
 

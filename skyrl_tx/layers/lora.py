@@ -3,7 +3,7 @@
 Legend: A adapter slots, L layers, B batch rows, G groups of rows, M rows and tokens of a group, T tokens, I inputs and
 O outputs of a linear map, R rank.
 
-An `Adapter` takes one of two forms, told apart by its `scale`:
+An `Adapter` has one of two forms, which differ in the shape of `scale`:
 - *one adapter for all rows*: scale is a scalar, leaves are [L, I, R] and [L, R, O] (no L for the unembedding). Two
   plain matmuls; this is what training differentiates.
 - *slots*: scale is [A] and every leaf has a leading A. Each row, or each group of neighbouring rows (of G entries each
@@ -11,7 +11,7 @@ An `Adapter` takes one of two forms, told apart by its `scale`:
   adapter would reach every row as 0 * NaN.
 
 Ranks are padded to one R with zeros. Zero columns of A against zero rows of B get zero gradients, so padding, and
-targets that are not trained, stay zero for ever.
+targets that are not trained, stay zero.
 """
 
 import math
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from skyrl_tx.layers.kept import product
+from skyrl_tx.layers.remat import mark_matmul
 
 
 @struct.dataclass
@@ -34,12 +34,12 @@ class LoraPair:
 
 
 AdapterWeights = dict[str, LoraPair]
-"""What an optimizer trains: a pair for each target, by the name of the linear map."""
+"""The trained parameters: a pair for each target, by the name of the linear map."""
 
 
 @struct.dataclass
 class Adapter:
-    """One adapter, or a stack of slots. `scale` (alpha / rank) lies beside the weights: it is never trained."""
+    """One adapter, or a stack of slots. `scale` (alpha / rank) is not trained, so it is not part of the weights."""
 
     weights: AdapterWeights
     scale: jax.Array  # float32 scalar, or [A]
@@ -47,7 +47,7 @@ class Adapter:
 
 @struct.dataclass
 class RowAdapter:
-    """The adapter of one linear map as its rows see it: shared by all rows, or one for each group of rows."""
+    """The adapter of one linear map: shared by all rows, or one for each group of rows."""
 
     pair: LoraPair  # [I, R] and [R, O], or with a leading G
     scale: jax.Array  # scalar, or [G]
@@ -66,12 +66,12 @@ class RowAdapter:
 RowAdapters = Mapping[str, RowAdapter]
 
 RowsByLayer = dict[str, tuple[RowAdapter, ...]]
-"""What rows see of each linear map, in each layer that has it."""
+"""The adapters of the rows for each linear map, in each layer that has it."""
 
 
 @struct.dataclass
 class GatheredAdapter(Adapter):
-    """A stack of slots, and what the rows see of it: gathered once, for a loop that would gather it each time."""
+    """A stack of slots with the adapters of the rows, gathered once before a loop."""
 
     rows: RowsByLayer
 
@@ -100,7 +100,7 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
         y = _adapted(flat_MI, weight, adapter.pair, adapter.scale).reshape(*x.shape[:-1], weight.shape[-1])
     else:
         y = multiply(x, weight) + adapter.delta(x, weight.dtype)
-    y = product(y)
+    y = mark_matmul(y)
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
@@ -135,7 +135,7 @@ class AdaptedMap:
         return y_MO + multiply(multiply(x_MI, self.pair.a) * self.scale, self.pair.b)
 
     def gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
-        """Return the gradient by `x` and by the pair, float32, of what has the gradient `d_y` by the product."""
+        """Return the gradients of `x` and of the pair, float32, given the gradient `d_y` of the product."""
         d_h_MR = multiply(d_y_MO, self.pair.b.T) * self.scale
         d_x_MI = multiply(d_y_MO, self.weight_IO.T)
         if not self.is_merged:
@@ -176,7 +176,7 @@ _adapted.defvjp(_adapted_forward, _adapted_backward)
 
 
 def gather_rows(adapter: Adapter, adapter_G: jax.Array) -> RowsByLayer:
-    """Return what the rows see of a *slots* adapter, layer by layer; what experts have stays where it is."""
+    """Return the adapters of the rows in a *slots* adapter, layer by layer; those of experts are not gathered."""
     rows: RowsByLayer = {}
     for name, pair in adapter.weights.items():
         if pair.a.ndim == 3:
@@ -187,7 +187,7 @@ def gather_rows(adapter: Adapter, adapter_G: jax.Array) -> RowsByLayer:
 
 
 def select_rows(adapter: Adapter, name: str, adapter_G: jax.Array | None, layer: Any) -> RowAdapter:
-    """Return what the rows see of one target of a *slots* adapter; `layer` is None for the unembedding."""
+    """Return the adapters of the rows for one target of a *slots* adapter; `layer` is None for the unembedding."""
     if isinstance(adapter, GatheredAdapter) and name in adapter.rows:
         return adapter.rows[name][layer or 0]
     assert adapter_G is not None, "an adapter with slots needs the slot of each row, or group of rows"

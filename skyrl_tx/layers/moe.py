@@ -9,6 +9,7 @@ tile holds tokens of one expert *and one adapter*, so that tenants do not meet e
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,12 @@ ENDS: Mapping[str, tuple[Axis | None, Axis | None]] = {
     "up_proj": (None, "mlp"),
     "down_proj": ("mlp", None),
 }
-"""How a device holds an expert's maps while it computes: of its own part of F, all of D."""
+"""Sharding of an expert's maps during the computation: F sharded, D whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How a router chooses."""
+    """The settings of a router."""
 
     num_experts: int
     num_chosen: int  # of each token
@@ -60,23 +61,21 @@ class ExpertAdapters:
     layer: jax.Array | int = 0
 
 
-def share_experts(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters | None:
-    """Return the adapters of the experts, of the one adapter that all rows share; None of None."""
-    if not rows:
-        return None
+def share_experts(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters:
+    """Return the adapters of the experts, of the one adapter that all rows share."""
     found = {name: rows[prefix + name] for name in MAPS}
     return ExpertAdapters(pairs={name: row.pair for name, row in found.items()}, scale=found[MAPS[0]].scale)
 
 
 def pool_experts(adapter: Adapter, prefix: str, place_G: jax.Array, layer: jax.Array) -> ExpertAdapters:
-    """Return the adapters of one layer's experts in a pool, of which nothing is copied."""
+    """Return the adapters of one layer's experts in a pool, without a copy."""
     pairs = {name: adapter.weights[prefix + name] for name in MAPS}
     return ExpertAdapters(pairs=pairs, scale=adapter.scale, place_G=place_G, layer=layer)
 
 
 @struct.dataclass
 class _Visits:
-    """Tokens, and where they go: share and number of each chosen expert; of a pool, the place of each token's own."""
+    """Tokens with the share and number of each chosen expert and, for a pool, the adapter slot of each token."""
 
     x_MD: jax.Array
     share_MK: jax.Array
@@ -92,7 +91,7 @@ def mixture(
     routing: Routing,
     layout: Layout = WHOLE,
 ) -> jax.Array:
-    """Return the weighted sum of what each token's experts make of it: float32, in the shape of `x` [..., D]."""
+    """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D]."""
     x_MD = x.reshape(-1, x.shape[-1])
     place_M = None
     if adapters is not None and adapters.place_G is not None:
@@ -146,7 +145,7 @@ def _on_each_device(
 
 
 def _sum(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None) -> jax.Array:
-    """Return the weighted sum of what these experts make of each token; those with other numbers count as zero."""
+    """Return the weighted sum of the outputs of these experts for each token; other experts count as zero."""
     num_experts = weights.gate_proj.shape[0]
     num_groups, group_MK = num_experts, visits.expert_MK
     if visits.place_M is not None:
@@ -155,8 +154,8 @@ def _sum(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | Non
         num_groups *= adapters.scale.shape[0]
     is_here_MK = (visits.expert_MK >= 0) & (visits.expert_MK < num_experts)
     tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups)
-    tiles = _adapters_of_tiles(weights, adapters, tiling, num_experts)
-    y_MKD = _experts(visits.x_MD, weights, tiles.pairs, tiles.indices, tiling)
+    pairs, indices = _adapters_of_tiles(weights, adapters, tiling, num_experts)
+    y_MKD = _experts(visits.x_MD, weights, pairs, indices, tiling)
     return (visits.share_MK[..., None] * y_MKD).sum(axis=1)
 
 
@@ -171,35 +170,30 @@ def route(x_MD: jax.Array, router_ED: jax.Array, routing: Routing) -> tuple[jax.
 
 @struct.dataclass
 class _TileIndices:
-    """What each tile reads."""
+    """The expert, rows and adapters of each tile."""
 
     expert_W: jax.Array
     adapter_W: jax.Array  # among X: E of one adapter, or A * L * E of a pool
     scale_W: jax.Array
 
 
-@struct.dataclass
-class _TileAdapters:
-    pairs: dict[str, LoraPair]
-    indices: _TileIndices
-
-
 def _adapters_of_tiles(
     weights: ExpertWeights, adapters: ExpertAdapters | None, tiling: Tiling, num_experts: int
-) -> _TileAdapters:
+) -> tuple[dict[str, LoraPair], _TileIndices]:
+    """Return the adapters of all experts by their maps, and what each tile reads."""
     expert_W = tiling.group_W % num_experts
     if adapters is None:  # of rank 0: products with nothing are zero, and no program computes them
         pairs = {name: _nothing(getattr(weights, name)) for name in MAPS}
         zeros_W = jnp.zeros_like(expert_W)
-        return _TileAdapters(pairs, _TileIndices(expert_W, zeros_W, zeros_W.astype(jnp.float32)))
+        return pairs, _TileIndices(expert_W, zeros_W, zeros_W.astype(jnp.float32))
     if adapters.scale.ndim == 0:
         scale_W = jnp.broadcast_to(adapters.scale, expert_W.shape)
-        return _TileAdapters(dict(adapters.pairs), _TileIndices(expert_W, expert_W, scale_W))
+        return dict(adapters.pairs), _TileIndices(expert_W, expert_W, scale_W)
     num_layers = adapters.pairs[MAPS[0]].a.shape[1]
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]), dict(adapters.pairs))  # nothing is copied
     place_W = tiling.group_W // num_experts
     adapter_W = (place_W * num_layers + adapters.layer) * num_experts + expert_W
-    return _TileAdapters(flat, _TileIndices(expert_W, adapter_W, adapters.scale[place_W]))
+    return flat, _TileIndices(expert_W, adapter_W, adapters.scale[place_W])
 
 
 def _nothing(weight_EIO: jax.Array) -> LoraPair:
@@ -227,7 +221,7 @@ def _gate(gate: jax.Array, up: jax.Array) -> jax.Array:
 def _experts(
     x_MD: jax.Array, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
 ) -> jax.Array:
-    """Return what each chosen expert makes of each token, [M, K, D]."""
+    """Return the output of each chosen expert for each token, [M, K, D]."""
     return _experts_forward(x_MD, weights, pairs, indices, tiling)[0]
 
 
@@ -244,11 +238,11 @@ def _experts_forward(
     return tiling.take_back(y_WPD), (x_MD, weights, pairs, indices, tiling, gate_WPF, up_WPF)
 
 
-def _experts_backward(kept, d_y_MKD: jax.Array):
+def _experts_backward(kept: Any, d_y_MKD: jax.Array):
     """The gradient by tokens and by the adapters' factors; the weights and scales are constants."""
     x_MD, weights, pairs, indices, tiling, gate_WPF, up_WPF = kept
 
-    def one(tile) -> tuple[jax.Array, dict[str, LoraPair]]:
+    def one(tile: Any) -> tuple[jax.Array, dict[str, LoraPair]]:
         x_PD, d_y_PD, gate_PF, up_PF, of = tile
         gate, up, down = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
         inner_PF, pull = jax.vjp(_gate, gate_PF, up_PF)

@@ -1,4 +1,4 @@
-"""What a parameter is before it has values: shape, logical axes and how to initialise it, in one record."""
+"""Descriptions of parameters without values: shape, logical axes and initialisation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Parameter:
     axes: tuple[Axis, ...]
     init: Init = "normal"
     layers: tuple[int, ...] | None = None
-    """The numbers of the layers that it stacks, where those are not all."""
+    """The numbers of the stacked layers, if not all."""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.axes} does not name the dims of {self.shape}"

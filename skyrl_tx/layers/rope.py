@@ -25,7 +25,7 @@ class Rope:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    original_max_position_embeddings: float = 8192
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Return the angle per position of each pair of dims, float32 [H / 2]."""
@@ -33,7 +33,7 @@ class Rope:
         if self.kind == "linear":
             return (plain / self.factor).astype(np.float32)
         if self.kind == "llama3":
-            turns = self.original_max_position * plain / (2 * math.pi)  # within the original context
+            turns = self.original_max_position_embeddings * plain / (2 * math.pi)  # within the original context
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             kept = np.clip(kept, 0.0, 1.0)
             return (kept * plain + (1.0 - kept) * plain / self.factor).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Where arrays lie when there are several devices: a table of the backend's, from logical axes to axes of its mesh.
+"""Sharding of arrays over devices: a table of the backend maps logical axes to mesh axes.
 
-Layers name the logical axes of what they hold, and know no mesh. A dim whose size its mesh axes do not divide stays
-whole on each device: that costs time, never correctness.
+Layers name the logical axes of their arrays and know no mesh. A dim whose size is not divisible by its mesh axes is
+replicated, which costs time but not correctness.
 """
 
 import math
@@ -15,7 +15,7 @@ from skyrl_tx.layers.parameter import Axis
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A mesh and its table. Without a mesh, or on a mesh of one device, nothing is ever said to the compiler."""
+    """A mesh and its table. Without a mesh, or on a mesh of one device, there are no sharding constraints."""
 
     mesh: Mesh | None = None
     rules: tuple[tuple[Axis, tuple[str, ...]], ...] = ()
@@ -26,15 +26,15 @@ class Layout:
         return self.mesh is not None and self.mesh.size > 1
 
     def mesh_axes(self, axis: Axis) -> tuple[str, ...]:
-        """Return the axes of the mesh that a logical axis lies along."""
+        """Return the mesh axes of a logical axis."""
         return dict(self.rules).get(axis, ())
 
     def num_shards(self, axis: Axis) -> int:
-        """Return into how many parts a logical axis is cut."""
+        """Return the number of shards of a logical axis."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     def spec(self, axes: tuple[Axis | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """Return how an array of that shape is cut, with as many of a dim's mesh axes as divide its size."""
+        """Return the partition spec of an array, with the mesh axes of each dim that divide its size."""
         assert self.mesh is not None and len(axes) == len(shape)
         cuts: list[tuple[str, ...]] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -49,14 +49,14 @@ class Layout:
         return PartitionSpec(*(names or None for names in cuts))
 
     def sharding(self, axes: tuple[Axis | None, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """Return where an array of that shape lies."""
+        """Return the sharding of an array of that shape."""
         assert self.mesh is not None
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def constrain(self, x: jax.Array, *axes: Axis | None) -> jax.Array:
-        """Return `x`, which the compiler shall hold cut like that; None is whole."""
+        """Return `x` with a sharding constraint; None is replicated."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape)) if self.is_split else x
 
 
 WHOLE = Layout()
-"""All on one device."""
+"""No sharding: one device."""

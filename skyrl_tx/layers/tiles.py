@@ -1,4 +1,4 @@
-"""Rows sorted by group into tiles, each of one group: so a product per group costs what its rows cost.
+"""Rows sorted by group into tiles, each of one group: the cost of a product per group is that of its rows.
 
 Legend: M rows, K groups that each row goes to, J = M * K row visits, G groups, W tiles, P places of a tile, D row size.
 
@@ -19,7 +19,7 @@ TOGETHER = 32  # tiles computed at once on accelerators: bounds the weights that
 
 @struct.dataclass
 class Tiling:
-    """Where each visit lies. Group numbers of tiles out of use are valid, and mean nothing."""
+    """The place of each visit. Group numbers of unused tiles are valid but meaningless."""
 
     place_MK: jax.Array  # of each visit, among all W * P places
     visit_WP: jax.Array  # in each place; J where it is empty
@@ -31,11 +31,11 @@ class Tiling:
         return jnp.take(x_MD, self.visit_WP // self.place_MK.shape[1], axis=0, mode="fill", fill_value=0)
 
     def gather_visits(self, x_MKD: jax.Array) -> jax.Array:
-        """Return what belongs to visits in their places [W, P, D]; empty places are zero."""
+        """Return values of visits in their places [W, P, D]; empty places are zero."""
         return jnp.take(x_MKD.reshape(-1, x_MKD.shape[-1]), self.visit_WP, axis=0, mode="fill", fill_value=0)
 
     def take_back(self, x_WPD: jax.Array) -> jax.Array:
-        """Return what lies in the place of each visit [M, K, D]; zero for one that was left out."""
+        """Return the value at the place of each visit [M, K, D]; zero for a visit that was left out."""
         return jnp.take(x_WPD.reshape(-1, x_WPD.shape[-1]), self.place_MK, axis=0, mode="fill", fill_value=0)
 
 
@@ -78,7 +78,7 @@ def tile_size(num_visits: int, num_groups: int) -> int:
 
 
 def each_tile(function: Callable[[Any], Any], tiling: Tiling, tiles: Any) -> Any:
-    """Return `function` of each tile, stacked; `tiles` is a tree with leading W. What it is of unused ones is open."""
+    """Return `function` of each tile, stacked; `tiles` has leading W. Values of unused tiles are undefined."""
     tile = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tiles)
     shapes = jax.eval_shape(function, tile)
     num_tiles = tiling.group_W.shape[0]

@@ -1,18 +1,12 @@
-"""All losses by the name that requests use. To add one: a file beside these, and a row in the table."""
+"""The losses of `contract.losses.LOSS_SPECS` as JAX functions: each is in the module of its name, as `LOSS`."""
 
 from collections.abc import Mapping
+from importlib import import_module
 
-from skyrl_tx.losses.base import Loss, LossOutput, Mean
-from skyrl_tx.losses.cispo import CISPO
-from skyrl_tx.losses.cross_entropy import CROSS_ENTROPY
-from skyrl_tx.losses.dro import DRO
-from skyrl_tx.losses.gspo import GSPO
-from skyrl_tx.losses.importance_sampling import IMPORTANCE_SAMPLING
-from skyrl_tx.losses.ppo import PPO
-from skyrl_tx.losses.stable_reinforce import STABLE_REINFORCE
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.losses.base import MEANS, Loss, LossOutput
 
-LOSSES: Mapping[str, Loss] = {
-    loss.spec.name: loss for loss in (CROSS_ENTROPY, IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO, STABLE_REINFORCE)
-}
+LOSSES: Mapping[str, Loss] = {name: import_module(f"{__name__}.{name}").LOSS for name in LOSS_SPECS}
+"""Every loss by its name in requests."""
 
-__all__ = ["LOSSES", "Loss", "LossOutput", "Mean"]
+__all__ = ["LOSSES", "MEANS", "Loss", "LossOutput"]

@@ -6,18 +6,15 @@ Thresholds bound the ratio itself; their defaults, 0 and 4, are those of Tinker'
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.contract.capabilities import LossSpec
-from skyrl_tx.losses.base import POLICY_INPUTS, Loss, LossConfig, LossInputs
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
 
 
 def cispo(x: LossInputs, config: LossConfig) -> jax.Array:
-    """Return -stopgrad(clip(r)) * l * A: every token keeps its gradient, however far it has moved."""
-    ratio = jnp.exp(x.log_ratio(x.counts))
+    """Return -stopgrad(clip(r)) * l * A: every token has a gradient, however large its ratio."""
+    ratio = jnp.exp(x.log_ratio())
     clipped = jnp.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
     return -jax.lax.stop_gradient(clipped) * jnp.where(x.counts, x.target_logprobs, 0.0) * x.advantages
 
 
-CISPO = Loss(
-    spec=LossSpec(name="cispo", inputs=POLICY_INPUTS, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-    function=cispo,
-)
+LOSS = Loss(spec=LOSS_SPECS["cispo"], function=cispo)

@@ -3,20 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.contract.capabilities import LossInput, LossSpec
+from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
 
 
 def cross_entropy(x: LossInputs, config: LossConfig) -> jax.Array:
-    """Return -l of every target that has a weight."""
+    """Return -l of every target whose weight is not 0."""
     return -jnp.where(x.weights != 0, x.target_logprobs, 0.0)
 
 
-CROSS_ENTROPY = Loss(
-    spec=LossSpec(
-        name="cross_entropy",
-        inputs={"target_tokens": LossInput(is_integer=True, max_ndim=2), "weights": LossInput(fill=1.0, max_ndim=2)},
-    ),
-    function=cross_entropy,
-    is_policy_gradient=False,
-)
+LOSS = Loss(spec=LOSS_SPECS["cross_entropy"], function=cross_entropy)

@@ -6,15 +6,15 @@ Source of the form and of beta: Tinker's losses page.
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.contract.capabilities import LossSpec
-from skyrl_tx.losses.base import POLICY_INPUTS, Loss, LossConfig, LossInputs
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
 
 
 def dro(x: LossInputs, config: LossConfig) -> jax.Array:
-    """Return -(l * A - beta / 2 * (l - q)^2). The penalty holds where A = 0 too; a weight of 0 switches it off."""
+    """Return -(l * A - beta / 2 * (l - q)^2). The penalty applies where A = 0 too, unless the weight is 0."""
     target = jnp.where(x.counts, x.target_logprobs, 0.0)
-    distance = x.distance(x.weights != 0)
-    return -(target * x.advantages - 0.5 * config["beta"] * jnp.square(distance))
+    difference = x.difference(x.weights != 0)
+    return -(target * x.advantages - 0.5 * config["beta"] * jnp.square(difference))
 
 
-DRO = Loss(spec=LossSpec(name="dro", inputs=POLICY_INPUTS, config={"beta": 0.05}), function=dro)
+LOSS = Loss(spec=LOSS_SPECS["dro"], function=dro)

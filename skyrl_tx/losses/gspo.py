@@ -1,22 +1,22 @@
 """Clipped policy gradient on the ratio of whole sequences: Zheng et al. 2025, arXiv:2507.18071, GSPO-token, eq. 14.
 
-Source of the inputs: Tinker's losses page, which leaves the thresholds' defaults open; these are those of ppo.
+Source of the inputs: Tinker's losses page, which gives no defaults for the thresholds; ours are those of ppo.
 """
 
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.contract.capabilities import LossSpec
-from skyrl_tx.losses.base import MAX_LOG_RATIO, POLICY_INPUTS, REQUIRED, Loss, LossConfig, LossInputs
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.losses.base import MAX_LOG_RATIO, Loss, LossConfig, LossInputs
 
 
 def sequence_log_ratio(x: LossInputs) -> jax.Array:
     """Return the sequence's mean of l - q over its masked positions, without gradient; 0 for an empty mask.
 
-    Only the mean is an exponent, so it is what is bounded: one far token counts in full.
+    Only the mean is bounded, because only the mean is an exponent: a token with a large l - q counts in full.
     """
     mask = x.sequence_ratio_mask
-    total = x.sum_sequences(x.distance(mask != 0) * mask)
+    total = x.sum_sequences(x.difference(mask != 0) * mask)
     count = x.sum_sequences(mask)
     mean = jnp.where(count != 0, total / jnp.where(count != 0, count, 1.0), 0.0)
     return jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -30,13 +30,4 @@ def gspo(x: LossInputs, config: LossConfig) -> jax.Array:
     return -jnp.minimum(ratio * x.advantages, clipped * x.advantages)
 
 
-GSPO = Loss(
-    spec=LossSpec(
-        name="gspo",
-        inputs={**POLICY_INPUTS, "sequence_ratio_mask": REQUIRED},
-        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    ),
-    function=gspo,
-    is_local=False,
-    clipped_log_ratio=sequence_log_ratio,
-)
+LOSS = Loss(spec=LOSS_SPECS["gspo"], function=gspo, is_local=False, clipped_log_ratio=sequence_log_ratio)

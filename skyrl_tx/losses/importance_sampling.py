@@ -3,15 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.contract.capabilities import LossSpec
-from skyrl_tx.losses.base import POLICY_INPUTS, Loss, LossConfig, LossInputs
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
 
 
 def importance_sampling(x: LossInputs, config: LossConfig) -> jax.Array:
     """Return -r * A."""
-    return -jnp.exp(x.log_ratio(x.counts)) * x.advantages
+    return -jnp.exp(x.log_ratio()) * x.advantages
 
 
-IMPORTANCE_SAMPLING = Loss(
-    spec=LossSpec(name="importance_sampling", inputs=POLICY_INPUTS), function=importance_sampling
-)
+LOSS = Loss(spec=LOSS_SPECS["importance_sampling"], function=importance_sampling)

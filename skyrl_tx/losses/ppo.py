@@ -6,18 +6,15 @@ The thresholds bound the ratio itself (0.8 and 1.2), not its distance from 1. So
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.contract.capabilities import LossSpec
-from skyrl_tx.losses.base import POLICY_INPUTS, Loss, LossConfig, LossInputs
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
 
 
 def ppo(x: LossInputs, config: LossConfig) -> jax.Array:
     """Return -min(r * A, clip(r) * A)."""
-    ratio = jnp.exp(x.log_ratio(x.counts))
+    ratio = jnp.exp(x.log_ratio())
     clipped = jnp.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
     return -jnp.minimum(ratio * x.advantages, clipped * x.advantages)
 
 
-PPO = Loss(
-    spec=LossSpec(name="ppo", inputs=POLICY_INPUTS, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
-    function=ppo,
-)
+LOSS = Loss(spec=LOSS_SPECS["ppo"], function=ppo)

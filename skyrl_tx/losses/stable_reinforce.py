@@ -1,33 +1,26 @@
-"""Policy gradient with truncated importance weights and a pull towards the sampler: our own definition.
+"""Policy gradient with truncated importance weights and a penalty on the distance to the sampler: our own definition.
 
 Tinker offers a loss of this name and has not published its formula. Ours joins two parts from the literature: weights
 truncated at a threshold, as rho in IMPALA (Espeholt et al. 2018, arXiv:1802.01561, section 4.1), which pass no
 gradient; and the quadratic estimator of the KL divergence, (l - q)^2 / 2 (k2 in Schulman 2020, "Approximating KL
-divergence"). It is summed over sampled positions, where q is what was recorded when the tokens were drawn.
+divergence"). It is summed over sampled positions, where q was recorded when the tokens were sampled.
 """
 
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.contract.capabilities import LossSpec
-from skyrl_tx.losses.base import POLICY_INPUTS, REQUIRED, Loss, LossConfig, LossInputs
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
 
 
 def stable_reinforce(x: LossInputs, config: LossConfig) -> jax.Array:
     """Return -stopgrad(min(r, threshold)) * l * A + kl_coeff / 2 * (l - q)^2, the penalty also where A = 0."""
     is_sampled = x.sampled != 0
-    earns = is_sampled & x.counts
-    ratio = jnp.minimum(jnp.exp(x.log_ratio(earns)), config["clip_high_threshold"])
-    gain = jax.lax.stop_gradient(ratio) * jnp.where(earns, x.target_logprobs, 0.0) * x.advantages
-    pulled = is_sampled & (x.weights != 0) & (config["kl_coeff"] != 0)
-    return -gain + 0.5 * config["kl_coeff"] * jnp.square(x.distance(pulled))
+    has_gain = is_sampled & x.counts
+    ratio = jnp.minimum(jnp.exp(x.log_ratio(has_gain)), config["clip_high_threshold"])
+    gain = jax.lax.stop_gradient(ratio) * jnp.where(has_gain, x.target_logprobs, 0.0) * x.advantages
+    has_penalty = is_sampled & (x.weights != 0) & (config["kl_coeff"] != 0)
+    return -gain + 0.5 * config["kl_coeff"] * jnp.square(x.difference(has_penalty))
 
 
-STABLE_REINFORCE = Loss(
-    spec=LossSpec(
-        name="stable_reinforce",
-        inputs={**POLICY_INPUTS, "sampled": REQUIRED},
-        config={"clip_high_threshold": 2.0, "kl_coeff": 0.0},
-    ),
-    function=stable_reinforce,
-)
+LOSS = Loss(spec=LOSS_SPECS["stable_reinforce"], function=stable_reinforce)

@@ -1,18 +1,20 @@
-"""Model families by the architecture name of their Hugging Face config. The interface: `skyrl_tx.models.base`."""
+"""Model families by the architecture name in a Hugging Face config, and the functions that run their models."""
 
 from collections.abc import Mapping
 
-from skyrl_tx.models.adapters import ALPHA, AdapterSpec, adapter_axes, adapter_shapes, init_adapter, target_layers
+from skyrl_tx.models.adapters import (
+    ALPHA,
+    adapter_axes,
+    adapter_format,
+    adapter_shapes,
+    fit_adapter,
+    init_adapter,
+    target_layers,
+    trained_targets,
+)
 from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import HfConfig, ModelConfig, UnsupportedModel
-from skyrl_tx.models.decoder import (
-    decode_step,
-    extend,
-    forward,
-    logits,
-    target_logprobs,
-    target_logprobs_and_gradient,
-)
+from skyrl_tx.models.decoder import decode_step, extend, forward, logits, target_logprobs, target_logprobs_and_gradient
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.params import DecoderParams, by_layer, describe_params
 from skyrl_tx.models.qwen2 import QWEN2
@@ -23,7 +25,7 @@ FAMILIES: Mapping[str, ModelFamily] = {family.architecture: family for family in
 
 
 def find_family(hf: HfConfig) -> ModelFamily:
-    """Return the family that a `config.json` names; raises UnsupportedModel listing those there are."""
+    """Return the family that a `config.json` names; raises UnsupportedModel if none is supported."""
     names = hf.get("architectures") or []
     for name in names:
         if name in FAMILIES:
@@ -34,22 +36,24 @@ def find_family(hf: HfConfig) -> ModelFamily:
 __all__ = [
     "ALPHA",
     "FAMILIES",
-    "AdapterSpec",
     "DecoderParams",
     "ModelConfig",
     "ModelFamily",
     "UnsupportedModel",
     "adapter_axes",
+    "adapter_format",
     "adapter_shapes",
     "by_layer",
     "decode_step",
     "describe_params",
     "extend",
     "find_family",
+    "fit_adapter",
     "forward",
     "init_adapter",
     "logits",
     "target_layers",
     "target_logprobs",
     "target_logprobs_and_gradient",
+    "trained_targets",
 ]

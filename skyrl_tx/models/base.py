@@ -1,12 +1,12 @@
-"""What a model family is, and the interface of all of them.
+"""The interface of model families.
 
 A model is a frozen `ModelConfig` (static under jit) and a `DecoderParams` tree (an argument, never a captured
 constant). Everything below is a pure function; `adapter` may be None (the base model), one `Adapter` for all rows, or
 slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, logits and log-probabilities are float32.
 
-    forward(params, config, tokens_BT, adapter, adapter_B, kept=...)    -> hidden [B, T, D]
+    forward(params, config, tokens_BT, adapter, adapter_B, remat=...) -> hidden [B, T, D]
     target_logprobs(params, hidden_BTD, targets, adapter, adapter_B)     -> log p, [B, T] or [B, T, K] as the targets
-    target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, slope, inputs)
+    target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, logprob_gradient, inputs)
                                                                          -> log p, d hidden, d unembedding pair
     logits(params, hidden, adapter, adapter_B)                           -> [B, ..., V]
     extend(params, config, tokens_BT, start, past, adapter, adapter_B)   -> hidden [B, T, D], KeyValues [L, B, K, C, H]
@@ -15,7 +15,7 @@ slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, log
     describe_params(config)                                              -> DecoderParams of Parameter
     adapter_shapes(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
 
-Prompts and cache are `kv_cache.allocate(...)`; one goes into the other by `kv_cache.insert(cache, prompts, size, ...)`.
+Prompts and cache are `KeyValues`, zeros at first; `kv_cache.insert(cache, prompt, size, ...)` copies a prompt.
 Steps of decoding lie between `kv_cache.open_slice(cache, ...)` and `kv_cache.close_slice(cache, ...)`.
 Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
 """
@@ -24,7 +24,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_tx.models.config import Experts, HfConfig, ModelConfig, read_config
+from skyrl_tx.models.config import (
+    Experts,
+    HfConfig,
+    ModelConfig,
+    UnsupportedModel,
+    read_rope,
+    refuse_what_changes_the_maths,
+)
 from skyrl_tx.weights.weight_map import WeightMap
 
 
@@ -40,12 +47,33 @@ class ModelFamily:
     read_experts: Callable[[HfConfig], Experts] | None = None
 
     def config_from_hf(self, hf: HfConfig) -> ModelConfig:
-        """Read a `config.json`; raises UnsupportedModel for what we do not compute."""
-        filled = {**self.defaults, **hf}
-        return read_config(
-            self.architecture,
-            filled,
+        """Read a `config.json`.
+
+        Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
+        """
+        hf = {**self.defaults, **hf}
+        refuse_what_changes_the_maths(hf, has_experts=self.read_experts is not None)
+
+        def need(key: str) -> Any:
+            if hf.get(key) is None:
+                raise UnsupportedModel(f"config.json of a {self.architecture} lacks {key!r}")
+            return hf[key]
+
+        hidden, heads = need("hidden_size"), need("num_attention_heads")
+        return ModelConfig(
+            architecture=self.architecture,
+            vocab_size=need("vocab_size"),
+            hidden_size=hidden,
+            num_layers=need("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hidden // heads,
+            mlp_size=need("intermediate_size"),
+            norm_epsilon=float(need("rms_norm_eps")),
+            rope=read_rope(hf),
+            max_context_length=need("max_position_embeddings"),
+            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
-            read_experts=self.read_experts,
+            experts=None if self.read_experts is None else self.read_experts(hf),
         )

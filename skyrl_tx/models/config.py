@@ -1,7 +1,7 @@
-"""What the shared decoder must know of a model, read from the `config.json` of a Hugging Face checkpoint."""
+"""The configuration of the shared decoder, read from the `config.json` of a Hugging Face checkpoint."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ HfConfig = Mapping[str, Any]
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint asks for something that would change the numbers and that we do not compute."""
+    """The checkpoint requires an unsupported feature that changes the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The union of what our decoder blocks need. Hashable, so it can be a static argument of a jitted function."""
+    """The configuration of all decoder blocks; hashable, to be a static argument of jitted functions."""
 
     architecture: str
     vocab_size: int
@@ -107,51 +107,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
 
-# Of a rope description: what each kind may hold besides its theta and its name.
+# Of a rope description: what each kind holds besides its theta and its name, as fields of `Rope`.
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
-
-
-def read_config(
-    architecture: str,
-    hf: HfConfig,
-    *,
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
-    read_experts: Callable[[HfConfig], Experts] | None = None,
-) -> ModelConfig:
-    """Translate a config whose absent keys have been filled with the family's defaults.
-
-    Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
-    """
-    refuse_what_changes_the_maths(hf, has_experts=read_experts is not None)
-
-    def need(key: str) -> Any:
-        if hf.get(key) is None:
-            raise UnsupportedModel(f"config.json of a {architecture} lacks {key!r}")
-        return hf[key]
-
-    hidden, heads = need("hidden_size"), need("num_attention_heads")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=need("vocab_size"),
-        hidden_size=hidden,
-        num_layers=need("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hidden // heads,
-        mlp_size=need("intermediate_size"),
-        norm_epsilon=float(need("rms_norm_eps")),
-        rope=read_rope(hf),
-        max_context_length=need("max_position_embeddings"),
-        tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        experts=None if read_experts is None else read_experts(hf),
-    )
 
 
 def refuse_what_changes_the_maths(hf: HfConfig, *, has_experts: bool = False) -> None:
@@ -170,7 +131,7 @@ def refuse_what_changes_the_maths(hf: HfConfig, *, has_experts: bool = False) ->
 
 
 def read_rope(hf: HfConfig) -> Rope:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` beside `rope_scaling` (before)."""
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier versions)."""
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     kind = given.get("rope_type", given.get("type", "default"))
@@ -186,15 +147,4 @@ def read_rope(hf: HfConfig) -> Rope:
     theta = given.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
         raise UnsupportedModel("config.json has no rope_theta")
-    if kind == "default":
-        return Rope(theta=float(theta))
-    if kind == "linear":
-        return Rope(theta=float(theta), kind="linear", factor=float(given["factor"]))
-    return Rope(
-        theta=float(theta),
-        kind="llama3",
-        factor=float(given["factor"]),
-        low_freq_factor=float(given["low_freq_factor"]),
-        high_freq_factor=float(given["high_freq_factor"]),
-        original_max_position=int(given["original_max_position_embeddings"]),
-    )
+    return Rope(theta=float(theta), kind=kind, **{key: float(given[key]) for key in ROPE_KEYS[kind]})

@@ -15,18 +15,15 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers import kv_cache, logprobs
 from skyrl_tx.layers.attention import cached_attention, causal_attention, extending_attention
-from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.kv_cache import KeyValues, SliceCache
-from skyrl_tx.layers.lora import Adapter, AdapterWeights, RowAdapter, RowAdapters, linear, select_rows
-from skyrl_tx.layers.mlp import gated_mlp
+from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, RowAdapters, linear, select_rows
 from skyrl_tx.layers.moe import ExpertAdapters, ExpertWeights, mixture, pool_experts, share_experts
-from skyrl_tx.layers.norm import rms_norm
+from skyrl_tx.layers.remat import RematPolicy, with_remat
 from skyrl_tx.layers.rope import rotate
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.layers.stack import apply_stack
 from skyrl_tx.models.adapters import ATTENTION_TARGETS, EXPERT_PREFIX, EXPERT_TARGETS, MLP_TARGETS
 from skyrl_tx.models.config import LayerRun, ModelConfig
-from skyrl_tx.models.params import DecoderParams, LayerParams, Layers, layers_of
+from skyrl_tx.models.params import DecoderParams, LayerParams, Layers, cut, layers_of
 
 
 def forward(
@@ -37,15 +34,15 @@ def forward(
     adapter_B: jax.Array | None = None,
     *,
     start_BT: jax.Array | None = None,
-    kept: Kept = Kept.PRODUCTS,
+    remat: RematPolicy = RematPolicy.SAVE_MATMULS,
 ) -> jax.Array:
-    """Return the hidden states after the final norm, float32 [B, T, D], of rows padded at their right.
+    """Return the hidden states after the final norm, float32 [B, T, D], of right-padded rows.
 
-    A row may hold several sequences, one behind the other: `start_BT` says where that of each position begins.
-    `kept` says what a gradient keeps of each layer.
+    A row may hold several consecutive sequences: `start_BT` is the start in the row of the sequence of each position.
+    `remat` applies to each layer.
     """
     layout = params.layout
-    position = jnp.arange(tokens_BT.shape[1])  # [T], or [B, T] where sequences begin within rows
+    position = jnp.arange(tokens_BT.shape[1])  # [T], or [B, T] if rows hold several sequences
     angles = config.rope.angles(position if start_BT is None else position - start_BT, config.head_dim)
 
     def block(x_BTD: jax.Array, layer: LayerParams, rows: LayerAdapters, _: jax.Array):
@@ -54,7 +51,7 @@ def forward(
         mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, start_BT, layout)
         return _finish_block(x_BTD, mixed_BTNH, layer, rows, config, layout), None
 
-    x_BTD, _ = _apply_layers(block, _embed(params, tokens_BT), params.layers, config, adapter, adapter_B, kept=kept)
+    x_BTD, _ = _apply_layers(block, _embed(params, tokens_BT), params.layers, config, adapter, adapter_B, remat=remat)
     return layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None)
 
 
@@ -67,7 +64,7 @@ def extend(
     adapter: Adapter | None = None,
     adapter_B: jax.Array | None = None,
 ) -> tuple[jax.Array, KeyValues]:
-    """Run the tokens at positions `start` (a scalar) and after, which see `past` [L, B, K, C, H] before it.
+    """Run the tokens at positions `start` (a scalar) and after, which attend to `past` [L, B, K, C, H].
 
     Return their hidden states [B, T, D], and `past` with their keys and values; it must have C >= `start` + T.
     """
@@ -91,7 +88,7 @@ def extend(
 def _attend(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, start_BT: jax.Array | None, layout: Layout
 ) -> jax.Array:
-    """Return `causal_attention`, in which no device needs anything of another's rows or heads."""
+    """Return `causal_attention`, computed without communication between devices."""
     if not layout.is_split:
         return causal_attention(q_BTNH, k_BTKH, v_BTKH, start_BT)
     assert layout.mesh is not None
@@ -106,7 +103,7 @@ def _attend(
 def _embed(params: DecoderParams, tokens: jax.Array) -> jax.Array:
     """Return the tokens' embeddings, float32 [B, ..., D].
 
-    Each device looks its part of D up for all rows, and they exchange: the table stays where it is.
+    Each device looks up its part of D for all rows; then the parts are exchanged. The table is not moved.
     """
     x = params.embed[tokens].astype(jnp.float32)
     others = [None] * (x.ndim - 2)
@@ -117,7 +114,7 @@ def _embed(params: DecoderParams, tokens: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
-    """What the rows see of their adapters in one layer; nothing of the base model."""
+    """The adapters of the rows in one layer; empty for the base model."""
 
     maps: RowAdapters
     experts: ExpertAdapters | None
@@ -134,12 +131,12 @@ def _apply_layers(
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
     *,
-    kept: Kept = Kept.ALL,
+    remat: RematPolicy = RematPolicy.NONE,
 ) -> tuple[jax.Array, Any]:
-    """Run `x` through all layers, one loop for each run of layers of a kind; return it and what they give besides."""
+    """Run `x` through all layers, one loop for each run of layers of a kind; return it and their other outputs."""
     outputs: list[Any] = []
     for run in config.runs():
-        x, output = _apply_run(block, x, layers, run, adapter, adapter_B, kept=kept)
+        x, output = _apply_run(block, x, layers, run, adapter, adapter_B, remat=remat)
         outputs.append(output)
     if len(outputs) == 1:
         return x, outputs[0]
@@ -156,27 +153,50 @@ def _apply_run(
     adapter: Adapter | None,
     adapter_B: jax.Array | None,
     *,
-    kept: Kept,
+    remat: RematPolicy,
 ) -> tuple[jax.Array, Any]:
-    is_pool = adapter is not None and adapter.scale.ndim > 0
-    targets: dict[str, int] = dict.fromkeys(ATTENTION_TARGETS, run.layers.start)
+    """Run `x` through one run of layers; return it and each layer's other output, stacked over L.
+
+    A shared adapter is sliced layer by layer like the parameters, so its gradient is stacked; from slots each layer
+    gathers those of its rows.
+
+    Stacked layers are computed by a loop, whose compile time does not depend on their number. Layers in a tuple are
+    computed without a loop, and the other outputs are a tuple too: a larger program that copies nothing out of a stack.
+    """
+    is_shared = adapter is not None and adapter.scale.ndim == 0
+    targets: dict[str, int] = dict.fromkeys(ATTENTION_TARGETS, run.layers.start)  # the first layer in the map's stack
     if not run.is_sparse:
         targets |= dict.fromkeys(MLP_TARGETS, run.of_kind.start)
-    elif not is_pool:
+    elif is_shared:
         targets |= dict.fromkeys(EXPERT_TARGETS, run.of_kind.start)
+    pairs: dict[str, LoraPair] = {}
+    if adapter is not None and is_shared:
+        pairs = {name: cut(adapter.weights[name], first, len(run.layers)) for name, first in targets.items()}
 
-    def one(x: jax.Array, layer: LayerParams, rows: RowAdapters, index: jax.Array) -> tuple[jax.Array, Any]:
-        experts = None
-        if run.is_sparse and adapter is not None and is_pool:
-            assert adapter_B is not None
-            experts = pool_experts(adapter, EXPERT_PREFIX, adapter_B, run.of_kind.start + index)
-        elif run.is_sparse:
-            experts = share_experts(rows, EXPERT_PREFIX)
+    def step(x: jax.Array, sliced: tuple[LayerParams, dict[str, LoraPair], Any]) -> tuple[jax.Array, Any]:
+        layer, layer_pairs, index = sliced
+        rows, experts = dict[str, RowAdapter](), None
+        if adapter is not None and is_shared:
+            rows = {name: RowAdapter(pair=pair, scale=adapter.scale) for name, pair in layer_pairs.items()}
+            experts = share_experts(rows, EXPERT_PREFIX) if run.is_sparse else None
+        elif adapter is not None:
+            assert adapter_B is not None, "an adapter with slots needs the slot of each row, or group of rows"
+            rows = {name: select_rows(adapter, name, adapter_B, first + index) for name, first in targets.items()}
+            if run.is_sparse:
+                experts = pool_experts(adapter, EXPERT_PREFIX, adapter_B, run.of_kind.start + index)
         return block(x, layer, LayerAdapters(rows, experts), run.layers.start + index)
 
-    if run.is_sparse and kept is Kept.PRODUCTS:
-        kept = Kept.ALL  # those of experts are not marked
-    return apply_stack(one, x, layers_of(layers, run), adapter, adapter_B, targets, kept=kept)
+    if run.is_sparse and remat is RematPolicy.SAVE_MATMULS:
+        remat = RematPolicy.NONE  # the matmuls of experts are not marked
+    step = with_remat(remat, step)
+    own = layers_of(layers, run)
+    if not isinstance(own, tuple):
+        return jax.lax.scan(step, x, (own, pairs, jnp.arange(len(run.layers), dtype=jnp.int32)))
+    outputs: list[Any] = []
+    for index, layer in enumerate(own):
+        x, output = step(x, (layer, jax.tree.map(lambda leaf, index=index: leaf[index], pairs), index))
+        outputs.append(output)
+    return x, tuple(outputs)
 
 
 def decode_step(
@@ -187,9 +207,9 @@ def decode_step(
     adapter: Adapter | None = None,
     adapter_S: jax.Array | None = None,
 ) -> tuple[jax.Array, SliceCache]:
-    """Run one token per slot: return hidden states [S, D] and the cache with the token after what it held.
+    """Run one token per slot: return hidden states [S, D] and the cache with the token appended.
 
-    Slot s sees what was before its place, and its token. Where the cache has each layer by itself, so must `params`.
+    Slot s attends to its past and its token. If the cache has separate layers, `params` must have them too.
     """
     layout = params.layout
     angles = config.rope.angles(cache.start_S + cache.num_recent, config.head_dim)
@@ -215,7 +235,7 @@ def logits(
 ) -> jax.Array:
     """Return float32 logits [B, ..., V] of hidden states [B, ..., D]; `adapter_B` has a slot for each index of B."""
     y = logprobs.logits(hidden, params.unembed_VD, unembed_rows(adapter, adapter_B))
-    return params.layout.constrain(y, "batch", *[None] * (y.ndim - 1))  # whole rows: they are sorted and summed up
+    return params.layout.constrain(y, "batch", *[None] * (y.ndim - 1))  # whole rows, because they are sorted and summed
 
 
 def target_logprobs(
@@ -234,27 +254,34 @@ def target_logprobs_and_gradient(
     hidden_BTD: jax.Array,
     targets: jax.Array,
     adapter: Adapter,
-    slope: logprobs.Slope,
+    logprob_gradient: logprobs.LogprobGradient,
     inputs: Any,
 ) -> tuple[jax.Array, jax.Array, AdapterWeights]:
     """Return log p(target), and the gradient of a loss by the hidden states and by the adapter's unembedding pair.
 
-    `slope` and `inputs` are those of `layers.logprobs.target_logprobs_and_gradient`.
+    `logprob_gradient` and `inputs` are those of `layers.logprobs.target_logprobs_and_gradient`.
     """
     rows = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale)
     found, d_hidden_BTD, d_pair = logprobs.target_logprobs_and_gradient(
-        hidden_BTD, params.unembed_VD, targets, rows, slope, inputs
+        hidden_BTD, params.unembed_VD, targets, rows, logprob_gradient, inputs
     )
     return found, d_hidden_BTD, {"unembed": d_pair}
 
 
 def unembed_rows(adapter: Adapter | None, adapter_B: jax.Array | None) -> RowAdapter | None:
-    """Return what the rows see of the unembedding's adapter."""
+    """Return the adapters of the rows for the unembedding."""
     if adapter is None:
         return None
     if adapter.scale.ndim == 0:
         return RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale)
     return select_rows(adapter, "unembed", adapter_B, layer=None)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """Return `x` scaled to unit mean square over its last dim, times `weight`, in float32 (arXiv:1910.07467)."""
+    x = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+    return x * scale * weight.astype(jnp.float32)
 
 
 def _project_heads(
@@ -282,7 +309,9 @@ def _finish_block(
     x = x + linear(mixed.reshape(*mixed.shape[:-2], -1), layer.o_proj, rows.maps.get("o_proj"))
     y = rms_norm(x, layer.mlp_norm, config.norm_epsilon)
     if layer.router is None:
-        return x + gated_mlp(y, layer.gate_proj, layer.up_proj, layer.down_proj, rows.maps)
+        gate = linear(y, layer.gate_proj, rows.maps.get("gate_proj"))  # SwiGLU: Shazeer 2020, arXiv:2002.05202
+        up = linear(y, layer.up_proj, rows.maps.get("up_proj"))
+        return x + linear(jax.nn.silu(gate) * up, layer.down_proj, rows.maps.get("down_proj"))
     assert config.experts is not None
     weights = ExpertWeights(layer.expert_gate_proj, layer.expert_up_proj, layer.expert_down_proj)
     return x + mixture(y, layer.router, weights, rows.experts, config.experts.routing, layout)

@@ -1,4 +1,4 @@
-"""The base weights of a decoder: as they are described, stored, and taken apart for a loop over steps.
+"""The base weights of a decoder: descriptions, stacked arrays, and separate layers for decoding.
 
 Legend: D embed, N heads, K kv heads, H head dim, F mlp, V vocab, E experts, L layers.
 """
@@ -11,7 +11,6 @@ from flax import struct
 
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import WHOLE, Layout
-from skyrl_tx.layers.stack import cut
 from skyrl_tx.models.config import LayerRun, ModelConfig
 
 
@@ -62,7 +61,7 @@ class DecoderParams:
 
     @property
     def unembed_VD(self) -> Any:
-        """The matrix that turns hidden states into logits."""
+        """The unembedding matrix."""
         return self.embed if self.unembed is None else self.unembed
 
 
@@ -102,10 +101,11 @@ def describe_params(config: ModelConfig) -> DecoderParams:
 def _describe_feed_forward(config: ModelConfig) -> dict[str, Parameter]:
     D, found = config.hidden_size, {}
     if config.dense_layers:
-        L, F = len(config.dense_layers), config.mlp_size
+        shape = (len(config.dense_layers), D, config.mlp_size)
         for name in ("gate_proj", "up_proj"):
-            found[name] = Parameter((L, D, F), ("layers", "embed", "mlp"), layers=config.dense_layers)
-        found["down_proj"] = Parameter((L, F, D), ("layers", "mlp", "embed"), layers=config.dense_layers)
+            found[name] = Parameter(shape, ("layers", "embed", "mlp"), layers=config.dense_layers)
+        down = (shape[0], config.mlp_size, D)
+        found["down_proj"] = Parameter(down, ("layers", "mlp", "embed"), layers=config.dense_layers)
     if config.experts is not None:
         experts = config.experts
         L, E, F = len(experts.layers), experts.routing.num_experts, experts.mlp_size
@@ -128,6 +128,11 @@ def layers_of(layers: Layers, run: LayerRun) -> Layers:
             for name, leaf in present.items()
         }
     )
+
+
+def cut(tree: Any, first: int, num: int) -> Any:
+    """Return `num` layers of a tree whose leaves have a leading L; without a copy if those are all."""
+    return jax.tree.map(lambda leaf: leaf if leaf.shape[0] == num else leaf[first : first + num], tree)
 
 
 def by_layer(params: DecoderParams, config: ModelConfig) -> DecoderParams:

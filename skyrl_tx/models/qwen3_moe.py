@@ -7,7 +7,7 @@ from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, QK_NORM_W
 
 
 def read_experts(hf: HfConfig) -> Experts:
-    """Read how many experts there are, and in which layers."""
+    """Read the number of experts and the layers that have them."""
     step, dense, num_layers = hf["decoder_sparse_step"], hf["mlp_only_layers"] or (), hf["num_hidden_layers"]
     return Experts(
         routing=Routing(

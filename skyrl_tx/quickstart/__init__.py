@@ -1,1 +1,1 @@
-"""The first run: a tiny model trained through the Tinker SDK."""
+"""`skyrl-tx quickstart`: trains a tiny model through the Tinker SDK. Needs the extra `quickstart`."""

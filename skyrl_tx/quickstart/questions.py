@@ -1,20 +1,24 @@
-"""Questions with worked answers: the GSM8K excerpt that ships with the package, or a file of the same form."""
+"""Questions with worked answers: an excerpt of GSM8K in the package, or a file in the same format."""
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Annotated, Literal
 
-HELD_OUT_SHARE = 10  # of a file without splits, every tenth row is held out
+from pydantic import BaseModel, StringConstraints, ValidationError
+
+HELD_OUT_SHARE = 10  # in a file without splits, every tenth row is held out
 
 # Cobbe et al. 2021, arXiv:2110.14168: the first rows whose question has at most 170 and whose answer at most 130
 # characters, of the train and of the test split, unchanged. Licence: LICENSE-GSM8K.
 EXCERPT = "gsm8k_excerpt.jsonl"
 
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
 
 class QuestionFileError(ValueError):
-    """A line of a question file cannot be read; the text names file, line and field."""
+    """A question file is invalid; the message names file, line and field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,61 +31,48 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionSet:
-    """Questions to train on, and questions that training never sees."""
+    """Training questions and held-out questions."""
 
     train: tuple[Question, ...]
     held_out: tuple[Question, ...]
 
 
+class _Row(BaseModel):
+    question: Text
+    answer: Text
+    split: Literal["train", "test"] | None = None
+
+
 def load_excerpt() -> QuestionSet:
-    """Return the excerpt that ships with the package."""
-    text = (files("skyrl_tx.quickstart") / EXCERPT).read_text(encoding="utf-8")
-    return parse_questions(text.splitlines(), EXCERPT)
+    """Return the excerpt in the package."""
+    return load_questions(files("skyrl_tx.quickstart") / EXCERPT)
 
 
-def load_questions(path: Path) -> QuestionSet:
-    """Read a file of one JSON object a line: `question`, `answer` and, if it likes, `split` ("train" or "test").
+def load_questions(path: Path | Traversable) -> QuestionSet:
+    """Read a file with one JSON object per line: `question`, `answer` and optionally `split` ("train" or "test").
 
-    Raises QuestionFileError for a line that is not so, or when either part would be empty.
+    Raises QuestionFileError for an invalid line, or if there are no training or no held-out questions.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise QuestionFileError(f"{path}: {error}") from error
-    return parse_questions(lines, str(path))
-
-
-def parse_questions(lines: Iterable[str], name: str) -> QuestionSet:
-    """Do what `load_questions` does with the lines of the file called `name`."""
     train: list[Question] = []
     held_out: list[Question] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        where = f"{name}, line {number}"
-        question, split = _parse_line(line, where)
-        if split is None:
-            split = "test" if number % HELD_OUT_SHARE == 0 else "train"
-        (train if split == "train" else held_out).append(question)
+        try:
+            row = _Row.model_validate_json(line)
+        except ValidationError as error:
+            field = error.errors()[0]
+            name = "".join(f"{part!r}: " for part in field["loc"])
+            raise QuestionFileError(f"{path}, line {number}: {name}{field['msg']}, not {field['input']!r}") from error
+        split = row.split or ("test" if number % HELD_OUT_SHARE == 0 else "train")
+        (train if split == "train" else held_out).append(Question(row.question, row.answer))
     if not train or not held_out:
         raise QuestionFileError(
-            f"{name}: {len(train)} rows to train on and {len(held_out)} to hold out; both are needed "
+            f"{path}: {len(train)} rows to train on and {len(held_out)} to hold out; both are needed "
             f"(without 'split', every {HELD_OUT_SHARE}th row is held out)"
         )
     return QuestionSet(train=tuple(train), held_out=tuple(held_out))
-
-
-def _parse_line(line: str, where: str) -> tuple[Question, str | None]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise QuestionFileError(f"{where}: {error}") from error
-    if not isinstance(row, dict):
-        raise QuestionFileError(f"{where}: not a JSON object")
-    for field in ("question", "answer"):
-        if not isinstance(row.get(field), str) or not row[field].strip():
-            raise QuestionFileError(f"{where}: {field!r} must be text, not {row.get(field)!r}")
-    split = row.get("split")
-    if split not in (None, "train", "test"):
-        raise QuestionFileError(f"{where}: 'split' must be 'train' or 'test', not {split!r}")
-    return Question(row["question"].strip(), row["answer"].strip()), split

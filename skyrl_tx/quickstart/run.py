@@ -1,28 +1,36 @@
-"""The quickstart itself: make the tiny model, serve it in processes of its own, train it through the Tinker SDK."""
+"""The quickstart: serves a tiny model, trains it through the Tinker SDK, and prints the results."""
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-from tinker import ServiceClient, TinkerError
+from matplotlib.figure import Figure
+from tinker import SamplingClient, ServiceClient, TinkerError, TrainingClient
 
-from skyrl_tx.quickstart.lesson_plan import LessonPlan, Results
+from skyrl_tx.quickstart import training
+from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.quickstart.questions import QuestionFileError, QuestionSet, load_excerpt, load_questions
-from skyrl_tx.quickstart.settings import QuickstartSettings
-from skyrl_tx.quickstart.tiny_model import write_tiny_model
-from skyrl_tx.testing.live_server import LiveServer, ServerFailed
+from skyrl_tx.quickstart.server import ServerFailed, serve
+from skyrl_tx.settings import QuickstartSettings
 
 MODEL_NAME = "tiny"
-ANY_KEY = "tml-local"  # the SDK wants a key of this form; the server, on loopback, asks for none
+ANY_KEY = "tml-local"  # the SDK requires a key of this form; the server on loopback requires none
+
+RANK = 32
+NUM_SHOWN = 2  # questions whose answers are printed
+NUM_REWARDED = 32  # held-out questions whose answers are rewarded, four each
+NUM_HELD_OUT = 64  # questions of the held-out loss
+PRINT_EVERY = 20  # supervised steps
 
 
 def run(settings: QuickstartSettings) -> int:
-    """Do all of it and print it; return the exit status."""
+    """Run the quickstart; return the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the server as Ctrl-C does
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # suppresses its advice to install torch
     try:
         questions = load_questions(settings.data) if settings.data else load_excerpt()
         settings.output.mkdir(parents=True, exist_ok=True)
@@ -30,8 +38,7 @@ def run(settings: QuickstartSettings) -> int:
         print(f"skyrl-tx quickstart: {error}", file=sys.stderr)
         return 2
     try:
-        with _stopped_by_sigterm():
-            _serve_and_teach(settings, questions)
+        _serve_and_train(settings, questions)
     except (ServerFailed, TinkerError) as error:
         print(f"skyrl-tx quickstart: {error}", file=sys.stderr)
         return 1
@@ -41,53 +48,114 @@ def run(settings: QuickstartSettings) -> int:
     return 0
 
 
-def _serve_and_teach(settings: QuickstartSettings, questions: QuestionSet) -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would tell that there is no torch; none is needed
-    began = time.monotonic()
+def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> None:
+    started = time.monotonic()
     model = write_tiny_model(settings.output / "model")
-    print(f"Tiny model: {model} (Qwen3 architecture, random weights, made in {time.monotonic() - began:.1f} s)")
+    print(f"Tiny model: {model} (Qwen3 architecture, random weights, written in {time.monotonic() - started:.1f} s)")
     print(f"Questions: {len(questions.train)} to train on, {len(questions.held_out)} held out")
+    data_dir, log, curves = (settings.output / name for name in ("server", "server.log", "curves.png"))
     flags = ("--base-model", str(model.resolve()), "--served-model-name", MODEL_NAME)
-    data_dir = settings.output / "server"
-    server = LiveServer(data_dir.resolve(), flags=flags, ready_within_s=120.0)
-    try:
-        with server:
-            print(f"Server: {server.url}, ready after {time.monotonic() - began:.1f} s", flush=True)
-            with ServiceClient(base_url=server.url, api_key=ANY_KEY, display_name="quickstart") as service:
-                results = LessonPlan(service, MODEL_NAME, questions, settings).run()
-    finally:
-        (settings.output / "server.log").write_text(server.log)
-    print("\n".join(_summary(settings, results, model, data_dir, time.monotonic() - began)), flush=True)
+    with serve(data_dir.resolve(), log, *flags) as url:
+        print(f"Server: {url}, ready after {time.monotonic() - started:.1f} s", flush=True)
+        with ServiceClient(base_url=url, api_key=ANY_KEY, display_name="quickstart") as service:
+            client = service.create_lora_training_client(MODEL_NAME, rank=RANK, seed=settings.seed).result()
+            trainer = _Trainer(client, questions, settings.seed)
+            nll, reward = trainer.train_supervised(settings.steps), trainer.train_by_reward(settings.rl_steps)
+            draw_curves(curves, nll, reward)
+            checkpoint = client.save_state("quickstart").result().path
+    print(f"""
+Held-out loss    {nll.before:.3f} -> {nll.after:.3f} nats per answer token
+Held-out reward  {reward.before:.3f} -> {reward.after:.3f}
+Curves      {curves}
+Checkpoint  {checkpoint}
+Server log  {log}
+Done in {time.monotonic() - started:.0f} s. To serve this model and its checkpoint again:
+  skyrl-tx serve --base-model {model} --served-model-name {MODEL_NAME} --data-dir {data_dir}
+The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python \
+tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\
+.create_lora_training_client("Qwen/Qwen3-0.6B").result()""")
 
 
-def _summary(
-    settings: QuickstartSettings, results: Results, model: Path, data_dir: Path, seconds: float
-) -> Iterator[str]:
-    nll, reward = results.nll, results.reward
-    yield ""
-    yield f"Held-out loss    {nll.before:.3f} -> {nll.after:.3f} nats per answer token"
-    yield f"Held-out reward  {reward.before:.3f} -> {reward.after:.3f}"
-    yield f"Curves      {results.curves}"
-    yield f"Checkpoint  {results.checkpoint}"
-    yield f"Server log  {settings.output / 'server.log'}"
-    yield f"Done in {seconds:.0f} s. To serve this model and its checkpoint again:"
-    yield f"  skyrl-tx serve --base-model {model} --served-model-name {MODEL_NAME} --data-dir {data_dir}"
-    yield (
-        "The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python "
-        f'tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")'
-        '.create_lora_training_client("Qwen/Qwen3-0.6B").result()'
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A metric during one kind of training: of the batch of each step, and before and after on held-out questions."""
+
+    batches: Sequence[float]
+    before: float
+    after: float
 
 
-@contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that the server is stopped too."""
+class _Trainer:
+    """Runs both kinds of training of a model and prints their progress."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    def __init__(self, client: TrainingClient, questions: QuestionSet, seed: int):
+        self._client = client
+        self._questions = questions
+        self._seed = seed
+        self._chat = training.Chat(client.get_tokenizer())
+        self._started = time.monotonic()
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def train_supervised(self, num_steps: int) -> Curve:
+        """Train on worked answers; raises the SDK's errors."""
+        self._print(f"Supervised: {num_steps} steps of {training.SFT_BATCH_SIZE} worked answers, loss cross_entropy")
+        train = [self._chat.sft_datum(question) for question in self._questions.train]
+        held_out = [self._chat.sft_datum(question) for question in self._questions.held_out[:NUM_HELD_OUT]]
+        before = training.held_out_nll(self._client, held_out)
+        self._print(f"  held-out loss before  {before:.3f} nats per answer token")
+        self._print_answers("before training", self._sampler())
+        losses: list[float] = []
+        for step, nll in enumerate(training.train_sft(self._client, train, num_steps, self._seed), start=1):
+            losses.append(nll)
+            if step % PRINT_EVERY == 1 or step == num_steps:
+                self._print(f"  step {step:4d}/{num_steps}  loss {nll:.3f}")
+        after = training.held_out_nll(self._client, held_out)
+        self._print(f"  held-out loss after   {after:.3f}")
+        self._print_answers("after supervised training", self._sampler())
+        return Curve(batches=losses, before=before, after=after)
+
+    def train_by_reward(self, num_steps: int) -> Curve:
+        """Train on sampled answers and their rewards; raises the SDK's errors."""
+        self._print(
+            f"Reinforcement: {num_steps} steps of {training.RL_NUM_GROUPS} x {training.RL_GROUP_SIZE} sampled "
+            f"answers, loss importance_sampling; reward {training.REWARD_TEXT}"
+        )
+        held_out = self._questions.held_out[:NUM_REWARDED]
+        before = training.mean_reward(self._sampler(), self._chat, held_out, self._seed)
+        self._print(f"  held-out reward before  {before:.3f}")
+        rewards: list[float] = []
+        steps = training.train_rl(self._client, self._chat, self._questions.train, num_steps, self._seed)
+        for step, (reward, num_trained) in enumerate(steps, start=1):
+            rewards.append(reward)
+            self._print(f"  step {step:4d}/{num_steps}  reward {reward:.3f}  {num_trained} answers trained on")
+        sampler = self._sampler()
+        after = training.mean_reward(sampler, self._chat, held_out, self._seed)
+        self._print(f"  held-out reward after   {after:.3f}")
+        self._print_answers("after reinforcement", sampler)
+        return Curve(batches=rewards, before=before, after=after)
+
+    def _sampler(self) -> SamplingClient:
+        return self._client.save_weights_and_get_sampling_client().result()
+
+    def _print_answers(self, when: str, sampler: SamplingClient) -> None:
+        lines = training.answers(sampler, self._chat, self._questions.held_out[:NUM_SHOWN], self._seed)
+        self._print(f"  held-out answers {when}:")
+        print(*lines, sep="\n", flush=True)
+
+    def _print(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._started:6.1f} s] {line}", flush=True)
+
+
+def draw_curves(path: Path, nll: Curve, reward: Curve) -> None:
+    """Write a PNG with the supervised loss on the left and the reward on the right."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.set(title="Supervised: cross_entropy", ylabel="nats per answer token")
+    right.set(title="Reinforcement: importance_sampling", ylabel="mean reward")
+    for axes, curve, top in ((left, nll, None), (right, reward, 1.0)):
+        steps = len(curve.batches)
+        axes.plot(range(steps), curve.batches, color="tab:blue", label="training batch")
+        axes.plot([0, steps], [curve.before, curve.after], "o", color="tab:orange", label="held out, before and after")
+        axes.set(xlabel="step", ylim=(0, top))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=110)

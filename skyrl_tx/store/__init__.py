@@ -1,1 +1,1 @@
-"""One database file, shared by the API and the engine: modules of functions over a transaction."""
+"""The database shared by the API and the engine: modules of functions that run in a transaction."""

@@ -1,5 +1,7 @@
-"""Names for saved weights, and what keeps an artifact alive."""
+"""Checkpoints: names for saved weights. Also lists the artifacts that are still referenced."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from zlib import crc32
 
 from sqlalchemy import BigInteger, cast, func, literal_column, or_
@@ -7,43 +9,51 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract import codec
-from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId
+from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.requests import LoadWeights
-from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
+from skyrl_tx.store.tables import (
+    CheckpointRow,
+    ModelRow,
+    RequestRow,
+    SamplingSessionRow,
+    SessionRow,
+    SnapshotRow,
+    execute,
+    existing,
+)
+
+MAX_TTL_S = 10 * 365 * 24 * 3600
+"""Longest time to live of a checkpoint, ten years."""
 
 
 class CheckpointExists(Exception):
-    """The name is taken, and overwriting was not asked for."""
+    """The name is in use and overwriting was not requested."""
 
 
 def put(tx: Session, row: CheckpointRow, overwrite: bool) -> ArtifactId | None:
-    """Give an artifact a name; returns the artifact that had it. Raises CheckpointExists if one does.
+    """Store a checkpoint; return the artifact that had its name before, if any.
 
-    A name whose time is over at `row.created_at` is free.
+    Raises CheckpointExists if the name is in use and `overwrite` is False. A name that has expired at
+    `row.created_at` is free.
     """
     before = tx.get(CheckpointRow, (row.model_id, row.kind, row.name))
-    if before is None:
-        tx.add(row)
+    if before is not None:
+        if not overwrite and (before.expires_at is None or before.expires_at > row.created_at):
+            raise CheckpointExists(f"checkpoint {row.path} exists already; delete it first, or save under another name")
+        tx.delete(before)
         tx.flush()
-        return None
-    if not overwrite and (before.expires_at is None or before.expires_at > row.created_at):
-        raise CheckpointExists(f"checkpoint {row.path} exists already; delete it first, or save under another name")
-    replaced = before.artifact_id
-    tx.delete(before)
-    tx.flush()
     tx.add(row)
-    tx.flush()
-    return replaced
+    return None if before is None else before.artifact_id
 
 
 def get(tx: Session, path: CheckpointPath, now: float) -> CheckpointRow | None:
-    """Read a checkpoint; None if there is none or its time is over."""
+    """Return a checkpoint, or None if it does not exist or has expired."""
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
     return row if row is not None and (row.expires_at is None or row.expires_at > now) else None
 
 
 def delete(tx: Session, path: CheckpointPath) -> bool:
-    """Remove a name; the artifact goes once nothing else points at it. False if there is no such name."""
+    """Delete a checkpoint; return False if there is none. Garbage collection removes its unreferenced artifact."""
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
     if row is None:
         return False
@@ -53,21 +63,21 @@ def delete(tx: Session, path: CheckpointPath) -> bool:
 
 
 def list_of_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool = False) -> list[CheckpointRow]:
-    """A run's checkpoints, oldest first."""
+    """Return a run's checkpoints, oldest first."""
     oldest_first = (col(CheckpointRow.created_at), col(CheckpointRow.kind), col(CheckpointRow.name))
-    wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, lasting(now)).order_by(*oldest_first)
+    wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, is_unexpired(now)).order_by(*oldest_first)
     return list(tx.exec(wanted.where(col(CheckpointRow.public)) if only_public else wanted))
 
 
 def published_runs(now: float):
-    """The ids of runs with a public checkpoint, as part of a query."""
-    return select(CheckpointRow.model_id).where(col(CheckpointRow.public), lasting(now))
+    """Return the subquery of the ids of runs with a public checkpoint."""
+    return select(CheckpointRow.model_id).where(col(CheckpointRow.public), is_unexpired(now))
 
 
 def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> tuple[list[CheckpointRow], int]:
-    """A page of an owner's checkpoints, newest first, and how many there are in all."""
+    """Return a page of an owner's checkpoints, newest first, and their total number."""
     runs = select(ModelRow.model_id).join(SessionRow).where(SessionRow.owner == owner)
-    is_wanted = col(CheckpointRow.model_id).in_(runs), lasting(now)
+    is_wanted = col(CheckpointRow.model_id).in_(runs), is_unexpired(now)
     newest_first = (
         col(CheckpointRow.created_at).desc(),
         col(CheckpointRow.model_id),
@@ -79,53 +89,84 @@ def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> 
 
 
 def count(tx: Session, now: float) -> tuple[int, int]:
-    """How many checkpoints there are, of all owners, and their size in bytes."""
-    number, size_bytes = tx.exec(select(func.count(), total_bytes()).where(lasting(now))).one()
+    """Return the number of checkpoints of all owners, and their size in bytes."""
+    number, size_bytes = tx.exec(select(func.count(), total_bytes()).where(is_unexpired(now))).one()
     return number, size_bytes
 
 
 def total_bytes() -> ColumnElement[int]:
-    """How long the files of the selected checkpoints are together, as part of a query."""
-    return cast(func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0), BigInteger)  # some databases sum decimals
+    """Return the expression of the selected checkpoints' total size in bytes."""
+    return cast(func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0), BigInteger)  # PostgreSQL sums to a decimal
 
 
-def lasting(now: float) -> ColumnElement[bool]:
-    """Which checkpoints there still are, as part of a query."""
+def is_unexpired(now: float) -> ColumnElement[bool]:
+    """Return the condition that a checkpoint has not expired."""
     return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
 
 
+@dataclass(frozen=True, slots=True)
+class StorageUsage:
+    """Number and total size of checkpoints."""
+
+    num_checkpoints: int = 0
+    num_bytes: int = 0
+
+
+def usage_of_sessions(tx: Session, session_ids: Collection[SessionId], now: float) -> dict[SessionId, StorageUsage]:
+    """Return the storage of each of the sessions that has checkpoints."""
+    wanted = (
+        select(col(ModelRow.session_id), func.count(), total_bytes())
+        .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
+        .where(col(ModelRow.session_id).in_(session_ids), is_unexpired(now))
+        .group_by(col(ModelRow.session_id))
+    )
+    return {session_id: StorageUsage(count, size) for session_id, count, size in execute(tx, wanted)}
+
+
+def usage_by_owner(
+    tx: Session, owner: str | None, project_id: str | None, now: float
+) -> list[tuple[str, str | None, StorageUsage]]:
+    """Return owner, project and storage of each group of checkpoints; `owner` and `project_id` filter unless None."""
+    groups = col(SessionRow.owner), col(SessionRow.project_id)
+    wanted = (
+        select(*groups, func.count(), total_bytes())
+        .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
+        .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
+        .where(is_unexpired(now))
+        .group_by(*groups)
+        .order_by(*groups)
+    )
+    if owner is not None:
+        wanted = wanted.where(groups[0] == owner)
+    if project_id is not None:
+        wanted = wanted.where(groups[1] == project_id)
+    return [(of_owner, project, StorageUsage(count, size)) for of_owner, project, count, size in execute(tx, wanted)]
+
+
 def set_ttl(tx: Session, path: CheckpointPath, expires_at: float | None) -> None:
-    """Say until when a checkpoint lasts; None: for ever. Raises LookupError if there is none."""
-    _existing(tx, path).expires_at = expires_at
-    tx.flush()
+    """Set when a checkpoint expires; None means never. Raises LookupError if there is none."""
+    existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).expires_at = expires_at
 
 
 def set_public(tx: Session, path: CheckpointPath, public: bool) -> None:
-    """Say whether others may read a checkpoint. Raises LookupError if there is none."""
-    _existing(tx, path).public = public
-    tx.flush()
-
-
-def _existing(tx: Session, path: CheckpointPath) -> CheckpointRow:
-    row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
-    if row is None:
-        raise LookupError(f"no checkpoint {path}")
-    return row
+    """Set whether other owners may read a checkpoint. Raises LookupError if there is none."""
+    existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).public = public
 
 
 def expire(tx: Session, now: float) -> list[CheckpointPath]:
-    """Remove the names whose time is over; returns them."""
-    over = list(tx.exec(select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now)))
-    for row in over:
+    """Delete the expired checkpoints; return their paths."""
+    expired = list(tx.exec(select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now)))
+    for row in expired:
         tx.delete(row)
     tx.flush()
-    return [row.path for row in over]
+    return [row.path for row in expired]
 
 
 def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
-    """Every artifact that something points at: a checkpoint, a snapshot, a sampler, a load that may run (again).
+    """Return every artifact that a checkpoint, a snapshot, a sampler, or a load that may still run refers to.
 
-    None while that is not known: an open load is damaged. It will fail soon, but an engine may hold it as it was.
+    Returns None while that is unknown: the body of an open load is damaged. The load will fail soon, but an engine may
+    hold its undamaged body in memory.
     """
     samplers = tx.exec(select(SamplingSessionRow.sampler_id).where(col(SamplingSessionRow.sampler_id).is_not(None)))
     referenced = {ArtifactId(sampler_id) for sampler_id in samplers if sampler_id is not None}
@@ -134,25 +175,25 @@ def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
     for body, body_crc, status in tx.exec(_loads_that_may_run()):
         try:
             if body_crc not in (None, crc32(body)):
-                raise codec.CodecError("its checksum is not that of what was written")
+                raise codec.CodecError("its checksum does not match")
             request = codec.decode(body)
         except codec.CodecError:
             if status == "open":
                 return None
-            continue  # what is answered and damaged no recovery can repeat
-        if isinstance(request, LoadWeights):  # and none that was refused
+            continue  # a damaged request with a result cannot be replayed
+        if isinstance(request, LoadWeights):  # not a rejected request of that kind
             referenced.add(request.artifact_id)
     return referenced
 
 
 def _loads_that_may_run():
-    """Bodies, checksums and statuses of loads that are open, or whose effect a recovery would repeat."""
+    """Return the query of body, checksum and status of the loads that are open or that a recovery would replay."""
     covered = (
         select(SnapshotRow.effect_order).where(SnapshotRow.model_id == RequestRow.model_id).correlate(RequestRow)
     ).scalar_subquery()
     live = select(ModelRow.model_id).where(col(ModelRow.status).in_(("creating", "ready")))
     is_replayed = (col(RequestRow.effect_order) > func.coalesce(covered, 0)) & col(RequestRow.model_id).in_(live)
     return select(RequestRow.body, RequestRow.body_crc, RequestRow.status).where(
-        col(RequestRow.kind) == literal_column("'load_weights'"),  # spelt out, as the partial index on it must see it
+        col(RequestRow.kind) == literal_column("'load_weights'"),  # a literal, so that the partial index is used
         or_(col(RequestRow.status) == "open", is_replayed),
     )

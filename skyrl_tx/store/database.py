@@ -1,4 +1,4 @@
-"""One process's door to the database: opening, writing, reading, waiting."""
+"""Access of one process to the database: open, write, read, wait for the peer's commits."""
 
 import threading
 from collections.abc import Callable, Generator
@@ -7,33 +7,36 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
-from sqlalchemy import Engine, make_url
+from sqlalchemy import Engine, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.store import binding, schema
-from skyrl_tx.store.dialect import Bell, Dialect, Role
+from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, file_lock, role_lock
 from skyrl_tx.store.errors import StoreError, StoreInUse
-from skyrl_tx.store.patience import Patience
-from skyrl_tx.store.sqlite import DATABASE_NAME, Sqlite
-from skyrl_tx.store.writer import GroupWriter, refused
+from skyrl_tx.store.sqlite import Sqlite
+from skyrl_tx.store.writer import GroupWriter, RetryPolicy, refused
 
 __all__ = ["Role", "Store", "StoreError", "StoreInUse"]
 
 T = TypeVar("T")
 
+HEAD = "0008"
+"""Newest revision in `migrations`, repeated here so that a current database opens without importing alembic (0.3 s)."""
+_DATABASE_NOTE = "database"
+"""File with the name of an external database. With another database, an engine would collect all weights as unused."""
+
 
 class Store:
-    """One process's door to the database."""
+    """The database as one process uses it; thread-safe except for `wait`."""
 
     def __init__(
-        self, *, dialect: Dialect, reader: Engine, writer: GroupWriter, bell: Bell, resources: ExitStack
+        self, *, dialect: Dialect, reader: Engine, writer: GroupWriter, notifier: Notifier, resources: ExitStack
     ) -> None:
-        """For `open`; `resources` holds the rest, in the order of opening."""
+        """Use `open` instead. `resources` closes everything else, in reverse order of opening."""
         self._dialect = dialect
         self._reader = reader
         self._writer = writer
-        self._bell = bell
+        self._notifier = notifier
         self._resources = resources
         self._waiting = threading.Lock()
         self._is_closed = False
@@ -46,53 +49,55 @@ class Store:
         role: Role,
         url: str | None = None,
         busy_timeout_s: float = 10.0,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
     ) -> Self:
-        """Open, creating or migrating as needed, and take the role; any number may be a `tool` at once.
+        """Open the database in a role, creating or migrating it as needed.
 
-        Raises StoreInUse if the role is taken, StoreError if the database cannot serve. `url` names another file
-        ("sqlite:///path") or a database of PostgreSQL ("postgresql://user@host/name"), where any number may be an
-        `api`. `busy_timeout_s` is how long a write waits while another process writes. With `patience` it then tries
-        again, as it does while there is no space left.
+        Several processes may have the role `tool` at once, and on PostgreSQL also `api`. Raises StoreInUse if the role
+        is taken, and StoreError if the database cannot be used. `url` names another file ("sqlite:///path") or a
+        PostgreSQL database ("postgresql://user@host/name"). `busy_timeout_s` is the time for which a write waits for
+        writes of other processes; with `retry` it is then repeated, as it is while the disk is full.
         """
         dialect = _dialect(data_dir, url, busy_timeout_s)
         with ExitStack() as stack:
             try:
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-                binding.check(data_dir, dialect.name)
-                stack.enter_context(dialect.role(role))
+                _check_database(data_dir, dialect.name)
+                if role in dialect.file_locked:
+                    stack.enter_context(role_lock(data_dir, role))
                 write_engine = dialect.writer(role)
                 stack.callback(write_engine.dispose)
-                with dialect.upgrading():
-                    schema.upgrade(write_engine)
-                binding.note(data_dir, dialect.name)
+                with file_lock(data_dir / "schema.lock"):  # SQLite's own does not cover a new file's journal mode
+                    upgrade(write_engine)
+                _record_database(data_dir, dialect.name)
                 if role != "tool":
                     dialect.check()
                 reader = dialect.reader(role)
                 stack.callback(reader.dispose)
-                bell = dialect.bell(role, reader)
-                stack.callback(bell.close)
+                notifier = dialect.notifier(role, reader)
+                stack.callback(notifier.close)
             except (DBAPIError, OSError, *dialect.errors) as error:
                 raise dialect.explain(error) from error
-            writer = GroupWriter(write_engine, explain=dialect.explain, committed=bell.ring_peer, patience=patience)
+            writer = GroupWriter(write_engine, explain=dialect.explain, committed=notifier.notify_peer, retry=retry)
             stack.callback(writer.close)
-            return cls(dialect=dialect, reader=reader, writer=writer, bell=bell, resources=stack.pop_all())
+            return cls(dialect=dialect, reader=reader, writer=writer, notifier=notifier, resources=stack.pop_all())
 
     def write(self, work: Callable[[Session], T]) -> T:
-        """Run work on the writer thread and return its result once that is on disk.
+        """Run work on the writer thread and return its result after the commit.
 
-        What `work` raises is raised here and undoes that work alone; StoreError: the database failed, nothing was kept.
+        An exception of `work` is raised here and rolls back that work alone. StoreError means that the database failed
+        and nothing was kept.
         """
         if self._writer.is_own_thread():
-            raise StoreError("write called from within a write: compose the functions in one piece of work")
+            raise StoreError("write called within a write: call both functions in one transaction")
         return self.write_soon(work).result()
 
     def write_soon(self, work: Callable[[Session], T]) -> Future[T]:
-        """As `write`, without waiting."""
+        """Run work as `write` does, without waiting for the commit."""
         return self._writer.submit(work)
 
     def read(self, work: Callable[[Session], T]) -> T:
-        """Run read-only work on one consistent state; any thread, never in the writers' way."""
+        """Run read-only work on one consistent state, from any thread, without blocking writers."""
         if self._is_closed:
             raise StoreError("the store is closed")
         with self._explained():
@@ -101,11 +106,13 @@ class Store:
             except DBAPIError as error:
                 if not error.connection_invalidated:
                     raise
-            return self._read(work)  # the database may be there, and only this connection from before it was away
+            return self._read(work)  # with a new connection: the old one may predate a database restart
 
     def _read(self, work: Callable[[Session], T]) -> T:
         with Session(self._reader, expire_on_commit=False) as tx:
-            return work(tx)
+            result = work(tx)
+            tx.flush()  # raises for work that is not read-only
+            return result
 
     @contextmanager
     def _explained(self) -> Generator[None]:
@@ -116,35 +123,35 @@ class Store:
         except (DBAPIError, *self._dialect.errors) as error:
             raise self._dialect.explain(error) from error
 
-    def give_back(self) -> bool:
-        """Return some of the room that deleted rows took to the file system; whether more is left."""
-        return self.write(lambda tx: self._dialect.give_back(tx.connection()))
+    def vacuum(self) -> bool:
+        """Return some free space of the database to the file system; return whether more is left."""
+        return self.write(lambda tx: self._dialect.vacuum(tx.connection()))
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the other process committed, or `wake`; whether that was so.
+        """Wait for a commit of the other process or for `wake`; return False on timeout.
 
-        For one thread at a time. A ring may be spurious, so look and then wait again.
+        For one thread at a time. Notifications may be spurious: check the database and wait again.
         """
         with self._waiting:
-            return not self._is_closed and self._bell.wait(timeout_s) and not self._is_closed
+            return not self._is_closed and self._notifier.wait(timeout_s) and not self._is_closed
 
     @property
-    def trouble(self) -> str | None:
-        """Why what was to be written last was not; None if it was."""
+    def write_failure(self) -> str | None:
+        """Error of the latest write; None if it succeeded."""
         failure = self._writer.failure
         return None if failure is None else str(failure)
 
     def wake(self) -> None:
-        """End this process's own `wait`."""
-        self._bell.ring_own()
+        """End this process's current or next `wait`."""
+        self._notifier.wake()
 
-    def peer_lives(self) -> bool:
-        """Whether a process of the other role has this database open."""
+    def is_peer_running(self) -> bool:
+        """Return whether a process of the other role has this database open."""
         with self._explained():
-            return self._bell.peer_lives()
+            return self._notifier.is_peer_running()
 
     def close(self) -> None:
-        """Finish queued writes, then let go of everything."""
+        """Finish queued writes, then release all resources."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -176,3 +183,54 @@ def _dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
                 f"database url {parsed.set(query={}).render_as_string()!r}: only sqlite:///path and "
                 "postgresql://user@host/name are supported"
             )
+
+
+def _check_database(data_dir: Path, name: str | None) -> None:
+    """Raise StoreError if the weights belong to another database than `name`; None means the directory's own file."""
+    note = data_dir / _DATABASE_NOTE
+    noted = note.read_text().strip() if note.is_file() else None
+    if name is None and noted is not None:
+        raise StoreError(
+            f"data directory {data_dir} belongs to the database {noted}: name it with --database-url, or choose "
+            "another data directory"
+        )
+    if name is not None and noted is None and (data_dir / DATABASE_NAME).is_file():
+        raise StoreError(
+            f"data directory {data_dir} has a database of its own, {DATABASE_NAME}, to which its weights belong: "
+            "choose another data directory for --database-url"
+        )
+    if name is not None and noted not in (None, name):
+        raise StoreError(
+            f"data directory {data_dir} belongs to the database {noted}, not {name}: choose another, or if these are "
+            f"one database under two names, remove {note}"
+        )
+
+
+def _record_database(data_dir: Path, name: str | None) -> None:
+    """Write the name of an external database into the data directory; does nothing for the directory's own file."""
+    if name is not None and not (data_dir / _DATABASE_NOTE).is_file():
+        (data_dir / _DATABASE_NOTE).write_text(f"{name}\n")
+
+
+def upgrade(engine: Engine) -> None:
+    """Create the tables, or upgrade them to HEAD, in one transaction.
+
+    Raises StoreError if a newer release or another program wrote the database.
+    """
+    with engine.begin() as connection:
+        tables = inspect(connection).get_table_names()
+        is_versioned = "alembic_version" in tables
+        version = connection.scalar(text("SELECT version_num FROM alembic_version")) if is_versioned else None
+        if version == HEAD:
+            return
+        if tables and not {"alembic_version", "sessions", "requests"} <= set(tables):
+            raise StoreError(
+                f"database {connection.engine.url.database} belongs to another program: it has the tables "
+                f"{', '.join(tables[:5])}; choose another data directory"
+            )
+        from skyrl_tx.store import migrations
+
+        if version is None:
+            migrations.create(connection, HEAD)
+        else:
+            migrations.migrate(connection, version, HEAD)

@@ -1,88 +1,150 @@
-"""What a kind of database does in its own way; `Store` is what all of them have in common."""
+"""Operations that differ between kinds of databases, and the file locks that they share."""
 
+import errno
+import fcntl
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
 
 Role = Literal["api", "engine", "tool"]
 PEER: Mapping[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
-"""Whom a process wakes when it has committed something."""
+"""The role that a process notifies after its commits."""
+DATABASE_NAME = "skyrl_tx.db"
+"""SQLite file in the data directory; used unless another database is configured."""
 
 
-class Bell(ABC):
-    """How the processes on one database wake each other."""
+Failure = tuple[type[StoreError], str]
+"""Error class and text for one kind of failure."""
+NO_SPACE: Failure = (StoreBlocked, "no space left on its disk")
+DISK_FAILED: Failure = (StoreError, "the disk failed")
+LOCKED: Failure = (StoreBlocked, "another process holds its lock")
+FAILED: Failure = (StoreError, "it failed")
+NOT_WRITABLE: Failure = (
+    StoreError,
+    "it cannot be written; check the file permissions, and that the disk is not mounted read-only",
+)
+_OS_FAILURES: dict[int | None, Failure] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), NO_SPACE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), NOT_WRITABLE),
+}
+
+
+class Notifier(ABC):
+    """Wakes this process when its peer has committed, and the peer when this process has."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the peer committed, or `ring_own`; whether that was so. For one thread at a time; never raises."""
+        """Wait for a commit of the peer or for `wake`; return False on timeout. For one thread at a time; no errors."""
 
     @abstractmethod
-    def ring_own(self) -> None:
-        """End this process's own `wait`, or its next."""
+    def wake(self) -> None:
+        """End this process's current or next `wait`."""
 
     @abstractmethod
-    def ring_peer(self) -> None:
-        """Wake the peer, after each commit."""
+    def notify_peer(self) -> None:
+        """Wake the peer; called after each commit."""
 
     @abstractmethod
-    def peer_lives(self) -> bool:
-        """Whether a process of the peer's role has the database open."""
+    def is_peer_running(self) -> bool:
+        """Return whether a process of the peer's role has the database open."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take the bell down."""
+        """Release sockets and connections."""
 
 
 class Dialect(ABC):
-    """One database, not yet open. What fails on its side is raised as one of `errors` or as SQLAlchemy's DBAPIError."""
+    """One database, not yet open. Its failures are raised as one of `errors` or as SQLAlchemy's DBAPIError."""
 
     errors: ClassVar[tuple[type[Exception], ...]]
-    """What the driver itself raises."""
+    """Exception types of the driver."""
+    file_locked: ClassVar[frozenset[Role]]
+    """Roles that one process at a time may have on a data directory."""
+    label: str
+    """The database in error messages, without its password."""
 
     @property
     @abstractmethod
     def name(self) -> str | None:
-        """What the database is called, without secrets; None: it is the data directory's own."""
-
-    @abstractmethod
-    def role(self, role: Role) -> AbstractContextManager[None]:
-        """Hold a role, as far as the data directory is concerned; raises StoreInUse naming who plays it."""
-
-    @abstractmethod
-    def upgrading(self) -> AbstractContextManager[None]:
-        """Keep other processes from bringing the schema up to date meanwhile."""
+        """Name of the database without secrets; None for the data directory's own file."""
 
     @abstractmethod
     def writer(self, role: Role) -> Engine:
-        """One connection, invalidated by every error that ends its transaction; StoreInUse as above when it is made.
+        """Create the pool of the one writing connection.
 
-        Transactions on it, in whatever process, come one after the other: what one has read stays so until it commits.
+        Every error that ends a transaction invalidates the connection. Connecting raises StoreInUse if another process
+        has the role. Write transactions of all processes are serialized: rows that one has read do not change until it
+        commits.
         """
 
     @abstractmethod
     def reader(self, role: Role) -> Engine:
-        """Connections that cannot write; a transaction sees one state."""
+        """Create the pool of read-only connections; each transaction sees one consistent state."""
 
     @abstractmethod
+    def notifier(self, role: Role, reader: Engine) -> Notifier:
+        """Open the notifier of a role; `reader` serves its queries."""
+
     def check(self) -> None:
-        """Raise StoreError for a database that is not to be served from."""
+        """Raise StoreError for a database that must not be served, such as a damaged one.
 
-    @abstractmethod
-    def bell(self, role: Role, reader: Engine) -> Bell:
-        """Hang up a bell; `reader` may be used to look around."""
+        The default does nothing, for databases that check their own files.
+        """
+        return
 
-    def give_back(self, connection: Connection) -> bool:
-        """Return some of the room that deleted rows took to the file system; whether more is left.
+    def vacuum(self, connection: Connection) -> bool:
+        """Return some free pages to the file system; return whether more are left.
 
-        Not needed where the database does so by itself.
+        The default does nothing, for databases that do so by themselves.
         """
         return False
 
-    @abstractmethod
     def explain(self, error: BaseException) -> StoreError:
-        """Say in words what failed, and in which database."""
+        """Translate an error into one that says what failed, and in which database."""
+        if isinstance(error, StoreError):
+            return error
+        cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        if isinstance(cause, OSError):
+            kind, what = _OS_FAILURES.get(cause.errno, FAILED)
+        else:
+            kind, what = self.failure(cause)
+        return kind(f"database {self.label}: {what} ({' '.join(str(cause).split())})")
+
+    @abstractmethod
+    def failure(self, cause: BaseException) -> Failure:
+        """Return what an error of the driver means: full disks, failing disks, locks, damage, `FAILED` for others."""
+
+
+@contextmanager
+def role_lock(data_dir: Path, role: str) -> Generator[None]:
+    """Hold a role's file lock, which the kernel releases when the process ends.
+
+    Raises StoreInUse with the holder's process id if another process holds it.
+    """
+    with (data_dir / f"{role}.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise StoreInUse(f"data directory {data_dir} is in use: its {role} runs as process {holder}") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+@contextmanager
+def file_lock(path: Path) -> Generator[None]:
+    """Wait for a file's lock, then hold it."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,23 +1,21 @@
-"""What the engine says of itself, for the API to serve."""
+"""The engine's published status, which the API serves."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from sqlalchemy import update
 from sqlmodel import Session
 
-from skyrl_tx.store.tables import EngineStateRow, EngineStatus
+from skyrl_tx.store.tables import EngineStateRow, execute
 
-_ONLY = 1
 REQUEST_BYTES = 4096
-"""What a sample that waits is taken to need in memory beside its prompt: an estimate on the safe side."""
+"""Upper estimate of the memory of a queued sample in addition to its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLoad:
-    """What the engine holds of samples that are not answered.
+    """Memory of the queued samples that arrived up to `position`: `num_bytes` of at most `max_bytes`.
 
-    `num_bytes` of `max_bytes`, each request counted with `REQUEST_BYTES`, of those that arrived up to `position`.
+    Each request counts `REQUEST_BYTES` in addition to its prompt.
     """
 
     position: int
@@ -25,46 +23,22 @@ class SampleLoad:
     max_bytes: int
 
 
-def publish(
-    tx: Session,
-    *,
-    boot_id: str,
-    pid: int,
-    status: EngineStatus,
-    capabilities: Mapping[str, object],
-    base_models: Sequence[str],
-    load: SampleLoad | None = None,
-    detail: str = "",
-    now: float,
-) -> None:
-    """Replace what the engine said before."""
-    tx.merge(
-        EngineStateRow(
-            id=_ONLY,
-            boot_id=boot_id,
-            pid=pid,
-            status=status,
-            capabilities=dict(capabilities),
-            base_models=list(base_models),
-            load=None if load is None else asdict(load),
-            detail=detail,
-            updated_at=now,
-        )
-    )
-    tx.flush()
+def publish(tx: Session, row: EngineStateRow) -> None:
+    """Replace the engine's status."""
+    tx.merge(row)
 
 
-def say_waiting(tx: Session, detail: str, now: float) -> None:
-    """Say what the engine waits for, until it is heard of again."""
-    tx.connection().execute(update(EngineStateRow).values(detail=detail, updated_at=now))
+def report_waiting(tx: Session, detail: str, now: float) -> None:
+    """Record why the engine waits; its next published status replaces the reason."""
+    execute(tx, update(EngineStateRow).values(detail=detail, updated_at=now))
 
 
 def get(tx: Session) -> EngineStateRow | None:
-    """The engine's last word; None if none ever ran."""
-    return tx.get(EngineStateRow, _ONLY)
+    """Return the engine's latest status, or None if no engine ever ran."""
+    return tx.get(EngineStateRow, 1)
 
 
 def sample_load(tx: Session) -> SampleLoad | None:
-    """What the engine said last of the samples it holds; None if it is not known."""
+    """Return the latest memory load of queued samples, or None if it is unknown."""
     state = get(tx)
     return None if state is None or state.load is None else SampleLoad(**state.load)

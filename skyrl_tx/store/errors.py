@@ -1,21 +1,21 @@
-"""What goes wrong with the database itself."""
+"""Errors of the database itself."""
 
 
 class StoreError(Exception):
-    """The database did not do what was asked; nothing of it was kept, or, where a connection broke, no one can say."""
+    """The database failed and kept nothing of the work; after a broken connection that is not certain."""
 
 
 class StoreInUse(StoreError):
-    """Another process already plays this role on this data directory or database."""
+    """Another process already has this role on the data directory or database."""
 
 
 class StoreUnreachable(StoreError):
-    """There is no connection to the database now; it may come back."""
+    """The database cannot be reached now; it may come back."""
 
 
 class StoreBlocked(StoreError):
-    """The database cannot be written now, as it is full or locked; that may pass."""
+    """The database cannot be written now because it is full or locked; that may pass."""
 
 
 class ValueRefused(Exception):
-    """A text or number that this database cannot hold, such as a zero character in PostgreSQL; the caller's mistake."""
+    """A value that this database cannot hold, such as text with a zero character in PostgreSQL; a caller's error."""

@@ -1,6 +1,7 @@
-"""Requests and their results: submitted once, taken up in order of arrival, answered once.
+"""Futures: requests and their results, submitted once and completed once.
 
-These functions run many times a second; they speak in columns and never load a `RequestRow` as an object.
+These functions run many times a second, so they select columns and never load a `RequestRow` as an object. Each
+statement is built once, above the function that uses it, because building one takes longer than running it.
 """
 
 import base64
@@ -12,29 +13,40 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from zlib import crc32
 
-from sqlalchemy import RowMapping, String, and_, bindparam, case, func, insert, literal_column, or_, select, update
+from sqlalchemy import String, and_, bindparam, case, delete, func, insert, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import pruning
-from skyrl_tx.store.parts import in_parts, is_some
-from skyrl_tx.store.tables import AnswerCounterRow, RequestRow
+from skyrl_tx.store.tables import (
+    AnswerCounterRow,
+    CancellationRow,
+    PrunedRow,
+    RequestRow,
+    execute,
+    execute_in_batches,
+    is_in_batch,
+)
 
-_NO_LIMIT = 2**62
-_FORM = re.compile("req-[a-z2-7]{32}")
+_REQUEST_ID = re.compile("req-[a-z2-7]{32}")
+CLONE_STRIDE = 1_000_000_000
+"""Copies of a sampling client number their requests from multiples of this (tinker/lib/public_interfaces)."""
 
 
 class ConflictingRequest(Exception):
-    """The deduplication ids of a request were used before, for something else."""
+    """The idempotency key of a request was used before, for a request with another body."""
+
+
+class RequestPruned(Exception):
+    """A sequence number at or below the high-water mark: its request was completed and has been deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """What the API submits.
+    """A request that the API submits.
 
-    `key` holds the ids that make this request one and the same however often it is sent ("model/{model_id}/{seq_id}");
-    "" is never a duplicate. `digest_body` is what a duplicate must agree in, by default `body`: what the client sent,
-    without what the server added, such as seeds.
+    `key` is the idempotency key, such as "model/{model_id}/{seq_id}"; with "" a request is never a duplicate. A
+    duplicate must have the same `digest`, by default that of `body`. The API passes the digest of the request as sent,
+    without additions of the server such as seeds.
     """
 
     key: str
@@ -45,12 +57,12 @@ class NewRequest:
     model_id: ModelId | None = None
     seq_id: int | None = None
     sampling_session_id: SamplingSessionId | None = None
-    digest_body: bytes | None = None
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """Where to ask for the result. `is_new` is False for a duplicate; `position` is then not looked up."""
+    """The id of a submitted request. For a duplicate, `is_new` is False and `position` is None."""
 
     request_id: RequestId
     is_new: bool
@@ -58,32 +70,38 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PendingRequest:
-    """A request as the engine takes it up. `position` is its order of arrival, over all models."""
+class StoredRequest:
+    """Fields of a stored request. `position` is its order of arrival, `attempts` counts its delivery attempts."""
 
     position: int
     request_id: RequestId
     kind: str
-    body: bytes
+    """The kind that the client asked for, also of a rejected request."""
     session_id: SessionId
     model_id: ModelId | None
     seq_id: int | None
     sampling_session_id: SamplingSessionId | None
     attempts: int
-    created_at: float
-    effect_order: int | None
-    failed: bool
     is_damaged: bool = False
-    """Whether the body is not as it was written; it is then left out."""
-    num_left_out: int = 0
-    """Bytes of the body, where it was left out for its size."""
+    """Whether the body's checksum does not match what was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FutureState:
-    """How a request fares. `result` is set when done or failed.
+class PendingRequest(StoredRequest):
+    """A request as the engine reads it. The body of a damaged one is empty."""
 
-    "pruned": it was answered, and the answer is gone; "damaged": the answer is not as it was written.
+    body: bytes
+    effect_order: int | None
+    failed: bool
+    num_left_out: int = 0
+    """Size of a body that was left out because of its size; 0 if the body is present."""
+
+
+@dataclass(frozen=True, slots=True)
+class FutureState:
+    """The state of a request, and its result once it is complete.
+
+    status: "open" has no result yet, "pruned" no longer; "damaged" has a result whose checksum does not match.
     """
 
     status: Literal["open", "done", "failed", "pruned", "damaged", "unknown"]
@@ -92,26 +110,238 @@ class FutureState:
     created_at: float = 0.0
 
 
-_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # spelt out, as the partial index on it must see it
-_ALL_BUT_BODY = (
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completed sample request and its position in the completion order."""
+
+    answer_order: int
+    request_id: RequestId
+    failed: bool
+    num_bytes: int
+    """Size of the stored result; 0 once it is pruned."""
+
+
+def request_id(key: str) -> RequestId:
+    """Return the request id of an idempotency key; a random id for ""."""
+    raw = hashlib.blake2b(key.encode(), digest_size=20).digest() if key else secrets.token_bytes(20)
+    return RequestId(f"req-{base64.b32encode(raw).decode().lower()}")
+
+
+def is_request_id(text: str) -> bool:
+    """Return whether a text has the form of a request id.
+
+    Such ids cannot be guessed, so an unknown one belongs to a request that existed.
+    """
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def sequence_scope(
+    model_id: ModelId | None, sampling_session_id: SamplingSessionId | None, seq_id: int | None
+) -> str | None:
+    """Return the name of the model or sampling client within which `seq_id` is unique; None for unnumbered requests."""
+    if sampling_session_id is not None and seq_id is not None:
+        return f"sample/{sampling_session_id}/{seq_id // CLONE_STRIDE}"
+    return f"model/{model_id}" if model_id is not None and seq_id else None
+
+
+_MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("scope"))
+
+
+def high_water_mark(tx: Session, scope: str) -> int:
+    """Return the last deleted sequence number of a scope; -1 if there is none."""
+    found = execute(tx, _MARK, {"scope": scope}).scalar_one_or_none()
+    return -1 if found is None else found
+
+
+_DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
+_INSERT = insert(RequestRow)
+_SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body")
+
+
+def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
+    """Insert a request, unless it is a duplicate of a stored one.
+
+    Raises ConflictingRequest if its key was used with another body; the first request is unchanged. Raises
+    RequestPruned if its key was used by a request that has been deleted.
+    """
+    name = request_id(new.key)
+    digest = idempotency_digest(new.body) if new.digest is None else new.digest
+    if new.key:
+        stored = execute(tx, _DIGEST, {"request_id": name}).scalar_one_or_none()
+        if stored is not None:
+            if stored != digest:
+                raise ConflictingRequest(f"{new.kind} request {new.key!r}: these ids were used for another request")
+            return Submitted(name, is_new=False)
+        scope = sequence_scope(new.model_id, new.sampling_session_id, new.seq_id)
+        if scope is not None and (new.seq_id or 0) <= high_water_mark(tx, scope):
+            raise RequestPruned(
+                f"{new.kind} request {new.key!r}: its sequence number was used by a request that has been deleted"
+            )
+    values = {column: getattr(new, column) for column in _SUBMITTED_COLUMNS}
+    values |= {"request_id": name, "digest": digest, "body_crc": crc32(new.body), "created_at": now}
+    (position,) = execute(tx, _INSERT, {**values, "status": "open", "attempts": 0}).inserted_primary_key or (None,)
+    return Submitted(name, is_new=True, position=position)
+
+
+def idempotency_digest(data: bytes) -> bytes:
+    """Return the digest in which a duplicate of a request must agree with the first one."""
+    return hashlib.blake2b(data, digest_size=20).digest()
+
+
+_COLUMNS_WITHOUT_BODY = (
     col(RequestRow.position),
-    col(RequestRow.request_id),
-    col(RequestRow.kind),
-    col(RequestRow.session_id),
-    col(RequestRow.model_id),
-    col(RequestRow.seq_id),
-    col(RequestRow.sampling_session_id),
-    col(RequestRow.attempts),
-    col(RequestRow.created_at),
-    col(RequestRow.effect_order),
+    *(col(RequestRow.request_id), col(RequestRow.session_id), col(RequestRow.model_id)),
+    *(col(RequestRow.kind), col(RequestRow.seq_id), col(RequestRow.sampling_session_id)),
+    *(col(RequestRow.attempts), col(RequestRow.effect_order)),
     (col(RequestRow.status) == "failed").label("failed"),
     col(RequestRow.body_crc),
 )
-_PENDING = (*_ALL_BUT_BODY, col(RequestRow.body))
+_COLUMNS = (*_COLUMNS_WITHOUT_BODY, col(RequestRow.body))
+_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
+_IS_LEFT_OUT = and_(
+    col(RequestRow.kind) == "model_pass", func.length(col(RequestRow.body)) > bindparam("max_pass_bytes")
+)
+_OPEN_AFTER = (
+    select(
+        *_COLUMNS_WITHOUT_BODY,
+        case((_IS_LEFT_OUT, None), else_=col(RequestRow.body)).label("body"),
+        case((_IS_LEFT_OUT, func.length(col(RequestRow.body))), else_=0).label("num_left_out"),
+    )
+    .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
+    .order_by(col(RequestRow.position))
+    .limit(bindparam("limit"))
+)
 
-# Built once: these run for every request or turn, and building one takes longer than running it.
-_DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
-_NEW = insert(RequestRow)
+
+def pending(tx: Session, after_position: int, limit: int, max_pass_bytes: int = 2**62) -> list[PendingRequest]:
+    """Return open requests after a position, in order of arrival; larger bodies of passes are left out."""
+    parameters = {"after_position": after_position, "limit": limit, "max_pass_bytes": max_pass_bytes}
+    return _checked(execute(tx, _OPEN_AFTER, parameters))
+
+
+def in_flight(tx: Session) -> list[PendingRequest]:
+    """Return the open requests with counted delivery attempts, in order of arrival."""
+    wanted = select(*_COLUMNS).where(_IS_OPEN, col(RequestRow.attempts) > 0).order_by(col(RequestRow.position))
+    return _checked(execute(tx, wanted))
+
+
+def not_started_before(tx: Session, model_id: ModelId, seq_id: int) -> list[PendingRequest]:
+    """Return a model's open requests without delivery attempts whose `seq_id` is lower than the given one."""
+    wanted = select(*_COLUMNS).where(
+        _IS_OPEN,
+        col(RequestRow.model_id) == model_id,
+        col(RequestRow.attempts) == 0,
+        col(RequestRow.seq_id) > 0,
+        col(RequestRow.seq_id) < seq_id,
+    )
+    return _checked(execute(tx, wanted.order_by(col(RequestRow.position))))
+
+
+_LAST_POSITION = select(func.max(col(RequestRow.position)))
+
+
+def last_position(tx: Session) -> int:
+    """Return the position of the newest stored request; 0 if there is none."""
+    return execute(tx, _LAST_POSITION).scalar_one() or 0
+
+
+_BY_ID = select(*_COLUMNS).where(is_in_batch(col(RequestRow.request_id))).order_by(col(RequestRow.position))
+
+
+def list_by_id(tx: Session, request_ids: Iterable[RequestId]) -> list[PendingRequest]:
+    """Return those requests that are stored, with their bodies, in order of arrival."""
+    return _checked(execute_in_batches(tx, _BY_ID, request_ids))
+
+
+def _checked(rows: Iterable[Any]) -> list[PendingRequest]:
+    requests: list[PendingRequest] = []
+    for row in rows:
+        columns: dict[str, Any] = dict(row._mapping)
+        crc = columns.pop("body_crc")
+        if columns["body"] is None:
+            columns["body"] = b""
+        elif crc is not None and crc != crc32(columns["body"]):
+            columns |= {"body": b"", "is_damaged": True}
+        requests.append(PendingRequest(**columns))
+    return requests
+
+
+def log_since(tx: Session, model_id: ModelId, effect_order: int) -> list[PendingRequest]:
+    """Return a model's logged requests after a log sequence number, in log order."""
+    order = col(RequestRow.effect_order)
+    wanted = select(*_COLUMNS).where(col(RequestRow.model_id) == model_id, order > effect_order).order_by(order)
+    return _checked(execute(tx, wanted))
+
+
+_COUNT_ATTEMPT = (
+    update(RequestRow).where(is_in_batch(col(RequestRow.request_id))).values(attempts=col(RequestRow.attempts) + 1)
+)
+
+
+def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
+    """Count a delivery attempt of each request, before it starts."""
+    execute_in_batches(tx, _COUNT_ATTEMPT, request_ids)
+
+
+_MAX_ATTEMPTS = select(func.max(col(RequestRow.attempts))).where(is_in_batch(col(RequestRow.request_id)))
+
+
+def max_delivery_attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
+    """Return the largest number of delivery attempts among the requests."""
+    return max((attempts or 0 for (attempts,) in execute_in_batches(tx, _MAX_ATTEMPTS, request_ids)), default=0)
+
+
+_UNDO_ATTEMPT = (
+    update(RequestRow)
+    .where(is_in_batch(col(RequestRow.request_id)), col(RequestRow.attempts) > 0)  # completion resets the count
+    .values(attempts=col(RequestRow.attempts) - 1)
+)
+
+
+def undo_delivery_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
+    """Subtract a delivery attempt that ended without a crash and without a result."""
+    execute_in_batches(tx, _UNDO_ATTEMPT, request_ids)
+
+
+def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
+    """Return the highest `seq_id` of a model's completed requests of some kinds (None: any); 0 if there is none.
+
+    Deleted requests count as any kind, because their kind is unknown.
+    """
+    wanted = select(func.max(col(RequestRow.seq_id))).where(
+        col(RequestRow.model_id) == model_id, col(RequestRow.status) != "open"
+    )
+    if kinds is not None:
+        wanted = wanted.where(col(RequestRow.kind).in_(kinds))
+    deleted = high_water_mark(tx, f"model/{model_id}")
+    return max(execute(tx, wanted).scalar_one() or 0, deleted, 0)
+
+
+_COUNT_ANSWER = update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1)
+_COMPLETE = (
+    update(RequestRow)
+    .where(col(RequestRow.request_id) == bindparam("name"), col(RequestRow.status) == "open")
+    .values(
+        status=bindparam("outcome"),
+        result=bindparam("data"),
+        result_crc=bindparam("crc"),
+        effect_order=bindparam("effect"),
+        completed_at=bindparam("now"),
+        attempts=0,  # a replay counts from 0 again
+        answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
+    )
+)
+
+
+def complete(
+    tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
+) -> bool:
+    """Store the result of an open request; return False if the request is already complete or does not exist."""
+    execute(tx, _COUNT_ANSWER)
+    values = {"outcome": "failed" if failed else "done", "data": result, "crc": crc32(result), "effect": effect_order}
+    return execute(tx, _COMPLETE, {"name": request_id, "now": now, **values}).rowcount == 1
+
+
 _RESULT = select(
     col(RequestRow.status),
     col(RequestRow.kind),
@@ -122,233 +352,133 @@ _RESULT = select(
     col(RequestRow.request_id) == bindparam("request_id"),
     or_(bindparam("owner", type_=String).is_(None), col(RequestRow.owner) == bindparam("owner", type_=String)),
 )
-_OWNERS_OF_OPEN = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
-    is_some(col(RequestRow.request_id)), col(RequestRow.status) == "open"
-)
-_OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(
-    is_some(col(RequestRow.request_id)), col(RequestRow.status) != "open"
-)
-_MOST_ATTEMPTS = select(func.max(col(RequestRow.attempts))).where(is_some(col(RequestRow.request_id)))
-_ATTEMPTED = update(RequestRow).where(is_some(col(RequestRow.request_id))).values(attempts=col(RequestRow.attempts) + 1)
-_RELEASED = (
-    update(RequestRow)
-    .where(is_some(col(RequestRow.request_id)), col(RequestRow.attempts) > 0)  # an answer takes all marks away
-    .values(attempts=col(RequestRow.attempts) - 1)
-)
-_FETCHED = (
-    update(RequestRow)
-    .where(is_some(col(RequestRow.request_id)), col(RequestRow.fetched_at).is_(None))
-    .values(fetched_at=bindparam("now"))
-)
-_IS_LEFT_OUT = and_(
-    col(RequestRow.kind) == "model_pass", func.length(col(RequestRow.body)) > bindparam("max_pass_bytes")
-)
-_OPEN_AFTER = (
-    select(
-        *_ALL_BUT_BODY,
-        case((_IS_LEFT_OUT, None), else_=col(RequestRow.body)).label("body"),
-        case((_IS_LEFT_OUT, func.length(col(RequestRow.body))), else_=0).label("num_left_out"),
-    )
-    .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
-    .order_by(col(RequestRow.position))
-    .limit(bindparam("limit"))
-)
-_LAST = select(func.max(col(RequestRow.position)))
-_SOME = select(*_PENDING).where(is_some(col(RequestRow.request_id))).order_by(col(RequestRow.position))
-_COUNT_ANSWER = update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1)
-_ANSWER = (
-    update(RequestRow)
-    .where(col(RequestRow.request_id) == bindparam("name"), col(RequestRow.status) == "open")
-    .values(
-        status=bindparam("outcome"),
-        result=bindparam("data"),
-        result_crc=bindparam("crc"),
-        effect_order=bindparam("effect"),
-        completed_at=bindparam("now"),
-        attempts=0,  # counted anew where it is repeated
-        answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
-    )
-)
-
-
-def request_id(key: str) -> RequestId:
-    """The id of the request with these deduplication ids; a new random one for ""."""
-    raw = hashlib.blake2b(key.encode(), digest_size=20).digest() if key else secrets.token_bytes(20)
-    return RequestId(f"req-{base64.b32encode(raw).decode().lower()}")
-
-
-def may_have_been(text: str) -> bool:
-    """Whether `request_id` gives such ids: nobody comes upon one by chance, so it was somebody's request once."""
-    return _FORM.fullmatch(text) is not None
-
-
-def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
-    """Put a request on disk, or recognise it as one that is there already.
-
-    Raises ConflictingRequest if its ids were used before for another body, the first stays as it is; and
-    RequestForgotten if they were used for one that is forgotten by now.
-    """
-    name = request_id(new.key)
-    digest = _digest(new)
-    connection = tx.connection()
-    if new.key:
-        before = connection.execute(_DIGEST, {"request_id": name}).scalar_one_or_none()
-        if before is not None:
-            if before != digest:
-                raise ConflictingRequest(f"{new.kind} request {new.key!r}: these ids were used for another request")
-            return Submitted(name, is_new=False)
-        numbered_by = pruning.numbered_by(new.model_id, new.sampling_session_id, new.seq_id)
-        if numbered_by is not None and (new.seq_id or 0) <= pruning.mark(tx, numbered_by):
-            raise pruning.RequestForgotten(
-                f"{new.kind} request {new.key!r}: its number is used up: what had it was answered long ago and is gone"
-            )
-    inserted = connection.execute(
-        _NEW,
-        {
-            "request_id": name,
-            "kind": new.kind,
-            "owner": new.owner,
-            "session_id": new.session_id,
-            "model_id": new.model_id,
-            "seq_id": new.seq_id,
-            "sampling_session_id": new.sampling_session_id,
-            "body": new.body,
-            "body_crc": crc32(new.body),
-            "digest": digest,
-            "status": "open",
-            "attempts": 0,
-            "created_at": now,
-        },
-    )
-    (position,) = inserted.inserted_primary_key or (None,)
-    return Submitted(name, is_new=True, position=position)
-
-
-def _digest(new: NewRequest) -> bytes:
-    return hashlib.blake2b(new.body if new.digest_body is None else new.digest_body, digest_size=20).digest()
-
-
-def pending(tx: Session, after_position: int, limit: int, max_pass_bytes: int = _NO_LIMIT) -> list[PendingRequest]:
-    """Open requests that arrived after a position, in order of arrival; larger bodies of passes are left out."""
-    where = {"after_position": after_position, "limit": limit, "max_pass_bytes": max_pass_bytes}
-    return [_checked(row) for row in tx.connection().execute(_OPEN_AFTER, where).mappings()]
-
-
-def last_position(tx: Session) -> int:
-    """The position of the request that arrived last, of those that are not forgotten; 0 if there is none."""
-    return tx.connection().execute(_LAST).scalar_one() or 0
-
-
-def some(tx: Session, request_ids: Iterable[RequestId]) -> list[PendingRequest]:
-    """Those of the requests that are there, whole, in order of arrival."""
-    rows = [row for part in in_parts(request_ids) for row in tx.connection().execute(_SOME, {"some": part}).mappings()]
-    return [_checked(row) for row in rows]
-
-
-def _checked(row: RowMapping) -> PendingRequest:
-    columns: dict[str, Any] = dict(row)
-    crc = columns.pop("body_crc")
-    if columns["body"] is None:
-        columns["body"] = b""
-    elif crc is not None and crc != crc32(columns["body"]):
-        columns |= {"body": b"", "is_damaged": True}
-    return PendingRequest(**columns)
-
-
-def effects_since(tx: Session, model_id: ModelId, effect_order: int) -> list[PendingRequest]:
-    """Answered requests of a model whose effect came after the given one, in the order of their effects."""
-    order = col(RequestRow.effect_order)
-    wanted = select(*_PENDING).where(col(RequestRow.model_id) == model_id, order > effect_order).order_by(order)
-    return [_checked(row) for row in tx.connection().execute(wanted).mappings()]
-
-
-def mark_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
-    """Note, before it is tried, that a request is tried once more."""
-    for some in in_parts(request_ids):
-        tx.connection().execute(_ATTEMPTED, {"some": some})
-
-
-def attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
-    """How often the one of these that was tried most was tried."""
-    found = [
-        tx.connection().execute(_MOST_ATTEMPTS, {"some": some}).scalar_one_or_none() or 0
-        for some in in_parts(request_ids)
-    ]
-    return max(found, default=0)
-
-
-def release_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
-    """Take an attempt back: it was given up in good order, and the request is not to blame."""
-    for some in in_parts(request_ids):
-        tx.connection().execute(_RELEASED, {"some": some})
-
-
-def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
-    """The highest `seq_id` of a model's answered requests, of certain kinds or of any; 0 if there is none.
-
-    Of those that are forgotten the kind is not known: they count as any.
-    """
-    wanted = select(func.max(col(RequestRow.seq_id))).where(
-        col(RequestRow.model_id) == model_id, col(RequestRow.status) != "open"
-    )
-    if kinds is not None:
-        wanted = wanted.where(col(RequestRow.kind).in_(kinds))
-    forgotten = pruning.mark(tx, f"model/{model_id}")
-    return max(tx.connection().execute(wanted).scalar_one() or 0, forgotten, 0)
-
-
-def complete(
-    tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
-) -> bool:
-    """Answer a request, for ever; False if it was answered before or does not exist."""
-    connection = tx.connection()
-    connection.execute(_COUNT_ANSWER)
-    outcome = "failed" if failed else "done"
-    values = {"name": request_id, "outcome": outcome, "data": result, "effect": effect_order, "now": now}
-    answered = connection.execute(_ANSWER, {**values, "crc": crc32(result)})
-    return answered.rowcount == 1
 
 
 def result(tx: Session, request_id: RequestId, owner: str | None) -> FutureState:
-    """How a request fares, and its result; "unknown" also for one of another owner than that, if one is given."""
-    row = tx.connection().execute(_RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
+    """Return a request's state and result; "unknown" if another owner has it, unless `owner` is None."""
+    row = execute(tx, _RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
         return FutureState(status="unknown")
     status, kind, data, crc, created_at = row
-    if status == "open":
-        return FutureState(status="open", kind=kind, created_at=created_at)
     if data is None:
-        return FutureState(status="pruned", kind=kind, created_at=created_at)
+        return FutureState("open" if status == "open" else "pruned", kind, None, created_at)
     if crc is not None and crc != crc32(data):
-        return FutureState(status="damaged", kind=kind, created_at=created_at)
-    outcome = "failed" if status == "failed" else "done"
-    return FutureState(status=outcome, kind=kind, result=data, created_at=created_at)
+        return FutureState("damaged", kind, None, created_at)
+    return FutureState("failed" if status == "failed" else "done", kind, data, created_at)
+
+
+_OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(
+    is_in_batch(col(RequestRow.request_id)), col(RequestRow.status) != "open"
+)
 
 
 def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, Literal["done", "failed"]]:
-    """Those of the requests that are answered, and how."""
-    answered: dict[RequestId, Literal["done", "failed"]] = {}
-    for some in in_parts(request_ids):
-        for name, status in tx.connection().execute(_OUTCOMES, {"some": some}):
-            answered[name] = "failed" if status == "failed" else "done"
-    return answered
+    """Return the outcomes of those requests that are complete."""
+    return dict(execute_in_batches(tx, _OUTCOMES, request_ids))
+
+
+_OWNERS_OF_OPEN = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
+    is_in_batch(col(RequestRow.request_id)), col(RequestRow.status) == "open"
+)
 
 
 def owners_of_open(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
-    """Those of the requests that are still to be answered, and whose they are."""
-    owners: dict[RequestId, str] = {}
-    for some in in_parts(request_ids):
-        owners.update((name, owner) for name, owner in tx.connection().execute(_OWNERS_OF_OPEN, {"some": some}))
-    return owners
+    """Return the owners of those requests that are open."""
+    return dict(execute_in_batches(tx, _OWNERS_OF_OPEN, request_ids))
 
 
 def any_answered_since(tx: Session, since: float) -> bool:
-    """Whether any request was answered at that time or later."""
+    """Return whether a request was completed at or after a time."""
     wanted = select(col(RequestRow.position)).where(col(RequestRow.completed_at) >= since).limit(1)
-    return tx.connection().execute(wanted).first() is not None
+    return execute(tx, wanted).first() is not None
+
+
+_MARK_FETCHED = (
+    update(RequestRow)
+    .where(is_in_batch(col(RequestRow.request_id)), col(RequestRow.fetched_at).is_(None))
+    .values(fetched_at=bindparam("now"))
+)
 
 
 def mark_fetched(tx: Session, request_ids: Iterable[RequestId], now: float) -> None:
-    """Note that clients have their results; the first time counts."""
-    for some in in_parts(request_ids):
-        tx.connection().execute(_FETCHED, {"some": some, "now": now})
+    """Record the time at which clients first fetched the results."""
+    execute_in_batches(tx, _MARK_FETCHED, request_ids, now=now)
+
+
+def cancel(
+    tx: Session, request_id: RequestId, owner: str | None, failure: bytes, now: float
+) -> Literal["cancelled", "over", "no sample"]:
+    """Complete an open sample with the encoded `failure` and queue the cancellation for the engine.
+
+    Returns "over" if the request is complete or unknown, and "no sample" for a request of another kind.
+    """
+    state = result(tx, request_id, owner)
+    if state.status == "unknown":
+        return "over"
+    if state.kind != "sample":
+        return "no sample"
+    if not complete(tx, request_id, failure, failed=True, effect_order=None, now=now):
+        return "over"
+    tx.add(CancellationRow(request_id=request_id))
+    return "cancelled"
+
+
+def cancelled_since(tx: Session, position: int) -> list[tuple[int, RequestId]]:
+    """Return position and request of the cancellations after a position."""
+    order = col(CancellationRow.position)
+    wanted = select(order, col(CancellationRow.request_id)).where(order > position).order_by(order)
+    return [(int(found or 0), request_id) for found, request_id in execute(tx, wanted)]
+
+
+def forget_cancellations(tx: Session, position: int | None = None) -> None:
+    """Delete the cancellations up to a position that the engine has read; None deletes all, for an engine's start."""
+    read = delete(CancellationRow)
+    if position is not None:
+        read = read.where(col(CancellationRow.position) <= position)
+    execute(tx, read)
+
+
+_ORDER = col(RequestRow.answer_order)
+_LAST_COMPLETION = select(col(AnswerCounterRow.value))
+_COMPLETED_SINCE = (
+    select(_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id))
+    .where(bindparam("after") < _ORDER)
+    .order_by(_ORDER)
+    .limit(bindparam("limit"))
+)
+_COMPLETIONS_OF_CLIENT = (
+    select(
+        _ORDER,
+        col(RequestRow.request_id),
+        col(RequestRow.status) == "failed",
+        func.coalesce(func.length(col(RequestRow.result)), 0),
+    )
+    .where(
+        col(RequestRow.sampling_session_id) == bindparam("sampling_session_id"),
+        bindparam("after") < _ORDER,
+        func.coalesce(col(RequestRow.seq_id), 0).between(bindparam("first"), bindparam("last")),
+    )
+    .order_by(_ORDER)
+    .limit(bindparam("limit"))
+)
+
+
+def last_completion(tx: Session) -> int:
+    """Return the position of the newest completion; 0 if there is none."""
+    return execute(tx, _LAST_COMPLETION).scalar_one_or_none() or 0
+
+
+def completed_since(tx: Session, after: int, limit: int) -> list[tuple[int, RequestId, SamplingSessionId | None]]:
+    """Return position, request and sampling session of the completions of any kind after a position."""
+    rows = execute(tx, _COMPLETED_SINCE, {"after": after, "limit": limit})
+    return [(int(order or 0), request_id, sampling_session_id) for order, request_id, sampling_session_id in rows]
+
+
+def completions_of_client(
+    tx: Session, sampling_session_id: SamplingSessionId, clone: int, after: int, limit: int
+) -> list[Completion]:
+    """Return a sampling client's completions after a position; clone 0 is the original client, others are copies."""
+    of_clone = {"first": clone * CLONE_STRIDE, "last": (clone + 1) * CLONE_STRIDE - 1}
+    parameters = {"sampling_session_id": sampling_session_id, "after": after, "limit": limit, **of_clone}
+    rows = execute(tx, _COMPLETIONS_OF_CLIENT, parameters)
+    return [Completion(*row) for row in rows]

@@ -1,67 +1,56 @@
-"""Models in training."""
+"""Models in training, and their recovery snapshots."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import bindparam, func, true, update
+from sqlalchemy import delete as delete_from
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
-from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.store import checkpoints
-from skyrl_tx.store.tables import ModelRow, ModelStatus, SessionRow, SnapshotRow
+from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
+from skyrl_tx.store import checkpoints, pruning, samplers
+from skyrl_tx.store.tables import (
+    CheckpointRow,
+    ModelRow,
+    ModelStatus,
+    RequestRow,
+    SamplingSessionRow,
+    SessionRow,
+    SnapshotRow,
+    execute,
+    existing,
+)
 
 
-def create(
-    tx: Session,
-    *,
-    model_id: ModelId,
-    session_id: SessionId,
-    base_model: str,
-    spec: bytes,
-    user_metadata: Mapping[str, str] | None,
-    now: float,
-) -> bool:
-    """Note a model that is to be made; False if its id exists already, which then stays as it is."""
-    if get(tx, model_id) is not None:
+def create(tx: Session, row: ModelRow) -> bool:
+    """Insert a model; return False, changing nothing, if its id exists."""
+    if get(tx, row.model_id) is not None:
         return False
-    tx.add(
-        ModelRow(
-            model_id=model_id,
-            session_id=session_id,
-            base_model=base_model,
-            spec=spec,
-            user_metadata=None if user_metadata is None else dict(user_metadata),
-            created_at=now,
-            last_request_at=now,
-        )
-    )
-    tx.flush()
+    tx.add(row)
     return True
 
 
 def get(tx: Session, model_id: ModelId) -> ModelRow | None:
-    """Read a model."""
+    """Return a model, or None if there is none."""
     return tx.get(ModelRow, model_id)
 
 
 @dataclass(frozen=True, slots=True)
-class Addressed:
-    """What a request for a model needs to know of it."""
+class ModelRef:
+    """The columns of a model that every request for it needs."""
 
     session_id: SessionId
     owner: str
     last_request_at: float
 
 
-_ADDRESSED = (
+_FIND = (
     select(ModelRow.session_id, SessionRow.owner, ModelRow.last_request_at)
     .join(SessionRow)
     .where(ModelRow.model_id == bindparam("model_id"))
 )
 
-
-# Every answer takes these: in one statement each, without an object.
+# Built once, and without ORM objects: these run for every request.
 _TOUCH = (
     update(ModelRow)
     .where(col(ModelRow.model_id) == bindparam("name"), col(ModelRow.last_request_at) < bindparam("now"))
@@ -75,48 +64,45 @@ _NEXT_EFFECT = (
 )
 
 
-def addressed(tx: Session, model_id: ModelId) -> Addressed | None:
-    """Find a model for one more request; a cheaper look than `get`, because every request takes it."""
-    row = tx.connection().execute(_ADDRESSED, {"model_id": model_id}).one_or_none()
-    return None if row is None else Addressed(*row)
+def find(tx: Session, model_id: ModelId) -> ModelRef | None:
+    """Return what a request needs of a model, or None; cheaper than `get`."""
+    row = execute(tx, _FIND, {"model_id": model_id}).one_or_none()
+    return None if row is None else ModelRef(*row)
 
 
 def owner(tx: Session, model_id: ModelId) -> str | None:
-    """Whose model it is; None if there is none."""
+    """Return the owner of a model, or None if there is none."""
     wanted = select(SessionRow.owner).join(ModelRow).where(ModelRow.model_id == model_id)
     return tx.exec(wanted).one_or_none()
 
 
 def set_status(tx: Session, model_id: ModelId, status: ModelStatus) -> None:
-    """Say how a model fares. Raises LookupError if there is none."""
-    _existing(tx, model_id).status = status
-    tx.flush()
+    """Set a model's status. Raises LookupError if there is none."""
+    existing(tx, ModelRow, model_id).status = status
 
 
-def made(tx: Session, model_id: ModelId, base_model_hash: str) -> None:
-    """Say that a model exists, on these base weights. Raises LookupError if there is none."""
-    row = _existing(tx, model_id)
+def set_ready(tx: Session, model_id: ModelId, base_model_hash: str) -> None:
+    """Set a model's status to `ready` and record its base weights. Raises LookupError if there is none."""
+    row = existing(tx, ModelRow, model_id)
     row.status, row.base_model_hash = "ready", base_model_hash
-    tx.flush()
 
 
-def on_other_base(tx: Session, base_model_hash: str) -> list[ModelRow]:
-    """Models that are ready, on other base weights than these; "" is any."""
+def list_on_other_base(tx: Session, base_model_hash: str) -> list[ModelRow]:
+    """Return the ready models on other base weights; models with an unknown or empty hash match any base."""
     known = col(ModelRow.base_model_hash).not_in(("", base_model_hash))
     return list(tx.exec(select(ModelRow).where(col(ModelRow.status) == "ready", known)))
 
 
-def leave_all(tx: Session) -> list[ModelRow]:
-    """Leave every model where it is: none of them is brought back. Returns them, oldest first."""
+def abandon_all(tx: Session) -> list[ModelRow]:
+    """Set the status of all live models to `left`, so that none is restored; return them, oldest first."""
     left = live(tx)
     for row in left:
         row.status = "left"
-    tx.flush()
     return left
 
 
 def expire(tx: Session, before: float) -> list[ModelId]:
-    """End the models whose session was last heard of, and which were last asked, before a time; returns them."""
+    """Expire the models whose last request and whose session's last heartbeat precede a time; return their ids."""
     wanted = (
         select(ModelRow)
         .join(SessionRow)
@@ -129,51 +115,40 @@ def expire(tx: Session, before: float) -> list[ModelId]:
     ended = list(tx.exec(wanted))
     for row in ended:
         row.status = "expired"
-        snapshot = tx.get(SnapshotRow, row.model_id)
-        if snapshot is not None:
-            tx.delete(snapshot)
-    tx.flush()
+        delete_snapshot(tx, row.model_id)
     return [row.model_id for row in ended]
 
 
-def set_poison(tx: Session, model_id: ModelId, message: str | None) -> None:
-    """Say why the gradient being summed is incomplete; None: it is whole. Raises LookupError for no model."""
-    _existing(tx, model_id).poisoned_by = message
-    tx.flush()
+def set_incomplete_gradient(tx: Session, model_id: ModelId, message: str | None) -> None:
+    """Record why the accumulated gradient is incomplete; None clears it. Raises LookupError if there is no model."""
+    existing(tx, ModelRow, model_id).poisoned_by = message
 
 
 def touch(tx: Session, model_id: ModelId, now: float) -> None:
-    """Note that something was asked of a model. Raises LookupError if there is none."""
-    if tx.connection().execute(_TOUCH, {"name": model_id, "now": now}).rowcount == 0:
-        _existing(tx, model_id)  # then it was touched later than that
+    """Record the time of a request for a model. Raises LookupError if there is none."""
+    if execute(tx, _TOUCH, {"name": model_id, "now": now}).rowcount == 0:
+        existing(tx, ModelRow, model_id)  # it exists, with a later time
 
 
-def next_effect(tx: Session, model_id: ModelId) -> int:
-    """Count one more effect on a model, and return its number. Raises LookupError if there is none."""
-    counted = tx.connection().execute(_NEXT_EFFECT, {"name": model_id}).scalar_one_or_none()
-    if counted is None:
-        raise LookupError(f"no model {model_id!r}")
-    return counted
-
-
-def _existing(tx: Session, model_id: ModelId) -> ModelRow:
-    row = get(tx, model_id)
-    if row is None:
-        raise LookupError(f"no model {model_id!r}")
-    return row
+def next_effect_order(tx: Session, model_id: ModelId) -> int:
+    """Return the next log sequence number of a model. Raises LookupError if there is none."""
+    number = execute(tx, _NEXT_EFFECT, {"name": model_id}).scalar_one_or_none()
+    if number is None:
+        raise LookupError(f"no ModelRow has the key {model_id!r}")
+    return number
 
 
 _OLDEST_FIRST = (col(ModelRow.created_at), col(ModelRow.model_id))
 
 
 def live(tx: Session) -> list[ModelRow]:
-    """Models that are ready or being made, oldest first."""
+    """Return the models in status `creating` or `ready`, oldest first."""
     wanted = select(ModelRow).where(col(ModelRow.status).in_(("creating", "ready"))).order_by(*_OLDEST_FIRST)
     return list(tx.exec(wanted))
 
 
 def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
-    """A session's models, oldest first."""
+    """Return a session's models, oldest first."""
     wanted = select(ModelRow).where(ModelRow.session_id == session_id).order_by(*_OLDEST_FIRST)
     return list(tx.exec(wanted))
 
@@ -187,9 +162,9 @@ def list_owned(
     project_id: str | None = None,
     published_at: float | None = None,
 ) -> tuple[list[ModelRow], int]:
-    """A page of an owner's models, the last asked first, and how many there are in all; None: of every owner's.
+    """Return a page of an owner's models, the one with the latest request first, and their total number.
 
-    `published_at` adds those of others with a checkpoint that is public at that time.
+    `owner` None means all owners. `published_at` adds other owners' models with a checkpoint that is public then.
     """
     is_wanted: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
     if published_at is not None:
@@ -200,3 +175,52 @@ def list_owned(
     latest_first = (col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
     page = select(ModelRow).join(SessionRow).where(is_wanted).order_by(*latest_first).limit(limit).offset(offset)
     return list(tx.exec(page)), tx.exec(count).one()
+
+
+def delete(tx: Session, model_id: ModelId) -> None:
+    """Delete a run with its checkpoints, requests and ephemeral samplers.
+
+    Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
+    """
+    row = existing(tx, ModelRow, model_id)
+    if row.status in ("creating", "ready"):
+        raise ValueError(f"run {model_id} is {row.status}")
+    pruning.delete_high_water_marks(tx, [f"model/{model_id}"])
+    pruning.delete_sampling_marks(tx, samplers.ids_of_model(tx, model_id))
+    for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
+        execute(tx, delete_from(table).where(col(table.model_id) == model_id))
+    tx.delete(row)
+    tx.flush()
+
+
+def put_snapshot(
+    tx: Session, model_id: ModelId, artifact_id: ArtifactId, effect_order: int, now: float
+) -> ArtifactId | None:
+    """Replace a model's snapshot by one that is not older; return the replaced artifact, if any.
+
+    Raises ValueError if `effect_order` is smaller than that of the present snapshot.
+    """
+    row = get_snapshot(tx, model_id)
+    if row is None:
+        tx.add(SnapshotRow(model_id=model_id, artifact_id=artifact_id, effect_order=effect_order, created_at=now))
+        return None
+    if effect_order < row.effect_order:
+        raise ValueError(f"snapshot of {model_id} at effect {effect_order} is older than that at {row.effect_order}")
+    replaced = row.artifact_id
+    row.artifact_id, row.effect_order, row.created_at = artifact_id, effect_order, now
+    return replaced
+
+
+def get_snapshot(tx: Session, model_id: ModelId) -> SnapshotRow | None:
+    """Return a model's snapshot, or None if there is none."""
+    return tx.get(SnapshotRow, model_id)
+
+
+def delete_snapshot(tx: Session, model_id: ModelId) -> ArtifactId | None:
+    """Delete a model's snapshot; return its artifact, if any."""
+    row = get_snapshot(tx, model_id)
+    if row is None:
+        return None
+    tx.delete(row)
+    tx.flush()
+    return row.artifact_id

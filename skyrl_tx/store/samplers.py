@@ -1,4 +1,4 @@
-"""Sampling sessions: what clients sample from."""
+"""Sampling sessions: the weights that each sampling client uses."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,32 +7,31 @@ from sqlalchemy import update
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store.tables import SamplingSessionRow
+from skyrl_tx.store.tables import SamplingSessionRow, execute, existing
 
 
 def create_session(tx: Session, row: SamplingSessionRow) -> bool:
-    """Begin a sampling session; False if its id exists already, which then stays as it is."""
+    """Insert a sampling session; return False, changing nothing, if its id exists."""
     if get(tx, row.sampling_session_id) is not None:
         return False
     tx.add(row)
-    tx.flush()
     return True
 
 
 def get(tx: Session, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
-    """Read a sampling session."""
+    """Return a sampling session, or None if there is none."""
     return tx.get(SamplingSessionRow, sampling_session_id)
 
 
 def ids_of_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId]:
-    """All sampling sessions that a client session began, oldest first."""
+    """Return all sampling sessions of a client session, oldest first."""
     oldest_first = (col(SamplingSessionRow.created_at), col(SamplingSessionRow.sampling_session_id))
     wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.session_id == session_id)
     return [SamplingSessionId(found) for found in tx.exec(wanted.order_by(*oldest_first))]
 
 
 def ids_of_model(tx: Session, model_id: ModelId) -> list[SamplingSessionId]:
-    """All sampling sessions that a model's unnamed saves began."""
+    """Return all sampling sessions of a model's ephemeral samplers."""
     wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.model_id == model_id)
     return [SamplingSessionId(found) for found in tx.exec(wanted)]
 
@@ -40,7 +39,7 @@ def ids_of_model(tx: Session, model_id: ModelId) -> list[SamplingSessionId]:
 def find(
     tx: Session, session_id: SessionId, model_path: str | None, sampler: SamplerId | None
 ) -> SamplingSessionRow | None:
-    """A sampling session of a client session that samples from just these weights, known by that path."""
+    """Return a client session's sampling session with this path and sampler, or None; ephemeral ones do not count."""
     wanted = select(SamplingSessionRow).where(
         SamplingSessionRow.session_id == session_id,
         col(SamplingSessionRow.model_id).is_(None),
@@ -51,63 +50,55 @@ def find(
 
 
 def add_clone(tx: Session, sampling_session_id: SamplingSessionId) -> int:
-    """Number one more copy of a session's client; the first is 1. Raises LookupError if there is no such session."""
-    row = get(tx, sampling_session_id)
-    if row is None:
-        raise LookupError(f"no sampling session {sampling_session_id!r}")
+    """Count one more copy of the sampling client; return its number, from 1. Raises LookupError if there is none."""
+    row = existing(tx, SamplingSessionRow, sampling_session_id)
     row.num_clones += 1
-    tx.flush()
     return row.num_clones
 
 
 def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
-    """Note that a sampling session is in use. Raises LookupError if there is none."""
-    row = get(tx, sampling_session_id)
-    if row is None:
-        raise LookupError(f"no sampling session {sampling_session_id!r}")
+    """Record a use of a sampling session. Raises LookupError if there is none."""
+    row = existing(tx, SamplingSessionRow, sampling_session_id)
     row.last_used_at = max(now, row.last_used_at)
-    tx.flush()
 
 
 @dataclass(frozen=True, slots=True)
-class Unnamed:
-    """An unnamed save and the sampler that its session has now: its own, or if it follows its model a later one."""
+class EphemeralSampler:
+    """The current sampler of an ephemeral save; an in-flight session has the latest one of its model."""
 
     model_id: ModelId
     sampler_id: SamplerId
     request_id: RequestId
 
 
-def unnamed(tx: Session) -> list[Unnamed]:
-    """Unnamed saves whose sessions have a sampler."""
-    columns = (
-        col(SamplingSessionRow.model_id),
-        col(SamplingSessionRow.sampler_id),
-        col(SamplingSessionRow.request_id),
-    )
+def list_ephemeral(tx: Session) -> list[EphemeralSampler]:
+    """Return the ephemeral samplers that are not released."""
+    of_sampler = col(SamplingSessionRow.model_id), col(SamplingSessionRow.sampler_id)
+    columns = (*of_sampler, col(SamplingSessionRow.request_id))
     kept = select(*columns).where(*(column.is_not(None) for column in columns))
-    return [Unnamed(*row) for row in tx.connection().execute(kept)]
+    return [EphemeralSampler(*row) for row in execute(tx, kept)]
 
 
 def set_size(tx: Session, model_id: ModelId, sampler: SamplerId, size_bytes: int) -> None:
-    """Note how much room an unnamed sampler takes on the disk."""
+    """Record the size of an ephemeral sampler's files."""
     its_own = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.sampler_id) == sampler
-    tx.connection().execute(update(SamplingSessionRow).where(*its_own).values(size_bytes=size_bytes))
+    execute(tx, update(SamplingSessionRow).where(*its_own).values(size_bytes=size_bytes))
 
 
-def follow(tx: Session, model_id: ModelId, sampler: SamplerId) -> None:
-    """Give new weights to all sampling sessions that follow a model."""
-    following = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.is_inflight)
-    tx.connection().execute(update(SamplingSessionRow).where(*following).values(sampler_id=sampler, size_bytes=None))
+def update_inflight(tx: Session, model_id: ModelId, sampler: SamplerId) -> None:
+    """Give a new sampler to all in-flight sampling sessions of a model."""
+    is_inflight = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.is_inflight)
+    execute(tx, update(SamplingSessionRow).where(*is_inflight).values(sampler_id=sampler, size_bytes=None))
 
 
 def release_unused(
     tx: Session, before: float, *, keep_newest: int = 4, max_bytes: int | None = None
 ) -> list[SamplerId]:
-    """Let go of unnamed samplers not used since a time, but for each model's newest; returns those let go.
+    """Release ephemeral samplers that were last used before a time; return them.
 
-    Then of more, the one used longest ago first, while they take more than `max_bytes`; each model's newest stays.
-    Their sessions stay, without a sampler: sampling from one is then a user error that says to save with a name.
+    Each model keeps its `keep_newest` newest. While the rest takes more than `max_bytes`, the least recently used ones
+    are released too, except each model's newest. Their sessions stay without a sampler: sampling from one then fails
+    with an error that suggests to save with a name.
     """
     kept: list[list[SamplingSessionRow]] = []
     released: list[list[SamplingSessionRow]] = []
@@ -129,12 +120,11 @@ def release_unused(
     names = [_sampler(rows) for rows in released]
     for row in (row for rows in released for row in rows):
         row.sampler_id = None
-    tx.flush()
     return names
 
 
 def _by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
-    """The sessions of each unnamed sampler, the newest sampler first; in-flight sessions share one."""
+    """Return the sessions of each ephemeral sampler, the newest sampler first; in-flight sessions share one."""
     rows = select(SamplingSessionRow).where(
         col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None)
     )

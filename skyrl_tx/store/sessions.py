@@ -1,4 +1,4 @@
-"""Client sessions: who is there, since when, until when."""
+"""Client sessions and their heartbeats."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -7,15 +7,14 @@ from sqlalchemy import bindparam
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import RequestId, SessionId
-from skyrl_tx.store.parts import in_parts, is_some
-from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow
+from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow, execute_in_batches, is_in_batch
 
-_READ_AT_ONCE = 200
-_SILENT_ASKERS = (
+_ROWS_PER_FETCH = 200
+_WAITING_WITHOUT_HEARTBEAT = (
     select(SessionRow.session_id)
     .distinct()
     .where(
-        is_some(col(RequestRow.request_id)),
+        is_in_batch(col(RequestRow.request_id)),
         col(RequestRow.status) == "open",
         col(RequestRow.session_id) == col(SessionRow.session_id),
         col(SessionRow.finished_at).is_(None),
@@ -28,15 +27,15 @@ def create(
     tx: Session,
     *,
     owner: str,
-    tags: Sequence[str],
-    user_metadata: Mapping[str, object] | None,
-    sdk_version: str | None,
-    project_id: str | None,
-    display_name: str | None,
     now: float,
+    tags: Sequence[str] = (),
+    user_metadata: Mapping[str, object] | None = None,
+    sdk_version: str | None = None,
+    project_id: str | None = None,
+    display_name: str | None = None,
     session_id: SessionId | None = None,
 ) -> SessionId:
-    """Begin a session, under a new unguessable id where none is given."""
+    """Insert a session; return its id, which is random unless given."""
     session_id = session_id or SessionId(f"session-{secrets.token_hex(16)}")
     tx.add(
         SessionRow(
@@ -51,42 +50,36 @@ def create(
             last_heartbeat_at=now,
         )
     )
-    tx.flush()
     return session_id
 
 
 def get(tx: Session, session_id: SessionId) -> SessionRow | None:
-    """Read a session."""
+    """Return a session, or None if there is none."""
     return tx.get(SessionRow, session_id)
 
 
 def heartbeat(tx: Session, session_id: SessionId, now: float) -> bool:
-    """Note that a client still lives; False if there is no such session."""
+    """Record a heartbeat; return False if there is no such session."""
     row = get(tx, session_id)
     if row is None:
         return False
     row.last_heartbeat_at = max(now, row.last_heartbeat_at)
-    tx.flush()
     return True
 
 
-def silent_askers(tx: Session, request_ids: Iterable[RequestId], before: float) -> set[SessionId]:
-    """The sessions of those of the requests that are open, as far as they live and were not heard of since a time."""
-    found: set[SessionId] = set()
-    for some in in_parts(request_ids):
-        names = tx.connection().execute(_SILENT_ASKERS, {"some": some, "before": before}).scalars()
-        found.update(SessionId(name) for name in names)
-    return found
+def waiting_without_heartbeat(tx: Session, request_ids: Iterable[RequestId], before: float) -> set[SessionId]:
+    """Return the unfinished sessions with one of these requests open and no heartbeat since a time."""
+    rows = execute_in_batches(tx, _WAITING_WITHOUT_HEARTBEAT, request_ids, before=before)
+    return {SessionId(session_id) for (session_id,) in rows}
 
 
 def finish(tx: Session, session_id: SessionId, reason: str, now: float) -> bool:
-    """End a session; the first reason stays. False if there is no such session."""
+    """Finish a session; the first reason stays. Returns False if there is no such session."""
     row = get(tx, session_id)
     if row is None:
         return False
     if row.finished_at is None:
         row.finished_at, row.finish_reason = now, reason
-        tx.flush()
     return True
 
 
@@ -94,20 +87,23 @@ _NEWEST_FIRST = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
 
 
 def list_ids(tx: Session, owner: str | None, limit: int, offset: int) -> list[SessionId]:
-    """An owner's sessions, newest first; None: every owner's."""
+    """Return a page of an owner's sessions, newest first; `owner` None means all owners."""
     wanted = select(SessionRow.session_id).order_by(*_NEWEST_FIRST)
     if owner is not None:
         wanted = wanted.where(SessionRow.owner == owner)
     return [SessionId(session_id) for session_id in tx.exec(wanted.limit(limit).offset(offset))]
 
 
-def newest_first(
+def iterate(
     tx: Session,
     owners: Collection[str] | None,
     project_ids: Collection[str] | None,
     after: tuple[float, SessionId] | None,
 ) -> Iterator[SessionRow]:
-    """Sessions of owners and in projects (None: of all), newest first, after the one made then and of that id."""
+    """Yield the sessions of owners and projects, newest first, after a cursor of creation time and id.
+
+    `owners` and `project_ids` None mean all.
+    """
     wanted = select(SessionRow).order_by(*_NEWEST_FIRST)
     if owners is not None:
         wanted = wanted.where(col(SessionRow.owner).in_(owners))
@@ -116,13 +112,13 @@ def newest_first(
     if after is not None:
         created_at, session_id = after
         is_older = col(SessionRow.created_at) < created_at
-        is_beside = (col(SessionRow.created_at) == created_at) & (col(SessionRow.session_id) > session_id)
-        wanted = wanted.where(is_older | is_beside)
-    yield from tx.exec(wanted.execution_options(yield_per=_READ_AT_ONCE))
+        has_later_id = (col(SessionRow.created_at) == created_at) & (col(SessionRow.session_id) > session_id)
+        wanted = wanted.where(is_older | has_later_id)
+    yield from tx.exec(wanted.execution_options(yield_per=_ROWS_PER_FETCH))
 
 
 def unfinished(tx: Session, owner: str, display_name: str) -> SessionId | None:
-    """An owner's newest session of that display name which has not finished."""
+    """Return an owner's newest unfinished session with a display name, or None."""
     wanted = select(SessionRow.session_id).where(
         SessionRow.owner == owner, SessionRow.display_name == display_name, col(SessionRow.finished_at).is_(None)
     )
@@ -131,27 +127,25 @@ def unfinished(tx: Session, owner: str, display_name: str) -> SessionId | None:
 
 
 def set_project(tx: Session, session_id: SessionId, project_id: str) -> bool:
-    """Move a session, and all that was made in it, into a project; False if there is no such session."""
+    """Move a session and everything created in it to a project; return False if there is no such session."""
     row = get(tx, session_id)
     if row is None:
         return False
     row.project_id = project_id
-    tx.flush()
     return True
 
 
-def end_silent(tx: Session, before: float, reason: str, now: float) -> list[SessionId]:
-    """End the sessions not heard of, and of which nothing was asked, since a time; returns them."""
-    asked = select(ModelRow.session_id).where(col(ModelRow.last_request_at) >= before)
-    sampled = select(SamplingSessionRow.session_id).where(col(SamplingSessionRow.last_used_at) >= before)
-    silent = select(SessionRow).where(
+def finish_timed_out(tx: Session, before: float, reason: str, now: float) -> list[SessionId]:
+    """Finish the sessions without a heartbeat, training request or sample since a time; return their ids."""
+    has_trained = select(ModelRow.session_id).where(col(ModelRow.last_request_at) >= before)
+    has_sampled = select(SamplingSessionRow.session_id).where(col(SamplingSessionRow.last_used_at) >= before)
+    timed_out = select(SessionRow).where(
         col(SessionRow.finished_at).is_(None),
         col(SessionRow.last_heartbeat_at) < before,
-        col(SessionRow.session_id).not_in(asked),
-        col(SessionRow.session_id).not_in(sampled),
+        col(SessionRow.session_id).not_in(has_trained),
+        col(SessionRow.session_id).not_in(has_sampled),
     )
-    ended = list(tx.exec(silent))
+    ended = list(tx.exec(timed_out))
     for row in ended:
         row.finished_at, row.finish_reason = now, reason
-    tx.flush()
     return [row.session_id for row in ended]

@@ -1,16 +1,29 @@
-"""The rows. Times are seconds since the epoch, UTC, in columns that end in `_at`.
+"""The database tables, and statements with lists of ids. Columns that end in `_at` hold seconds since the epoch.
 
-Every session has an owner; everything else reaches its owner through a session.
+Every session has an owner; other rows belong to an owner through their session.
 """
 
 # pyright: reportAssignmentType=false
 # sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, TypeVarTuple, overload
 
-from sqlalchemy import JSON, BigInteger, Index, Integer, String, text
-from sqlmodel import Field, SQLModel
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ColumnElement,
+    CursorResult,
+    Executable,
+    Index,
+    Integer,
+    String,
+    bindparam,
+    text,
+)
+from sqlalchemy.orm import Mapped
+from sqlalchemy.sql.selectable import TypedReturnsRows
+from sqlmodel import Field, Session, SQLModel
 
 from skyrl_tx.contract.ids import (
     ArtifactId,
@@ -25,20 +38,25 @@ from skyrl_tx.contract.ids import (
 
 ModelStatus = Literal["creating", "ready", "failed", "unloaded", "left", "expired"]
 RequestStatus = Literal["open", "done", "failed"]
-EngineStatus = Literal["starting", "ready", "stopping"]
+EngineStatus = Literal["starting", "recovering", "ready", "stopping"]
 KeyScope = Literal["user", "admin"]
+T = TypeVar("T")
+RowT = TypeVar("RowT", bound=SQLModel)
+Ts = TypeVarTuple("Ts")
+_Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
 
-_BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself only in a column named INTEGER
+_BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
 _JSON_OR_NULL = JSON(none_as_null=True)
+_MAX_IDS = 1024
 
 
 def _partial(name: str, column: str, where: str) -> Index:
-    """An index of some rows only; each kind of database is told so in its own words."""
+    """Return a partial index, for both kinds of database."""
     return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
 
 
 class SessionRow(SQLModel, table=True):
-    """One client process, as it announced itself."""
+    """A session of one client process, with the metadata it sent."""
 
     __tablename__ = "sessions"
 
@@ -56,7 +74,7 @@ class SessionRow(SQLModel, table=True):
 
 
 class ModelRow(SQLModel, table=True):
-    """One adapter in training: a training run. `spec` is a `ModelSpec` in the codec's bytes."""
+    """A training run: one adapter in training. `spec` is an encoded `ModelSpec`."""
 
     __tablename__ = "models"
 
@@ -69,15 +87,15 @@ class ModelRow(SQLModel, table=True):
     created_at: float
     last_request_at: float
     effect_order: int = 0
-    """The number of the last effect committed; the first is 1."""
+    """Log sequence number of the last committed request; the first is 1."""
     poisoned_by: str | None = None
-    """Why the gradient being summed is incomplete; the next optim_step fails with it."""
+    """Why the accumulated gradient is incomplete; the next optim_step fails with this message."""
     base_model_hash: str | None = None
-    """Of the base weights that it is trained on, once it is made."""
+    """Hash of the base weights, once the model is created."""
 
 
 class RequestRow(SQLModel, table=True):
-    """A future: what was asked, and once known, the answer. Together the engine's write-ahead log."""
+    """A future: a request, and later its result. These rows are also the engine's write-ahead log."""
 
     __tablename__ = "requests"
     __table_args__ = (
@@ -88,7 +106,7 @@ class RequestRow(SQLModel, table=True):
         _partial("ix_requests_pruned", "fetched_at", "result IS NULL AND status <> 'open'"),
         Index("ix_requests_answers", "answer_order"),
         Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
-        {"sqlite_autoincrement": True},  # a position is never given twice: readers keep it as a cursor
+        {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors
     )
 
     position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
@@ -108,27 +126,27 @@ class RequestRow(SQLModel, table=True):
     result: bytes | None = None
     """None while open, and again once pruned."""
     body_crc: int | None = Field(default=None, sa_type=BigInteger)
-    """CRC-32 of `body`; None in rows of releases that kept none."""
+    """CRC-32 of `body`; None in rows of early releases."""
     result_crc: int | None = Field(default=None, sa_type=BigInteger)
     created_at: float
     completed_at: float | None = None
     fetched_at: float | None = None
     answer_order: int | None = Field(default=None, sa_type=BigInteger)
-    """Order of answers, as they were committed: what was read up to one of them is never added to."""
+    """Order of completion by commit: no later commit gets a smaller number."""
 
 
 class PrunedRow(SQLModel, table=True):
-    """Up to which number the requests of a model, or of one client of a sampling session, are forgotten."""
+    """High-water mark: the last deleted sequence number of a model or sampling client."""
 
     __tablename__ = "pruned"
 
     numbered_by: str = Field(primary_key=True)
-    """See `pruning.numbered_by`."""
+    """The scope, see `futures.sequence_scope`."""
     up_to: int = Field(sa_type=BigInteger)
 
 
 class AnswerCounterRow(SQLModel, table=True):
-    """How many answers were given; one row, so that those who answer take turns until they have committed."""
+    """The number of completed requests. Its one row serializes transactions that complete requests."""
 
     __tablename__ = "answer_counter"
 
@@ -137,7 +155,7 @@ class AnswerCounterRow(SQLModel, table=True):
 
 
 class CancellationRow(SQLModel, table=True):
-    """A sample that was answered because its client wants it no more, until the engine has heard of it."""
+    """A sample that its client cancelled, until the engine has read the cancellation."""
 
     __tablename__ = "cancellations"
     __table_args__ = {"sqlite_autoincrement": True}
@@ -147,7 +165,7 @@ class CancellationRow(SQLModel, table=True):
 
 
 class SamplingSessionRow(SQLModel, table=True):
-    """What a client samples from: the base model, a checkpoint, or an unnamed save of `model_id`."""
+    """The weights of one sampling client: the base model, a checkpoint, or an ephemeral sampler of `model_id`."""
 
     __tablename__ = "sampling_sessions"
 
@@ -161,11 +179,11 @@ class SamplingSessionRow(SQLModel, table=True):
     last_used_at: float
     request_id: RequestId | None = Field(default=None, sa_type=String)
     size_bytes: int | None = Field(default=None, sa_type=BigInteger)
-    """Of an unnamed save's files, once they are written."""
+    """Size of an ephemeral sampler's files, once they are written."""
     is_inflight: bool = False
-    """Whether it follows its model: each in-flight save gives it new weights."""
+    """Whether each in-flight save of the model replaces the sampler."""
     num_clones: int = 0
-    """Copies of the client, in other processes, that number their requests apart."""
+    """Copies of the client in other processes, each with its own range of sequence numbers."""
 
 
 class CheckpointRow(SQLModel, table=True):
@@ -185,12 +203,12 @@ class CheckpointRow(SQLModel, table=True):
 
     @property
     def path(self) -> CheckpointPath:
-        """Where clients find it."""
+        """The checkpoint's `tinker://` path."""
         return CheckpointPath(self.model_id, CheckpointKind(self.kind), self.name)
 
 
 class SnapshotRow(SQLModel, table=True):
-    """What a model is restored from after a crash: it contains the effects up to `effect_order`."""
+    """A model's recovery snapshot at one log sequence number, `effect_order`."""
 
     __tablename__ = "snapshots"
 
@@ -201,7 +219,7 @@ class SnapshotRow(SQLModel, table=True):
 
 
 class StabilityRow(SQLModel, table=True):
-    """What the sampler recorded of one sequence: `logprobs` are little-endian float32, one per drawn token."""
+    """Recorded log-probabilities of one sampled sequence: little-endian float32, one per sampled token."""
 
     __tablename__ = "stability"
 
@@ -213,10 +231,10 @@ class StabilityRow(SQLModel, table=True):
 
 
 class ApiKeyRow(SQLModel, table=True):
-    """A key that callers show. Only its digest is kept; `hint` is its beginning, for people."""
+    """An API key, stored as its digest; `hint` is its beginning, for lists."""
 
     __tablename__ = "api_keys"
-    __table_args__ = {"sqlite_autoincrement": True}  # tokens name keys by number: none may ever mean another
+    __table_args__ = {"sqlite_autoincrement": True}  # signed tokens name keys by number, so numbers are never reused
 
     key_id: int | None = Field(default=None, primary_key=True)
     digest: str = Field(unique=True)
@@ -230,7 +248,7 @@ class ApiKeyRow(SQLModel, table=True):
 
 
 class EngineStateRow(SQLModel, table=True):
-    """What the engine says of itself, about once a second; one row."""
+    """The engine's status, published about once a second; one row."""
 
     __tablename__ = "engine_state"
 
@@ -244,3 +262,53 @@ class EngineStateRow(SQLModel, table=True):
     """`SampleLoad` of `engine_state`, as JSON; None while the engine starts."""
     detail: str = ""
     updated_at: float
+
+
+def existing(tx: Session, table: type[RowT], key: object) -> RowT:
+    """Return the row with this primary key. Raises LookupError if there is none."""
+    row = tx.get(table, key)
+    if row is None:
+        raise LookupError(f"no {table.__name__} has the key {key!r}")
+    return row
+
+
+@overload
+def execute(tx: Session, statement: TypedReturnsRows[*Ts], parameters: _Parameters = None) -> CursorResult[*Ts]: ...
+@overload
+def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]: ...
+def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]:
+    """Execute a statement without loading objects, which takes a fraction of the time of `Session.execute`.
+
+    Like that, it writes changed objects first.
+    """
+    tx.flush()
+    return tx.connection().execute(statement, parameters)
+
+
+def is_in_batch(column: Mapped[Any]) -> ColumnElement[bool]:
+    """Return the condition that a column is in the parameter `ids` of `execute_in_batches`.
+
+    A statement built around a list refers to itself and so keeps the list until garbage collection, and SQLite's driver
+    keeps the last 128 statement texts of each connection prepared. So statements are built once, and the lengths of
+    their lists are powers of two.
+    """
+    return column.in_(bindparam("ids", expanding=True))
+
+
+def in_batches(ids: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the ids in lists of 1, 2, 4, … or 1,024; the last list may repeat its last id as padding."""
+    all_ids = list(ids)
+    for start in range(0, len(all_ids), _MAX_IDS):
+        batch = all_ids[start : start + _MAX_IDS]
+        padding = (1 << (len(batch) - 1).bit_length()) - len(batch)
+        yield batch + batch[-1:] * padding
+
+
+def execute_in_batches(tx: Session, statement: Executable, ids: Iterable[object], **parameters: object) -> list[Any]:
+    """Execute a statement for each batch of ids; return all rows that it selects."""
+    rows: list[Any] = []
+    for batch in in_batches(ids):
+        result = execute(tx, statement, {"ids": batch, **parameters})
+        if result.returns_rows:
+            rows.extend(result)
+    return rows

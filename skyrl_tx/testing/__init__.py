@@ -1,1 +1,1 @@
-"""What tests of this project, and of other people's backends, are built from."""
+"""Tools for tests of this project and of third-party backends."""

@@ -1,334 +1,417 @@
-"""What every backend promises, one test a promise; subclass `BackendSuite` and give it a backend."""
+"""The guarantees of the backend contract as tests. Subclass `BackendSuite` and override `make_backend`."""
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, StatePart
-from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import OptimizerParams, PromptOptions
+from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import REDUCTIONS
-from skyrl_tx.testing.backend_bench import STEP, WEIGHTS_ONLY, Bench, Drawn, same_bits
-from skyrl_tx.testing.sampling_suite import SamplingSuite
+from skyrl_tx.testing.backend_driver import STEP, WEIGHTS_ONLY, BackendDriver, Drawn, drawn_of, same_bits
 
 
-class BackendSuite(SamplingSuite):
-    """Guarantees of the contract, with a tiny base model.
+class BackendSuite:
+    """Tests of a backend with a tiny base model, see `skyrl_tx.contract.backend`.
 
-    The backend needs room for three models and two samplers, 64 tokens of context, and "cross_entropy". It is started
-    once per class; override `make_backend`, and `tolerance` where the numbers are not float32.
+    The backend must support three models in training, two samplers, a context of 64 tokens, and "cross_entropy". It is
+    started once per class. Override `make_backend`, and `tolerance` if it computes in less than float32.
     """
+
+    tolerance = 1e-5
+    """The largest difference between log-probabilities of trainer and sampler."""
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
-        """Return a backend, not yet started; `directory` is its own to write in."""
+        """Return a backend that is not started. It may write files into `directory`."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
     @classmethod
-    def started(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-        """A running backend, shared by the class's tests."""
+    def started(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendDriver]:
+        """A started backend, shared by the tests of the class."""
         backend = cls.make_backend(tmp_path_factory.mktemp("backend"))
-        yield Bench(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
+        yield BackendDriver(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
         backend.close()
 
     @pytest.fixture
-    def bench(self, started: Bench, tmp_path: Path) -> Iterator[Bench]:
-        """The running backend without models or samplers."""
-        bench = Bench(started.backend, started.capabilities, tmp_path)
-        yield bench
-        bench.clean()
+    def driver(self, started: BackendDriver, tmp_path: Path) -> Iterator[BackendDriver]:
+        """The started backend, without models or samplers."""
+        driver = BackendDriver(started.backend, started.capabilities, tmp_path)
+        yield driver
+        driver.clean()
 
-    # Aligned
+    # Order of results
 
-    def test_result_i_belongs_to_example_i(self, bench: Bench) -> None:
-        """Whatever the order and mix of lengths and models."""
-        one, two = bench.model(1, steps=1), bench.model(2, steps=1)
-        first = bench.request(one, (9, 3, 17), seed=1)
-        second = bench.request(two, (4, 16), seed=2)
-        forth = bench.backend.forward(bench.batch(first, second))
-        back = bench.backend.forward(bench.batch(second, first))
+    def test_result_i_belongs_to_example_i(self, driver: BackendDriver) -> None:
+        """For every order and mix of lengths and models."""
+        one, two = driver.model(1, steps=1), driver.model(2, steps=1)
+        first = driver.request(one, (9, 3, 17), seed=1)
+        second = driver.request(two, (4, 16), seed=2)
+        forth = driver.backend.forward(driver.batch(first, second))
+        back = driver.backend.forward(driver.batch(second, first))
         assert [len(result.logprobs) for result in forth] == [9, 3, 17, 4, 16]
         assert all(
             same_bits(left, right) for left, right in zip(forth[:3] + forth[3:], back[2:] + back[:2], strict=True)
         )
 
-    def test_every_loss_answers_in_the_shape_of_its_targets(self, bench: Bench) -> None:
+    def test_logprobs_of_every_loss_have_the_shape_of_its_targets(self, driver: BackendDriver) -> None:
         """Forward and backward agree, logprobs do not depend on the loss, and all is finite."""
-        model_id = bench.model(steps=1)
-        for loss in bench.capabilities.losses:
-            batch = bench.batch(bench.request(model_id, (6, 11), loss=loss))
-            before, after = bench.backend.forward(batch), bench.backend.forward_backward(batch)
+        model_id = driver.model(steps=1)
+        for loss in driver.capabilities.losses:
+            batch = driver.batch(driver.request(model_id, (6, 11), loss=loss))
+            before, after = driver.backend.forward(batch), driver.backend.forward_backward(batch)
             assert all(same_bits(left, right) for left, right in zip(before, after, strict=True)), loss
             for example, result in zip(batch.examples, after, strict=True):
                 assert result.logprobs.dtype == np.float32
                 assert result.logprobs.shape == example.loss_inputs["target_tokens"].shape
                 assert np.isfinite(result.logprobs).all() and np.isfinite(result.sums["loss"])
                 assert not any(":" in name for name in (*result.sums, *result.means)), "the engine adds the colon"
-            metrics = bench.backend.optim_step(model_id, OptimizerParams(learning_rate=0.0))
+            metrics = driver.backend.optim_step(model_id, OptimizerParams(learning_rate=0.0))
             assert metrics["unclipped_grad_l2:mean"] > 0, loss
             for name in metrics:
                 _, colon, reduction = name.partition(":")
                 assert colon and reduction in REDUCTIONS, f"{name}: a metric ends in a colon and {sorted(REDUCTIONS)}"
 
-    def test_cross_entropy_is_a_plain_weighted_sum(self, bench: Bench) -> None:
+    def test_cross_entropy_is_a_plain_weighted_sum(self, driver: BackendDriver) -> None:
         """No mean: the loss is the negative sum of weights times logprobs."""
-        batch = bench.batch(bench.request(bench.model(steps=1), (6, 11)))
-        for example, result in zip(batch.examples, bench.backend.forward(batch), strict=True):
+        batch = driver.batch(driver.request(driver.model(steps=1), (6, 11)))
+        for example, result in zip(batch.examples, driver.backend.forward(batch), strict=True):
             expected = -float((example.loss_inputs["weights"] * result.logprobs).sum())
             assert result.sums["loss"] == pytest.approx(expected, rel=1e-5)
 
-    # Gradient bookkeeping
+    # Gradient accumulation
 
-    def test_forward_leaves_no_trace(self, bench: Bench) -> None:
-        """Neither weights nor a pending gradient change."""
-        model_id = bench.model(steps=1)
-        bench.backend.forward_backward(bench.batch(bench.request(model_id)))
-        before = bench.state_of(model_id)
-        bench.backend.forward(bench.batch(bench.request(model_id, seed=5)))
-        assert bench.state_of(model_id) == before
+    def test_forward_changes_no_state(self, driver: BackendDriver) -> None:
+        """Weights and accumulated gradient stay equal."""
+        model_id = driver.model(steps=1)
+        driver.backend.forward_backward(driver.batch(driver.request(model_id)))
+        before = driver.state_of(model_id)
+        driver.backend.forward(driver.batch(driver.request(model_id, seed=5)))
+        assert driver.state_of(model_id) == before
 
-    def test_step_and_clear_empty_the_gradient(self, bench: Bench) -> None:
+    def test_optim_step_and_clear_gradient_reset_the_gradient(self, driver: BackendDriver) -> None:
         """A step without a gradient is a step with a zero gradient."""
-        model_id = bench.model()
-        batch = bench.batch(bench.request(model_id))
+        model_id = driver.model()
+        batch = driver.batch(driver.request(model_id))
         still = OptimizerParams(learning_rate=0.0)
-        bench.backend.forward_backward(batch)
-        assert bench.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] > 0
-        assert bench.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] == 0
-        bench.backend.forward_backward(batch)
-        bench.backend.clear_gradient(model_id)
-        assert bench.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] == 0
+        driver.backend.forward_backward(batch)
+        assert driver.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] > 0
+        assert driver.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] == 0
+        driver.backend.forward_backward(batch)
+        driver.backend.clear_gradient(model_id)
+        assert driver.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] == 0
 
-    def test_training_lowers_the_loss(self, bench: Bench) -> None:
-        """The gradient points the right way."""
-        model_id = bench.model()
-        batch = bench.batch(bench.request(model_id, (12, 12)))
+    def test_training_lowers_the_loss(self, driver: BackendDriver) -> None:
+        """A few steps on one batch."""
+        model_id = driver.model()
+        batch = driver.batch(driver.request(model_id, (12, 12)))
         losses: list[float] = []
         for _ in range(4):
-            losses.append(sum(result.sums["loss"] for result in bench.backend.forward_backward(batch)))
-            bench.backend.optim_step(model_id, OptimizerParams(learning_rate=0.01))
+            losses.append(sum(result.sums["loss"] for result in driver.backend.forward_backward(batch)))
+            driver.backend.optim_step(model_id, OptimizerParams(learning_rate=0.01))
         assert losses[-1] < losses[0]
 
-    # Isolated
+    # Isolation
 
-    def test_a_step_on_one_model_leaves_others_bit_equal(self, bench: Bench) -> None:
-        """Weight decay and clipping are on, and the other has moments and a pending gradient."""
-        mine, other = bench.model(1, steps=1), bench.model(2, steps=1)
-        bench.backend.forward_backward(bench.batch(bench.request(other)))
-        before = bench.state_of(other)
-        bench.backend.forward_backward(bench.batch(bench.request(mine)))
-        bench.backend.optim_step(mine, STEP)
-        bench.backend.clear_gradient(mine)
-        assert bench.state_of(other) == before
+    def test_a_step_on_one_model_leaves_others_bit_equal(self, driver: BackendDriver) -> None:
+        """Weight decay and clipping are on; the other model has moments and an accumulated gradient."""
+        mine, other = driver.model(1, steps=1), driver.model(2, steps=1)
+        driver.backend.forward_backward(driver.batch(driver.request(other)))
+        before = driver.state_of(other)
+        driver.backend.forward_backward(driver.batch(driver.request(mine)))
+        driver.backend.optim_step(mine, STEP)
+        driver.backend.clear_gradient(mine)
+        assert driver.state_of(other) == before
 
-    def test_a_diverged_model_harms_only_itself(self, bench: Bench) -> None:
-        """In one pass, and among samples, with a model whose weights are not finite any more."""
-        sick, well = bench.model(1, steps=1), bench.model(2, steps=1)
+    def test_a_diverged_model_changes_no_other(self, driver: BackendDriver) -> None:
+        """The other model shares passes and decode slices with a model whose weights are NaN."""
+        sick, well = driver.model(1, steps=1), driver.model(2, steps=1)
         for _ in range(2):
-            bench.backend.forward_backward(bench.batch(bench.request(sick)))
-            bench.backend.optim_step(sick, OptimizerParams(learning_rate=3e38))
-        request = bench.request(well, seed=3)
-        start = bench.backend.capture(well, ALL_PARTS)
-        alone = bench.backend.forward_backward(bench.batch(request))
-        expected = bench.state_of(well)
-        bench.backend.restore(well, bench.spec(2), start, ALL_PARTS)
-        mixed = bench.backend.forward_backward(bench.batch(bench.request(sick), request))
-        assert not np.isfinite(mixed[0].logprobs).all(), "the sick model should be sick, or this test shows nothing"
+            driver.backend.forward_backward(driver.batch(driver.request(sick)))
+            driver.backend.optim_step(sick, OptimizerParams(learning_rate=3e38))
+        request = driver.request(well, seed=3)
+        start = driver.backend.capture(well, ALL_PARTS)
+        alone = driver.backend.forward_backward(driver.batch(request))
+        expected = driver.state_of(well)
+        driver.backend.restore(well, driver.spec(2), start, ALL_PARTS)
+        mixed = driver.backend.forward_backward(driver.batch(driver.request(sick), request))
+        assert not np.isfinite(mixed[0].logprobs).all(), "the model has not diverged, so this test shows nothing"
         assert all(same_bits(left, right) for left, right in zip(alone, mixed[2:], strict=True))
-        bench.backend.optim_step(sick, STEP)
-        assert bench.state_of(well) == expected
-        sampler = bench.sampler(well)
+        driver.backend.optim_step(sick, STEP)
+        assert driver.state_of(well) == expected
+        sampler = driver.sampler(well)
         drawn: list[list[Drawn]] = []
-        for neighbour in (bench.model(3, steps=1), sick):
-            company = bench.sampler(neighbour)
+        for neighbour in (driver.model(3, steps=1), sick):
+            other = driver.sampler(neighbour)
             drawn.append(
-                bench.draw(bench.sample_request(sampler, num_samples=2), bench.sample_request(company, num_samples=2))
+                driver.draw(driver.sample_request(sampler, num_samples=2), driver.sample_request(other, num_samples=2))
             )
-            bench.backend.drop_sampler(company)
-        assert drawn[0] == drawn[1], "the same bits beside a neighbour in good health"
+            driver.backend.drop_sampler(other)
+        assert drawn[0] == drawn[1], "equal bits next to a finite and a diverged model"
 
-    # Atomic
+    # Atomicity
 
-    def test_a_failed_pass_leaves_no_trace(self, bench: Bench) -> None:
-        """One of its models does not exist; nothing of the other request is kept."""
-        model_id = bench.model(steps=1)
-        before = bench.state_of(model_id)
-        batch = bench.batch(bench.request(model_id), bench.request(ModelId("never-made")))
+    def test_a_failed_pass_changes_no_state(self, driver: BackendDriver) -> None:
+        """One of its models does not exist, so the gradient of the other request is discarded."""
+        model_id = driver.model(steps=1)
+        before = driver.state_of(model_id)
+        batch = driver.batch(driver.request(model_id), driver.request(ModelId("never-made")))
         raised = False
         try:
-            bench.backend.forward_backward(batch)
+            driver.backend.forward_backward(batch)
         except BackendLost:
             raise
         except Exception:
             raised = True
         assert raised
-        assert bench.state_of(model_id) == before
+        assert driver.state_of(model_id) == before
 
-    def test_an_aborted_pass_leaves_no_trace(self, bench: Bench) -> None:
-        """Also when all of it was dispatched; aborting after `results` undoes nothing."""
-        model_id = bench.model(steps=1)
-        before = bench.state_of(model_id)
-        batch = bench.batch(bench.request(model_id, (4, 9, 17)))
-        begun = bench.backend.begin_pass(batch, backward=True)
-        begun.step()
-        begun.abort()
-        begun.abort()
-        assert bench.state_of(model_id) == before
-        kept = bench.backend.begin_pass(batch, backward=True)
+    def test_an_aborted_pass_changes_no_state(self, driver: BackendDriver) -> None:
+        """Even if all micro-batches were dispatched. `abort` after `results` does nothing."""
+        model_id = driver.model(steps=1)
+        before = driver.state_of(model_id)
+        batch = driver.batch(driver.request(model_id, (4, 9, 17)))
+        aborted = driver.backend.begin_pass(batch, backward=True)
+        aborted.step()
+        aborted.abort()
+        aborted.abort()
+        assert driver.state_of(model_id) == before
+        kept = driver.backend.begin_pass(batch, backward=True)
         while not kept.step():
             pass
         kept.results()
-        after = bench.state_of(model_id)
+        after = driver.state_of(model_id)
         kept.abort()
         assert after != before
-        assert bench.state_of(model_id) == after
+        assert driver.state_of(model_id) == after
 
-    # Immutable snapshots
+    # Immutability of snapshots
 
-    def test_training_changes_no_snapshot(self, bench: Bench) -> None:
-        """A snapshot written late is the one taken early."""
-        model_id = bench.model(steps=1)
-        bench.backend.forward_backward(bench.batch(bench.request(model_id)))
-        snapshot = bench.backend.capture(model_id, ALL_PARTS)
-        early = bench.files_of(snapshot)
-        bench.backend.optim_step(model_id, STEP)
-        bench.backend.forward_backward(bench.batch(bench.request(model_id)))
-        assert bench.files_of(snapshot) == early
-        assert bench.state_of(model_id) != early
+    def test_training_changes_no_snapshot(self, driver: BackendDriver) -> None:
+        """A snapshot written after more training has the files of one written at once."""
+        model_id = driver.model(steps=1)
+        driver.backend.forward_backward(driver.batch(driver.request(model_id)))
+        snapshot = driver.backend.capture(model_id, ALL_PARTS)
+        early = driver.files_of(snapshot)
+        driver.backend.optim_step(model_id, STEP)
+        driver.backend.forward_backward(driver.batch(driver.request(model_id)))
+        assert driver.files_of(snapshot) == early
+        assert driver.state_of(model_id) != early
 
-    def test_training_changes_no_sampler(self, bench: Bench) -> None:
-        """Train on, sample again: the same tokens and logprobs."""
-        model_id = bench.model(steps=2)
-        sampler = bench.sampler(model_id)
-        before = bench.draw(bench.sample_request(sampler))
-        bench.backend.forward_backward(bench.batch(bench.request(model_id, seed=9)))
-        bench.backend.optim_step(model_id, STEP)
-        bench.backend.delete_model(model_id)
-        assert bench.draw(bench.sample_request(sampler)) == before
+    def test_training_changes_no_sampler(self, driver: BackendDriver) -> None:
+        """After more training, and deletion of the model, samples have the same tokens and logprobs."""
+        model_id = driver.model(steps=2)
+        sampler = driver.sampler(model_id)
+        before = driver.draw(driver.sample_request(sampler))
+        driver.backend.forward_backward(driver.batch(driver.request(model_id, seed=9)))
+        driver.backend.optim_step(model_id, STEP)
+        driver.backend.delete_model(model_id)
+        assert driver.draw(driver.sample_request(sampler)) == before
 
-    # Canonical
+    # Batch invariance
 
-    def test_company_and_passes_change_no_bit(self, bench: Bench) -> None:
-        """Two requests of a model: together, one after the other, and among another model's requests."""
-        model_id, other = bench.model(1, steps=1), bench.model(2, steps=1)
-        first, second = bench.request(model_id, (5, 9, 3), seed=1), bench.request(model_id, (12, 2), seed=2)
-        stranger = bench.request(other, (7, 18), seed=3)
-        start = bench.backend.capture(model_id, ALL_PARTS)
-        together = bench.backend.forward_backward(bench.batch(first, second))
-        expected = bench.state_of(model_id)
-        bench.backend.restore(model_id, bench.spec(1), start, ALL_PARTS)
+    def test_gradients_are_batch_invariant(self, driver: BackendDriver) -> None:
+        """Two requests of a model in one pass, in two passes, and in one pass with another model's request."""
+        model_id, other = driver.model(1, steps=1), driver.model(2, steps=1)
+        first, second = driver.request(model_id, (5, 9, 3), seed=1), driver.request(model_id, (12, 2), seed=2)
+        stranger = driver.request(other, (7, 18), seed=3)
+        start = driver.backend.capture(model_id, ALL_PARTS)
+        together = driver.backend.forward_backward(driver.batch(first, second))
+        expected = driver.state_of(model_id)
+        driver.backend.restore(model_id, driver.spec(1), start, ALL_PARTS)
         apart = [
-            *bench.backend.forward_backward(bench.batch(first)),
-            *bench.backend.forward_backward(bench.batch(second)),
+            *driver.backend.forward_backward(driver.batch(first)),
+            *driver.backend.forward_backward(driver.batch(second)),
         ]
         assert all(same_bits(left, right) for left, right in zip(together, apart, strict=True))
-        assert bench.state_of(model_id) == expected
-        bench.backend.restore(model_id, bench.spec(1), start, ALL_PARTS)
-        mixed = bench.backend.forward_backward(bench.batch(first, stranger, second))
+        assert driver.state_of(model_id) == expected
+        driver.backend.restore(model_id, driver.spec(1), start, ALL_PARTS)
+        mixed = driver.backend.forward_backward(driver.batch(first, stranger, second))
         own = mixed[:3] + mixed[5:]
         assert all(same_bits(left, right) for left, right in zip(together, own, strict=True))
-        assert bench.state_of(model_id) == expected
+        assert driver.state_of(model_id) == expected
 
-    def test_passes_of_two_models_side_by_side_change_no_bit(self, bench: Bench) -> None:
-        """A micro-batch of each in turn, and a step on a third model in between."""
-        models = [bench.model(number, steps=1) for number in (1, 2)]
-        batches = [bench.batch(bench.request(model_id, (12, 5, 9))) for model_id in models]
-        starts = [bench.backend.capture(model_id, ALL_PARTS) for model_id in models]
-        alone = [bench.backend.forward_backward(batch) for batch in batches]
-        expected = [bench.state_of(model_id) for model_id in models]
+    def test_interleaved_passes_are_batch_invariant(self, driver: BackendDriver) -> None:
+        """Micro-batches of two models alternate, with steps of a third model in between."""
+        models = [driver.model(number, steps=1) for number in (1, 2)]
+        batches = [driver.batch(driver.request(model_id, (12, 5, 9))) for model_id in models]
+        starts = [driver.backend.capture(model_id, ALL_PARTS) for model_id in models]
+        alone = [driver.backend.forward_backward(batch) for batch in batches]
+        expected = [driver.state_of(model_id) for model_id in models]
         for number, model_id in enumerate(models):
-            bench.backend.restore(model_id, bench.spec(number + 1), starts[number], ALL_PARTS)
-        other = bench.model(3)
-        begun = [bench.backend.begin_pass(batch, backward=True) for batch in batches]
-        under_way = list(begun)
-        while under_way:
-            under_way = [each for each in under_way if not each.step()]
-            bench.backend.optim_step(other, STEP)
-        results = [each.results() for each in reversed(begun)][::-1]
+            driver.backend.restore(model_id, driver.spec(number + 1), starts[number], ALL_PARTS)
+        other = driver.model(3)
+        passes = [driver.backend.begin_pass(batch, backward=True) for batch in batches]
+        running = list(passes)
+        while running:
+            running = [each for each in running if not each.step()]
+            driver.backend.optim_step(other, STEP)
+        results = [each.results() for each in reversed(passes)][::-1]
         for left, right in zip(alone, results, strict=True):
             assert all(same_bits(one, two) for one, two in zip(left, right, strict=True))
-        assert [bench.state_of(model_id) for model_id in models] == expected
+        assert [driver.state_of(model_id) for model_id in models] == expected
 
-    # Trainer = sampler
+    # Agreement of trainer and sampler
 
-    def test_trainer_and_sampler_agree(self, bench: Bench) -> None:
-        """Logprobs of sampled tokens and of the prompt equal what `forward` gives for them."""
-        model_id = bench.model(steps=2)
+    def test_trainer_and_sampler_logprobs_agree(self, driver: BackendDriver) -> None:
+        """The logprobs of sampled tokens and of the prompt equal those of `forward`."""
+        model_id = driver.model(steps=2)
         options = PromptOptions(logprobs=True)
-        request = bench.sample_request(bench.sampler(model_id), options=options)
-        self._check_agreement(bench, model_id, request)
+        request = driver.sample_request(driver.sampler(model_id), options=options)
+        self._check_agreement(driver, model_id, request)
 
-    def test_a_fresh_model_is_the_base_model(self, bench: Bench) -> None:
-        """B is zero, so the base model samples what the trainer of a fresh adapter scores."""
-        request = bench.sample_request(None, options=PromptOptions(logprobs=True))
-        self._check_agreement(bench, bench.model(), request)
+    def test_a_fresh_model_equals_the_base_model(self, driver: BackendDriver) -> None:
+        """B is zero, so the trainer of a fresh adapter gives the logprobs of the base model's samples."""
+        request = driver.sample_request(None, options=PromptOptions(logprobs=True))
+        self._check_agreement(driver, driver.model(), request)
 
-    def _check_agreement(self, bench: Bench, model_id: ModelId, request: SampleRequest) -> None:
-        deltas = bench.run_samples(request)
+    def _check_agreement(self, driver: BackendDriver, model_id: ModelId, request: SampleRequest) -> None:
+        deltas = driver.run_samples(request)
         tokens = np.concatenate([request.prompt, *(delta.tokens for delta in deltas)]).astype(np.int32)
         prompt = deltas[0].prompt
         assert prompt is not None and prompt.logprobs is not None and np.isnan(prompt.logprobs[0])
         sampled = np.concatenate([prompt.logprobs[1:], *(delta.logprobs for delta in deltas)])
-        [example] = bench.request(model_id, (len(tokens) - 1,))
+        [example] = driver.request(model_id, (len(tokens) - 1,))
         inputs = dict(example.loss_inputs) | {"target_tokens": tokens[1:]}
-        fields = {"request_id": example.request_id, "model_id": model_id, "loss": example.loss}
-        scored = type(example)(**fields, tokens=tokens[:-1], loss_inputs=inputs, loss_config=example.loss_config)
-        [result] = bench.backend.forward(bench.batch([scored]))
+        scored = replace(example, tokens=tokens[:-1], loss_inputs=inputs)
+        [result] = driver.backend.forward(driver.batch([scored]))
         np.testing.assert_allclose(sampled, result.logprobs, rtol=0, atol=self.tolerance)
 
-    # Round trip
+    # Sampling
 
-    def test_a_restored_model_goes_on_bit_equal(self, bench: Bench) -> None:
-        """Captured with a pending gradient, written, opened, restored into another model; its steps are counted on."""
-        model_id, copy = bench.model(steps=2), bench.new_id()
-        bench.backend.forward_backward(bench.batch(bench.request(model_id, seed=4)))
-        directory = bench.directory / "kept"
+    def test_samples_depend_on_the_seed_only(self, driver: BackendDriver) -> None:
+        """Samples of one request differ; another request in the batch changes nothing."""
+        sampler = driver.sampler(driver.model(steps=1))
+        request = driver.sample_request(sampler, num_samples=3)
+        first, again = driver.draw(request), driver.draw(request, driver.sample_request(None, num_samples=2))
+        assert [drawn.tokens for drawn in first] == [drawn.tokens for drawn in again]
+        assert len({drawn.tokens for drawn in first}) > 1
+        for drawn, other in zip(first, again, strict=True):
+            assert drawn.logprobs == pytest.approx(other.logprobs, abs=self.tolerance)
+        params = SamplingParams(seed=8, max_tokens=8, eos_stops=False)
+        assert driver.draw(driver.sample_request(sampler, num_samples=3, params=params)) != first
+
+    def test_greedy_equals_the_limits_of_top_k_and_top_p(self, driver: BackendDriver) -> None:
+        """Temperature 0, top-k 1 and a very small top-p draw the same tokens."""
+        ways = (
+            SamplingParams(seed=1, max_tokens=6, eos_stops=False, temperature=0.0),
+            SamplingParams(seed=1, max_tokens=6, eos_stops=False, top_k=1),
+            SamplingParams(seed=1, max_tokens=6, eos_stops=False, top_p=1e-6),
+        )
+        drawn = [driver.draw(driver.sample_request(None, params=params))[0].tokens for params in ways]
+        assert drawn[0] == drawn[1] == drawn[2]
+
+    def test_a_sample_ends_at_max_tokens_or_after_a_stop_token(self, driver: BackendDriver) -> None:
+        """The sample includes the stop token."""
+        long = driver.draw(driver.sample_request(None))[0]
+        assert (len(long.tokens), long.stop_reason) == (8, "length")
+        stop = long.tokens[3]
+        params = SamplingParams(seed=7, max_tokens=8, eos_stops=False, stop_token_ids=(stop,))
+        short = driver.draw(driver.sample_request(None, params=params))[0]
+        assert short.stop_reason == "stop"
+        assert short.tokens == long.tokens[: long.tokens.index(stop) + 1]
+
+    def test_no_delta_follows_the_cancellation_of_a_request(self, driver: BackendDriver) -> None:
+        """Other requests continue."""
+        gone, stays = driver.sample_request(None), driver.sample_request(None)
+        driver.backend.begin_sample(PreparedSampleBatch(requests=(gone, stays)))
+        driver.backend.cancel_sample([gone.request_id, gone.request_id])
+        ids = set()
+        while new := driver.backend.step_sample():
+            ids |= {delta.request_id for delta in new}
+        assert ids == {stays.request_id}
+        assert driver.backend.step_sample() == []
+
+    def test_no_delta_follows_the_end_of_a_sample(self, driver: BackendDriver) -> None:
+        """The other samples of the request continue."""
+        params = SamplingParams(seed=7, max_tokens=60, eos_stops=False)
+        request = driver.sample_request(None, num_samples=3, params=params)
+        driver.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
+        deltas = driver.backend.step_sample()
+        driver.backend.end_sample(request.request_id, 1)
+        driver.backend.end_sample(request.request_id, 1)
+        driver.backend.end_sample(driver.sample_request(None).request_id, 0)
+        while new := driver.backend.step_sample():
+            assert all(delta.index != 1 for delta in new)
+            deltas += new
+        ended = {delta.index for delta in deltas if delta.stop_reason == "length"}
+        assert ended >= {0, 2}
+
+    def test_samples_do_not_depend_on_the_parts_of_a_request(self, driver: BackendDriver) -> None:
+        """A part may arrive while another is running. Cancelling the request cancels all parts."""
+        request = driver.sample_request(None, num_samples=5, options=PromptOptions(logprobs=True))
+        whole = driver.draw(request)
+        rest = replace(request, first_index=2, num_samples=3, options=PromptOptions())
+        parts = [PreparedSampleBatch(requests=(part,)) for part in (replace(request, num_samples=2), rest)]
+        driver.backend.begin_sample(parts[0])
+        deltas = driver.backend.step_sample()
+        driver.backend.begin_sample(parts[1])
+        while new := driver.backend.step_sample():
+            deltas += new
+        for index, expected in enumerate(whole):
+            drawn = drawn_of(deltas, request.request_id, index)
+            assert drawn.tokens == expected.tokens
+            assert drawn.logprobs == pytest.approx(expected.logprobs, abs=self.tolerance)
+        assert [delta.index for delta in deltas if delta.prompt is not None] == [0]
+        for part in parts:
+            driver.backend.begin_sample(part)
+        driver.backend.cancel_sample([request.request_id])
+        assert driver.backend.step_sample() == []
+
+    # Snapshots
+
+    def test_a_restored_model_continues_bit_equal(self, driver: BackendDriver) -> None:
+        """From files, into another model, with an accumulated gradient and the number of steps."""
+        model_id, copy = driver.model(steps=2), driver.new_id()
+        driver.backend.forward_backward(driver.batch(driver.request(model_id, seed=4)))
+        directory = driver.directory / "kept"
         directory.mkdir()
-        bench.backend.capture(model_id, ALL_PARTS).write(directory)
-        bench.backend.restore(copy, bench.spec(), bench.backend.open_snapshot(directory), ALL_PARTS)
-        assert bench.state_of(copy) == bench.state_of(model_id)
+        driver.backend.capture(model_id, ALL_PARTS).write(directory)
+        driver.backend.restore(copy, driver.spec(), driver.backend.open_snapshot(directory), ALL_PARTS)
+        assert driver.state_of(copy) == driver.state_of(model_id)
         metrics = []
         for each in (model_id, copy):
-            bench.backend.forward_backward(bench.batch(bench.request(each, seed=5)))
-            metrics.append(bench.backend.optim_step(each, STEP))
+            driver.backend.forward_backward(driver.batch(driver.request(each, seed=5)))
+            metrics.append(driver.backend.optim_step(each, STEP))
         assert metrics[0] == metrics[1]
         assert (metrics[1]["step:max"], metrics[1]["learning_rate:mean"]) == (3, pytest.approx(STEP.learning_rate))
-        assert bench.state_of(copy) == bench.state_of(model_id)
+        assert driver.state_of(copy) == driver.state_of(model_id)
 
-    def test_parts_not_named_start_fresh(self, bench: Bench) -> None:
-        """Weights alone: the moments and the gradient are those of a new model."""
-        model_id, copy = bench.model(steps=2), bench.new_id()
-        bench.backend.forward_backward(bench.batch(bench.request(model_id, seed=4)))
-        source = bench.backend.capture(model_id, ALL_PARTS)
-        bench.backend.restore(copy, bench.spec(), source, WEIGHTS_ONLY)
-        metrics = bench.backend.optim_step(copy, OptimizerParams(learning_rate=0.0))
+    def test_parts_that_are_not_restored_are_fresh(self, driver: BackendDriver) -> None:
+        """With weights only, moments and gradient are those of a new model."""
+        model_id, copy = driver.model(steps=2), driver.new_id()
+        driver.backend.forward_backward(driver.batch(driver.request(model_id, seed=4)))
+        source = driver.backend.capture(model_id, ALL_PARTS)
+        driver.backend.restore(copy, driver.spec(), source, WEIGHTS_ONLY)
+        metrics = driver.backend.optim_step(copy, OptimizerParams(learning_rate=0.0))
         assert (metrics["unclipped_grad_l2:mean"], metrics["step:max"], metrics["learning_rate:mean"]) == (0, 1, 0)
-        weights = bench.files_of(bench.backend.capture(copy, WEIGHTS_ONLY))
-        assert weights == bench.files_of(bench.backend.capture(model_id, WEIGHTS_ONLY))
-        bench.backend.restore(copy, bench.spec(), source, {StatePart.WEIGHTS, StatePart.OPTIMIZER})
-        bench.backend.clear_gradient(model_id)
-        assert bench.state_of(copy) == bench.state_of(model_id)
+        weights = driver.files_of(driver.backend.capture(copy, WEIGHTS_ONLY))
+        assert weights == driver.files_of(driver.backend.capture(model_id, WEIGHTS_ONLY))
+        driver.backend.restore(copy, driver.spec(), source, {StatePart.WEIGHTS, StatePart.OPTIMIZER})
+        driver.backend.clear_gradient(model_id)
+        assert driver.state_of(copy) == driver.state_of(model_id)
 
-    # Idempotent
+    # Idempotence
 
-    def test_giving_back_twice_is_fine(self, bench: Bench) -> None:
-        """Delete, drop, and load what is loaded."""
-        model_id = bench.model()
-        sampler = bench.sampler(model_id)
-        bench.backend.load_sampler(sampler, bench.backend.capture(model_id, WEIGHTS_ONLY))
+    def test_freeing_and_loading_are_idempotent(self, driver: BackendDriver) -> None:
+        """Delete and drop twice, and load a loaded sampler."""
+        model_id = driver.model()
+        sampler = driver.sampler(model_id)
+        driver.backend.load_sampler(sampler, driver.backend.capture(model_id, WEIGHTS_ONLY))
         for _ in range(2):
-            bench.backend.drop_sampler(sampler)
-            bench.backend.delete_model(model_id)
-        bench.backend.create_model(model_id, bench.spec())
+            driver.backend.drop_sampler(sampler)
+            driver.backend.delete_model(model_id)
+        driver.backend.create_model(model_id, driver.spec())
 
-    def test_closing_twice_is_fine(self, tmp_path: Path) -> None:
-        """Also before it was started."""
+    def test_close_is_idempotent(self, tmp_path: Path) -> None:
+        """Also before `start`."""
         backend = self.make_backend(tmp_path)
         with contextlib.closing(backend):
             backend.close()

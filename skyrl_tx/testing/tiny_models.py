@@ -1,4 +1,4 @@
-"""Tiny random models in Hugging Face format: made on the spot, equal for equal seeds, no torch and no hub."""
+"""Writes tiny random models in Hugging Face format, without torch or a download. Equal seeds give equal files."""
 
 import json
 import re
@@ -18,7 +18,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-"""The rope scaling of Llama 3.1, over a context short enough for tiny models to feel it."""
+"""The rope scaling of Llama 3.1, with an original context so short that it changes tiny models."""
 
 TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
@@ -67,9 +67,9 @@ PRESETS: dict[str, _Sizes] = {
         "experts": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
     },
 }
-"""Sizes for benchmarks, by their number of parameters with an unembedding of its own; A: those that a token meets.
+"""Models for benchmarks, by number of parameters with an untied unembedding; A is the number active for a token.
 
-A token of 80M-A30M meets as many as one of 30M, in four experts of sixteen.
+80M-A30M has as many active parameters as 30M, in 4 of 16 experts.
 """
 
 
@@ -100,8 +100,8 @@ def write_model(
 ) -> Path:
     """Write config.json, generation_config.json and model.safetensors; return the directory.
 
-    `experts` are config keys of a mixture of experts that differ from TINY_EXPERTS. Weights are normal with deviation
-    `std`; norms are drawn around 1 and biases around 0, so that a test sees them act.
+    `experts` are config keys of a mixture of experts that differ from TINY_EXPERTS. Weights are normal with standard
+    deviation `std`. Norms are drawn around 1 and biases around 0, so that a test detects if they are ignored.
     """
     family = FAMILIES[architecture]
     config: dict[str, Any] = {

@@ -18,9 +18,9 @@ from skyrl_tx.weights.weight_map import WeightMap, WeightRule
 
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
-"""Where a parameter shall live; None leaves it to JAX."""
+"""Returns the sharding of a parameter; None is the default device."""
 Part = tuple[tuple[int, int], ...]
-"""Of each dim of an array, from where to where."""
+"""Start and end of a part of an array in each dim."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,7 +34,7 @@ REDUNDANT_TENSORS = ("lm_head.weight",)
 
 
 class CheckpointError(ValueError):
-    """The files are not what the config promises; the text names the file and the tensor."""
+    """The files do not match the config. The message names file and tensor."""
 
 
 def resolve(base_model: str, *, with_weights: bool = True) -> Path:
@@ -146,7 +146,7 @@ def load(
 def _assemble(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, read: Callable[[Part], np.ndarray]
 ) -> jax.Array:
-    """Return the array whose parts are read and sent to their devices one after another; equal parts are read once."""
+    """Return an array; its parts are read and transferred one after another, equal parts once."""
     if sharding is None:
         return jax.device_put(read(tuple((0, size) for size in shape)))
     devices_of: dict[Part, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Where each of our arrays lives in a Hugging Face checkpoint, as data that reads in both directions."""
+"""The mapping between parameters and tensors of a Hugging Face checkpoint, usable in both directions."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from skyrl_tx.layers.parameter import Parameter
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """One of our parameters and the tensor, or one tensor per layer and expert, that it is made of.
+    """A parameter and its tensor, or its tensors per layer and expert.
 
     `tensor` may hold `{layer}` and `{expert}`, for the dims that come first. Linear maps lie as [out, in] in
     checkpoints and as [in, out] here: `transpose`.
@@ -25,7 +25,7 @@ class WeightRule:
         return self.tensor.rpartition(".")[0]
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yield where in our array each tensor lies, and its name."""
+        """Yield the index in the array and the name of each tensor."""
         return expand(self.tensor, parameter.shape, parameter.layers)
 
 
@@ -89,7 +89,7 @@ EXPERT_WEIGHTS: WeightMap = (
 
 
 STACKED_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""What adapter files call a map of all experts of a layer, in one tensor: a large mixture has thousands of maps."""
+"""Names in adapter files of stacked tensors with all experts of a layer; a large mixture has thousands of maps."""
 
 
 def adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts: bool = True) -> dict[str, str]:

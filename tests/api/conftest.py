@@ -5,9 +5,9 @@ import pytest
 import tinker
 
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.testing.live_api import Server, live_api
-from skyrl_tx.testing.live_house import House, live_house
-from skyrl_tx.testing.scripted_engine import ScriptedEngine, scripted_engine
+from tests.support.live_api import Server, live_api
+from tests.support.live_stack import LiveStack, live_stack
+from tests.support.scripted_engine import ScriptedEngine, scripted_engine
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +33,21 @@ def engine(server: Server, settings: ApiSettings) -> Iterator[ScriptedEngine]:
         yield engine
 
 
-@pytest.fixture(scope="session", params=["fake", "jax"])
-def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """API and engine over each backend in turn."""
-    with live_house(request.param, tmp_path_factory.mktemp("house")) as house:
-        yield house
-    gc.collect()  # what the SDK leaves is collected here, where the warnings about it are ignored
+@pytest.fixture(scope="session", params=["fake", pytest.param("jax", marks=pytest.mark.slow)])
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+    """API and engine over the fake backend, and in the slow tests over JAX.
+
+    A test whose property depends on the backend runs over both by default with the mark `both_backends`.
+    """
+    with live_stack(request.param, tmp_path_factory.mktemp("stack")) as stack:
+        yield stack
+    gc.collect()  # collect the SDK's unclosed objects here, where their warnings are ignored
 
 
 @pytest.fixture
-def service(house: House) -> Iterator[tinker.ServiceClient]:
-    """A client of a house; a test may bring its own."""
-    with tinker.ServiceClient(base_url=house.url, user_metadata={"a": "b"}) as client:
+def service(stack: LiveStack) -> Iterator[tinker.ServiceClient]:
+    """A client of the stack."""
+    with tinker.ServiceClient(base_url=stack.url, user_metadata={"a": "b"}) as client:
         yield client
 
 

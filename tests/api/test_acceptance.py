@@ -9,8 +9,8 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
-from skyrl_tx.testing.live_house import House
+from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
+from tests.support.live_stack import LiveStack, both_backends
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 # Some of what is tried here the SDK will drop, and warns of.
@@ -18,11 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]
-
-# What says little about a backend, or costs it much, is left to the long run.
-jax_is_slow = pytest.mark.parametrize(
-    "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"
-)
 
 
 def datum(length: int = 5, **inputs: Any) -> types.Datum:
@@ -49,6 +44,7 @@ def loss(client: tinker.TrainingClient) -> float:
     return client.forward([datum()], "cross_entropy").result().metrics["loss:sum"]
 
 
+@both_backends
 def test_training_lowers_the_loss(training: tinker.TrainingClient) -> None:
     info = training.get_info()
     assert info.model_data.model_name == BASE_MODEL and info.lora_rank == 8 and info.is_lora
@@ -60,8 +56,7 @@ def test_training_lowers_the_loss(training: tinker.TrainingClient) -> None:
     assert math.isclose(passed.metrics["loss:sum"], total, rel_tol=1e-5)
 
 
-@jax_is_slow
-def test_chunks_that_arrive_backwards_are_put_together_in_order(training: tinker.TrainingClient) -> None:
+def test_reordered_chunks_are_executed_in_order(training: tinker.TrainingClient) -> None:
     """The SDK sends the later chunk first, and the first only once that is acknowledged."""
     data = [datum(1 + index % 7) for index in range(1088)]
     passed = training.forward_backward(data, "cross_entropy").result()
@@ -69,7 +64,7 @@ def test_chunks_that_arrive_backwards_are_put_together_in_order(training: tinker
     assert training.optim_step(types.AdamParams(learning_rate=0.01)).result().metrics
 
 
-def test_a_sampler_keeps_its_weights(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+def test_sampler_weights_are_frozen(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
     train(training)
     path = training.save_weights_for_sampler("s1").result().path
     assert path == f"tinker://{training.model_id}/sampler_weights/s1"
@@ -105,7 +100,7 @@ def test_samples_have_tokens_logprobs_and_ids(service: tinker.ServiceClient, tra
     assert all(row is not None and len(row) == 2 for row in topk.topk_prompt_logprobs[1:])
 
 
-def test_a_stop_string_stays_in_the_tokens_and_ends_them(service: tinker.ServiceClient, house: House) -> None:
+def test_stop_string_is_kept_and_ends_the_sample(service: tinker.ServiceClient, stack: LiveStack) -> None:
     base = service.create_sampling_client(base_model=BASE_MODEL).result()
 
     def greedy(stop: str | list[int]) -> types.SampledSequence:
@@ -113,13 +108,14 @@ def test_a_stop_string_stays_in_the_tokens_and_ends_them(service: tinker.Service
         return base.sample(PROMPT, num_samples=1, sampling_params=params).result().sequences[0]
 
     tokens = greedy([]).tokens
-    stop = next(text for token in tokens[1:] if (text := house.backend.text_of([token])).isascii())
-    end = next(n for n in range(1, len(tokens) + 1) if stop in house.backend.text_of(tokens[:n]))
+    stop = next(text for token in tokens[1:] if (text := stack.backend.text_of([token])).isascii())
+    end = next(n for n in range(1, len(tokens) + 1) if stop in stack.backend.text_of(tokens[:n]))
     stopped = greedy(stop)
     assert stopped.stop_reason == "stop" and stopped.tokens == tokens[:end]
 
 
-def test_a_run_goes_on_from_its_checkpoint(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+@both_backends
+def test_training_resumes_from_a_checkpoint(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
     train(training, 2)
     path = training.save_state("st1", ttl_seconds=3600).result().path
     at_save = loss(training)
@@ -135,7 +131,7 @@ def test_a_run_goes_on_from_its_checkpoint(service: tinker.ServiceClient, traini
     assert loss(training) == at_save
 
 
-def test_a_pass_that_fails_takes_its_step_with_it(training: tinker.TrainingClient) -> None:
+def test_failed_pass_fails_the_next_optim_step(training: tinker.TrainingClient) -> None:
     bad = training.forward_backward([datum(weights=np.full(5, np.nan, np.float32))], "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=0.01))
     with pytest.raises(tinker.RequestFailedError, match=r"weights.*nan"):
@@ -145,8 +141,7 @@ def test_a_pass_that_fails_takes_its_step_with_it(training: tinker.TrainingClien
     assert train(training), "the next accumulation is whole again"
 
 
-@jax_is_slow
-def test_a_failed_chunk_does_not_hang_the_client(training: tinker.TrainingClient) -> None:
+def test_failed_chunk_does_not_block_the_client(training: tinker.TrainingClient) -> None:
     data = [datum() for _ in range(1100)]
     data[0] = datum(weights=np.full(5, np.inf, np.float32))
     with pytest.raises(tinker.RequestFailedError):
@@ -155,8 +150,7 @@ def test_a_failed_chunk_does_not_hang_the_client(training: tinker.TrainingClient
         training.optim_step(types.AdamParams()).result()
 
 
-@jax_is_slow
-def test_many_prompts_wait_at_once(service: tinker.ServiceClient) -> None:
+def test_many_concurrent_long_polls(service: tinker.ServiceClient) -> None:
     base = service.create_sampling_client(base_model=BASE_MODEL).result()
     params = types.SamplingParams(max_tokens=8, stop=[])
     samples = [base.sample(PROMPT, num_samples=1, sampling_params=params) for _ in range(200)]
@@ -164,7 +158,7 @@ def test_many_prompts_wait_at_once(service: tinker.ServiceClient) -> None:
     assert len(ids) == 200
 
 
-def test_two_clients_do_not_disturb_each_other(service: tinker.ServiceClient) -> None:
+def test_concurrent_clients_are_independent(service: tinker.ServiceClient) -> None:
     def run(_: int) -> list[float]:
         return train(service.create_lora_training_client(BASE_MODEL, rank=4, seed=7).result(), 3)
 

@@ -3,11 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
+from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 
 PROMPT = [5, 6, 7]
 NUM_PROMPTS = 4
@@ -16,7 +15,7 @@ Rollout = list[types.SampledSequence]
 
 
 def roll_out(sampler: tinker.SamplingClient, step: int) -> list[tinker.APIFuture[types.SampleResponse]]:
-    """Ask for a step's samples, without waiting for them."""
+    """Submit the sampling requests of a step and return their futures."""
     params = types.SamplingParams(max_tokens=24, stop=[], seed=step)
     prompts = [types.ModelInput.from_ints([*PROMPT, 10 + row]) for row in range(NUM_PROMPTS)]
     return [sampler.sample(prompt, num_samples=2, sampling_params=params) for prompt in prompts]
@@ -57,7 +56,7 @@ def summary(rollouts: list[Rollout]) -> list[tuple[list[int], list[float]]]:
 
 
 def run(service: tinker.ServiceClient, *, ahead: bool) -> tuple[list[Rollout], list[float]]:
-    """Train on samples that are one step old; `ahead`: the next are drawn meanwhile, else before."""
+    """Train on samples that are one step old; with `ahead` the next ones are sampled concurrently, else before."""
     training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
     rollouts = [drawn(roll_out(training.save_weights_and_get_sampling_client().result(), 0))]
     losses: list[float] = []
@@ -70,18 +69,17 @@ def run(service: tinker.ServiceClient, *, ahead: bool) -> tuple[list[Rollout], l
     return rollouts, losses
 
 
-@pytest.mark.parametrize("house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session")
-def test_samples_are_of_their_own_weights_whatever_trains_meanwhile(service: tinker.ServiceClient) -> None:
-    apart, alone = run(service, ahead=False)
-    beside, losses = run(service, ahead=True)
-    assert losses == alone, "what samples does not touch what trains, to the bit"
-    for (tokens, logprobs), (expected_tokens, expected) in zip(summary(beside), summary(apart), strict=True):
+def test_samples_use_their_weights_while_training_continues(service: tinker.ServiceClient) -> None:
+    sequential, sequential_losses = run(service, ahead=False)
+    concurrent, losses = run(service, ahead=True)
+    assert losses == sequential_losses, "concurrent sampling changes no bit of the training"
+    for (tokens, logprobs), (expected_tokens, expected) in zip(summary(concurrent), summary(sequential), strict=True):
         assert tokens == expected_tokens
         np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)
-    assert summary(apart[1:2]) != summary(apart[-1:])
+    assert summary(sequential[1:2]) != summary(sequential[-1:])
 
 
-def test_old_samplers_answer_while_many_steps_are_taken(service: tinker.ServiceClient) -> None:
+def test_old_samplers_work_while_training_continues(service: tinker.ServiceClient) -> None:
     training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
     old = training.save_weights_and_get_sampling_client().result()
     before = drawn(roll_out(old, 1))
@@ -97,7 +95,7 @@ def test_old_samplers_answer_while_many_steps_are_taken(service: tinker.ServiceC
     assert summary([drawn(roll_out(new, 1))]) != summary([before])
 
 
-def test_inflight_samplers_follow_through_the_sdk(service: tinker.ServiceClient) -> None:
+def test_inflight_samplers_follow_the_model(service: tinker.ServiceClient) -> None:
     training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
     following = training.save_weights_and_get_sampling_client(kind="inflight").result()
     frozen = training.save_weights_and_get_sampling_client().result()

@@ -1,4 +1,7 @@
-"""What is wrong with a request reaches its future as a user's error, and harms nobody else."""
+"""Bad input over HTTP that the API itself refuses: the future fails with category user, and names the field.
+
+The rules that depend on the backend are in `tests/unit/engine/test_validate.py`.
+"""
 
 import json
 from typing import Any
@@ -8,8 +11,8 @@ import pytest
 
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.tensors import to_proto
-from skyrl_tx.testing.live_api import Server
-from skyrl_tx.testing.scripted_engine import ScriptedEngine
+from tests.support.live_api import Server
+from tests.support.scripted_engine import ScriptedEngine
 
 HEADERS = {"content-type": "application/x-protobuf"}
 NAN = float("nan")
@@ -60,12 +63,11 @@ def config(**values: float) -> dict[str, wire_pb2.LossConfigValue]:
         ({"data": [wire_pb2.Datum(model_input=[{"dmel": {"dmel": b"x"}}])]}, "type 'dmel'"),
         ({"data": [wire_pb2.Datum(model_input=[{}])]}, "type 'unknown'"),
         ({"data": [datum(weights=np.array([1, NAN], np.float32))]}, "loss_fn_inputs['weights'][1] nan"),
-        ({"data": [datum(advantages=np.array([np.inf, 1], np.float32))]}, "loss_fn_inputs['advantages'][0] inf"),
         ({"data": [datum(logprobs=np.array([1, -np.inf], np.float32))]}, "loss_fn_inputs['logprobs'][1] -inf"),
         ({"data": [datum()], "loss_fn_config_v2": config(clip_low_threshold=NAN)}, "'clip_low_threshold'] nan"),
     ],
 )
-def test_a_bad_pass_fails_its_future(server: Server, model: str, request_parts: dict[str, Any], text: str) -> None:
+def test_bad_pass_fails_its_future(server: Server, model: str, request_parts: dict[str, Any], text: str) -> None:
     message = wire_pb2.ForwardBackwardRequest(model_id=model, loss_fn="cross_entropy", **request_parts)
     answer = server.client.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=HEADERS)
     assert text in refusal(server.result(answer))
@@ -78,20 +80,16 @@ def test_a_bad_pass_fails_its_future(server: Server, model: str, request_parts: 
         ({"learning_rate": float("inf")}, "adam_params.learning_rate inf"),
         ({"learning_rate": "much"}, "adam_params.learning_rate"),
         ({"learning_rate": 10**400}, "adam_params.learning_rate"),
-        ({"beta1": 1.0}, "adam_params.beta1 1.0"),
-        ({"beta2": -0.1}, "adam_params.beta2 -0.1"),
-        ({"eps": -1e-8}, "adam_params.eps -1e-08"),
-        ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm -1.0"),
         ({"nesterov": True}, "adam_params.nesterov True"),
         (None, "adam_params: missing"),
     ],
 )
-def test_a_bad_step_fails_its_future(server: Server, model: str, adam_params: Any, text: str) -> None:
+def test_bad_optimizer_step_fails_its_future(server: Server, model: str, adam_params: Any, text: str) -> None:
     content = json.dumps({"model_id": model, "adam_params": adam_params})  # httpx itself writes no NaN
     assert text in refusal(server.result(server.client.post("/api/v1/optim_step", content=content)))
 
 
-def test_another_optimizer_is_refused(server: Server, model: str) -> None:
+def test_other_optimizer_fails_its_future(server: Server, model: str) -> None:
     params = {"type": "dimuon", "learning_rate": 0.1}
     assert "'dimuon'" in refusal(server.result(server.post("optim_step", model_id=model, optimizer_params=params)))
 
@@ -99,19 +97,16 @@ def test_another_optimizer_is_refused(server: Server, model: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"lora_config": {"rank": 0}}, "lora_config.rank 0"),
-        ({"lora_config": {"rank": -4}}, "lora_config.rank -4"),
         ({"lora_config": {"rank": "big"}}, "lora_config.rank"),
         ({"lora_config": {"rank": 2**70}}, f"lora_config.rank: Input should be less than {2**64}, not {2**70}"),
         ({"lora_config": {"rank": 8, "seed": 2**64}}, "lora_config.seed"),
         ({"lora_config": {"rank": 8, "alpha": 3}}, "lora_config.alpha 3"),
-        ({"lora_config": {"rank": 8, "train_attn": False, "train_mlp": False, "train_unembed": False}}, "at least one"),
         ({"lora_config": None}, "lora_config: missing"),
         ({"base_model": "gpt-5"}, "base_model 'gpt-5'"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon'"),
     ],
 )
-def test_a_bad_model_fails_its_future(server: Server, changes: dict[str, Any], text: str) -> None:
+def test_bad_model_fails_its_future(server: Server, changes: dict[str, Any], text: str) -> None:
     body = {"session_id": server.session(), "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
     answer = server.post("create_model", **(body | {"lora_config": {"rank": 8}} | changes))
     assert text in refusal(server.result(answer))
@@ -126,37 +121,27 @@ def test_a_bad_model_fails_its_future(server: Server, changes: dict[str, Any], t
         ({"prompt": {"chunks": [{"location": "x", "format": "png"}]}}, "'image_asset_pointer'"),
         ({"prompt": {"chunks": [{"tokens": [2**31]}]}}, "prompt.chunks[0].tokens"),
         ({"num_samples": 0}, "num_samples 0"),
-        ({"num_samples": -1}, "num_samples -1"),
         ({"num_samples": 10**12}, "num_samples 1000000000000"),
         ({"sampling_params": {"max_tokens": 2**70}}, f"sampling_params.max_tokens: Input should be less than {2**64}"),
         ({"sampling_params": {"max_tokens": -(2**64)}}, "sampling_params.max_tokens: Input should be greater"),
         ({"sampling_params": {"top_k": 2**70}}, "sampling_params.top_k"),
+        ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k 2147483648"),
         ({"sampling_params": {"stop": [2**70]}}, f"sampling_params.stop[0] {2**70}"),
         ({"sampling_params": {"temperature": 10**400}}, "sampling_params.temperature"),
-        ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens 0"),
-        ({"sampling_params": {"max_tokens": -5}}, "sampling_params.max_tokens -5"),
-        ({"sampling_params": {"temperature": -0.5}}, "sampling_params.temperature -0.5"),
-        ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p 0.0"),
-        ({"sampling_params": {"top_p": 1.5}}, "sampling_params.top_p 1.5"),
-        ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k -2"),
-        ({"sampling_params": {"stop": ""}}, "sampling_params.stop[0] ''"),
-        ({"sampling_params": {"stop": ["a", ""]}}, "sampling_params.stop[1] ''"),
         ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop[0] -1"),
         ({"sampling_params": {"seed": 2**64}}, "sampling_params.seed"),
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params.min_p 0.1"),
-        ({"prompt_logprobs_last_n": 0, "prompt_logprobs": True}, "prompt_logprobs_last_n 0"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n 1"),
         (
             {"prompt_logprobs_last_n": 2**64, "prompt_logprobs": True},
             "prompt_logprobs_last_n: Input should be less than",
         ),
-        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs -1"),
         ({"topk_sample_logprobs": 2**70}, "topk_sample_logprobs: Input should be less than"),
         ({"prompt_alt_tokens_k": 2**70}, "prompt_alt_tokens_k: Input should be less than"),
         ({"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64"}}, "target_prompt_logprobs"),
     ],
 )
-def test_a_bad_prompt_fails_its_future(server: Server, sampler: str, changes: dict[str, Any], text: str) -> None:
+def test_bad_sample_fails_its_future(server: Server, sampler: str, changes: dict[str, Any], text: str) -> None:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
     body = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 2}} | changes
     answer = server.post("asample", **body)
@@ -165,7 +150,7 @@ def test_a_bad_prompt_fails_its_future(server: Server, sampler: str, changes: di
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "a\0b", "x" * 300, "", ".hidden", "a b", "ü"])
-def test_a_bad_checkpoint_name_fails_its_future(server: Server, model: str, name: str) -> None:
+def test_bad_checkpoint_name_fails_its_future(server: Server, model: str, name: str) -> None:
     for path in ("save_weights", "save_weights_for_sampler"):
         assert "checkpoint name" in refusal(server.result(server.post(path, model_id=model, path=name)))
 
@@ -181,7 +166,7 @@ def test_a_bad_checkpoint_name_fails_its_future(server: Server, model: str, name
         ("save_weights_for_sampler", {"path": "a", "kind": "inflight"}, "kind 'inflight'"),
     ],
 )
-def test_a_bad_save_fails_its_future(server: Server, model: str, path: str, changes: dict[str, Any], text: str) -> None:
+def test_bad_save_fails_its_future(server: Server, model: str, path: str, changes: dict[str, Any], text: str) -> None:
     assert text in refusal(server.result(server.post(path, model_id=model, **changes)))
 
 
@@ -196,7 +181,7 @@ def test_a_bad_save_fails_its_future(server: Server, model: str, path: str, chan
         ("tinker://{model}/weights/..", "checkpoint name"),
     ],
 )
-def test_a_bad_path_fails_the_future_of_a_load(server: Server, model: str, path: str, text: str) -> None:
+def test_bad_path_fails_the_future_of_a_load(server: Server, model: str, path: str, text: str) -> None:
     path = path.format(model=model)
     assert text in refusal(server.result(server.post("load_weights", model_id=model, path=path, optimizer=False)))
     create = server.post("load_weights", session_id=server.session(), model_seq_id=0, path=path, optimizer=True)
@@ -214,9 +199,7 @@ def test_a_bad_path_fails_the_future_of_a_load(server: Server, model: str, path:
         ({}, 400, "base_model: missing"),
     ],
 )
-def test_a_bad_sampling_session_is_refused_at_once(
-    server: Server, body: dict[str, Any], status: int, text: str
-) -> None:
+def test_bad_sampling_session_returns_4xx(server: Server, body: dict[str, Any], status: int, text: str) -> None:
     answer = server.post("create_sampling_session", session_id=server.session(), sampling_session_seq_id=0, **body)
     assert answer.status_code == status and text in answer.json()["detail"]
 
@@ -236,7 +219,7 @@ def test_a_bad_sampling_session_is_refused_at_once(
         ("create_custom_loss", {}, "custom losses on the server are not offered"),
     ],
 )
-def test_what_does_not_exist_is_404(server: Server, path: str, body: dict[str, Any], text: str) -> None:
+def test_unknown_id_returns_404(server: Server, path: str, body: dict[str, Any], text: str) -> None:
     answer = server.post(path, **body)
     assert answer.status_code == 404 and text in answer.json()["detail"]
     assert server.client.get("/api/v1/samplers/no").status_code == 404

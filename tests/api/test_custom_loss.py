@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.testing.client_environments import COOKBOOK, ClientEnvironment, PreparedEnvironment
-from skyrl_tx.testing.live_house import House
+from tests.support.client_environments import COOKBOOK, ClientEnvironment, PreparedEnvironment
+from tests.support.live_stack import LiveStack
 
 
 @pytest.mark.slow
-def test_a_custom_loss_has_the_gradient_that_it_says(
-    house: House, client_environment: Callable[[ClientEnvironment], PreparedEnvironment]
+def test_custom_loss_has_the_gradient_of_its_function(
+    stack: LiveStack, client_environment: Callable[[ClientEnvironment], PreparedEnvironment]
 ) -> None:
     environment = client_environment(COOKBOOK)
-    with house.wiretap.listening() as calls:
-        done = environment.run(Path(__file__).parent / "custom_loss.py", house.url)
+    with stack.recorder.recording() as calls:
+        done = environment.run(Path(__file__).parent / "custom_loss.py", stack.url)
     given = json.loads(done.stdout.splitlines()[-1])
     assert math.isclose(given["custom_norm"], 2 * given["norm"], rel_tol=1e-4)
     assert math.isclose(given["custom_metrics"]["loss:sum"], 2 * given["metrics"]["loss:sum"], rel_tol=1e-5)

@@ -19,14 +19,14 @@ from safetensors.numpy import load
 from skyrl_tx.api.routes import downloads
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.store import checkpoints
-from skyrl_tx.testing.live_house import PUBLIC_NAME, House
+from tests.support.live_stack import PUBLIC_NAME, LiveStack
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
 
 @pytest.fixture
-def rest(house: House) -> tinker.RestClient:
-    return tinker.RestClient(base_url=house.url)
+def rest(stack: LiveStack) -> tinker.RestClient:
+    return tinker.RestClient(base_url=stack.url)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingC
     assert httpx.get(signed.urls["adapter_config.json"]).status_code == HTTPStatus.FORBIDDEN
 
 
-def test_a_url_serves_ranges(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
+def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
     path = trained.save_weights_external("ranges").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
     whole = httpx.get(url)
@@ -92,8 +92,8 @@ def test_a_url_serves_ranges(trained: tinker.TrainingClient, rest: tinker.RestCl
     assert changed.status_code == HTTPStatus.OK and changed.content == whole.content
 
 
-def test_a_url_is_good_for_one_file_until_it_expires(
-    trained: tinker.TrainingClient, rest: tinker.RestClient, house: House
+def test_signature_is_valid_for_one_file_and_expiry(
+    trained: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
 ) -> None:
     path = trained.save_weights_external("signed").result().path
     url = httpx.URL(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
@@ -112,7 +112,7 @@ def test_a_url_is_good_for_one_file_until_it_expires(
     assert httpx.get(url.copy_remove_param("signature")).status_code == HTTPStatus.BAD_REQUEST
 
 
-def test_a_url_expires(
+def test_download_url_expires(
     trained: tinker.TrainingClient, rest: tinker.RestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = trained.save_weights_external("late").result().path
@@ -123,15 +123,15 @@ def test_a_url_expires(
     assert answer.status_code == HTTPStatus.FORBIDDEN and "expired" in answer.json()["detail"]
 
 
-def test_urls_are_where_the_client_asked(trained: tinker.TrainingClient, house: House) -> None:
+def test_download_urls_have_the_address_of_the_request(trained: tinker.TrainingClient, stack: LiveStack) -> None:
     path = trained.save_weights_external("host").result().path
     run, kind, name = path.removeprefix("tinker://").split("/")
     endpoint = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
-    answer = house.server.client.get(endpoint, headers={"host": "tinker.example:8443"})
+    answer = stack.server.client.get(endpoint, headers={"host": "tinker.example:8443"})
     assert all(url.startswith("http://tinker.example:8443/api/v1/downloads/") for url in answer.json()["urls"].values())
 
 
-def test_an_encrypted_export_is_for_its_recipients_alone(
+def test_encrypted_export_is_readable_by_its_recipients_only(
     trained: tinker.TrainingClient, rest: tinker.RestClient
 ) -> None:
     first, second, other = (pyrage.x25519.Identity.generate() for _ in range(3))
@@ -147,22 +147,22 @@ def test_an_encrypted_export_is_for_its_recipients_alone(
         pyrage.decrypt(sealed, [other])
 
 
-def test_what_is_no_recipient_is_refused(trained: tinker.TrainingClient) -> None:
+def test_invalid_recipient_is_refused(trained: tinker.TrainingClient) -> None:
     with pytest.raises(tinker.RequestFailedError, match="age_encryption_recipients 'age1nobody'"):
         trained.save_weights_external("sealed", age_encryption_recipients=["age1nobody"]).result()
 
 
-def test_names_are_taken_once_and_repetitions_are_one_save(trained: tinker.TrainingClient, house: House) -> None:
-    first = house.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
-    again = house.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
+def test_export_names_are_unique_and_retries_are_duplicates(trained: tinker.TrainingClient, stack: LiveStack) -> None:
+    first = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
+    again = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
     assert first.json()["request_id"] == again.json()["request_id"]
-    done = house.server.result(first)
+    done = stack.server.result(first)
     assert done["type"] == "save_weights_external" and isinstance(done["size_bytes"], int)
-    taken = house.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=51)
-    assert "exists already; choose another name or delete it first" in str(house.server.result(taken)["error"])
+    taken = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=51)
+    assert "exists already; choose another name or delete it first" in str(stack.server.result(taken)["error"])
 
 
-def test_each_kind_has_its_use(
+def test_checkpoint_kinds_are_not_interchangeable(
     trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     """Training and sampler checkpoints have no URLs; external weights are for neither training nor sampling."""
@@ -177,7 +177,7 @@ def test_each_kind_has_its_use(
         service.create_sampling_client(model_path=external).result()
 
 
-def test_a_training_checkpoint_is_downloaded_through_an_export(
+def test_training_checkpoint_is_downloaded_through_an_export(
     trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     """The same bytes, whichever model wrote them."""
@@ -193,14 +193,14 @@ def test_a_training_checkpoint_is_downloaded_through_an_export(
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
-def test_an_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, house: House, kind: str) -> None:
+def test_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, stack: LiveStack, kind: str) -> None:
     save = {
         "weights": trained.save_state,
         "sampler_weights": trained.save_weights_for_sampler,
         "external_weights": trained.save_weights_external,
     }[kind]
     save("archived").result()
-    answer = house.server.client.get(f"/api/v1/training_runs/{trained.model_id}/checkpoints/{kind}/archived/archive")
+    answer = stack.server.client.get(f"/api/v1/training_runs/{trained.model_id}/checkpoints/{kind}/archived/archive")
     assert answer.status_code == HTTPStatus.FOUND and "GMT" in answer.headers["expires"]
     url = answer.headers["location"]
     content = fetch(url)
@@ -215,21 +215,23 @@ def test_an_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, hous
     assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == content[700:1801]
 
 
-def test_what_is_not_there_has_no_url(house: House) -> None:
-    session = house.server.session()
+def test_missing_checkpoint_has_no_download_url(stack: LiveStack) -> None:
+    session = stack.server.session()
     for place in ("archive", "external_weights_urls"):
         for kind, status in (("external_weights", 404), ("pictures", 400)):
-            answer = house.server.client.get(f"/api/v1/training_runs/{session}:train:0/checkpoints/{kind}/x/{place}")
+            answer = stack.server.client.get(f"/api/v1/training_runs/{session}:train:0/checkpoints/{kind}/x/{place}")
             assert answer.status_code == status
 
 
-def test_damaged_weights_are_not_served(trained: tinker.TrainingClient, rest: tinker.RestClient, house: House) -> None:
+def test_damaged_weights_are_not_served(
+    trained: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
+) -> None:
     path = trained.save_weights_external("damaged").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
     assert httpx.get(url, headers={"range": "bytes=0-9"}).status_code == HTTPStatus.PARTIAL_CONTENT
-    row = house.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(path), time.time()))
+    row = stack.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(path), time.time()))
     assert row is not None
-    folder = house.server.settings.data_dir / "artifacts" / row.artifact_id
+    folder = stack.server.settings.data_dir / "artifacts" / row.artifact_id
     weights = folder / "adapter_model.safetensors"
 
     def flip_a_bit() -> None:
@@ -244,7 +246,7 @@ def test_damaged_weights_are_not_served(trained: tinker.TrainingClient, rest: ti
         ((folder / "manifest.json").unlink, "manifest.json cannot be read"),
     ):
         harm()
-        for answer in (httpx.head(url), httpx.get(url), house.server.client.get(signing)):
+        for answer in (httpx.head(url), httpx.get(url), stack.server.client.get(signing)):
             assert answer.status_code == HTTPStatus.GONE
         assert f"checkpoint {path} is damaged: artifact {folder.name}: {what}" in answer.json()["detail"]
     shutil.rmtree(folder)

@@ -1,6 +1,6 @@
-"""Every kind of request under an id that was used: the same again is the first one, another is refused, for ever.
+"""Every kind of request with a used idempotency key: an equal one is a duplicate, another one is refused.
 
-All are sent to one API and engine, and once more to those that come after them on the same data directory.
+All are sent to one API and engine, and again after both restarted on the same data directory.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
 from skyrl_tx.store.tables import RequestRow, SamplingSessionRow
-from skyrl_tx.testing.live_api import Server, live_api
-from skyrl_tx.testing.live_engine import live_engine
-from skyrl_tx.testing.live_house import PUBLIC_NAME, small_backend
-from skyrl_tx.testing.waiting import until
+from tests.support.live_api import Server, live_api
+from tests.support.live_engine import live_engine
+from tests.support.live_stack import PUBLIC_NAME, small_backend
+from tests.support.waiting import until
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 DATUM = {"model_input": PROMPT, "loss_fn_inputs": {"target_tokens": {"data": [2, 3, 4], "dtype": "int64"}}}
@@ -113,7 +113,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
 
 @dataclass(slots=True)
 class Life:
-    """What one API and engine said: of each kind the acknowledgements, the refusal of another, and the result."""
+    """The responses of one API and engine by kind: acknowledgements, the refusal of another request, the result."""
 
     acknowledged: dict[str, list[Any]] = field(default_factory=dict)
     refusals: dict[str, Any] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """What was sent, and what was said before and after everything was started anew."""
+    """The responses before and after the restart."""
 
     before: Life
     after: Life
@@ -182,7 +182,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
 
 
 @pytest.mark.parametrize("name", list(kinds("", "", "", "")))
-def test_an_id_stands_for_one_request(lives: Lives, name: str) -> None:
+def test_idempotency_key_identifies_one_request(lives: Lives, name: str) -> None:
     acknowledged = lives.before.acknowledged[name] + lives.after.acknowledged[name]
     assert all(each == acknowledged[0] for each in acknowledged), acknowledged
     assert lives.before.results[name] == lives.after.results[name]
@@ -191,18 +191,18 @@ def test_an_id_stands_for_one_request(lives: Lives, name: str) -> None:
         assert "used for another request" in refusal.text or "in use for other weights" in refusal.text
 
 
-def test_nothing_was_stored_or_done_twice(lives: Lives) -> None:
+def test_duplicates_are_stored_and_executed_once(lives: Lives) -> None:
     with_future = [name for name, result in lives.before.results.items() if result is not None]
     assert lives.before.num_requests == lives.after.num_requests == len(with_future) + 3, "and three to prepare"
     assert lives.before.effects == lives.after.effects == {"0": EFFECTS_OF_ALL, "1": 1, "2": 1}
 
 
-def test_failures_are_those_that_were_asked_for(lives: Lives) -> None:
+def test_only_the_expected_request_fails(lives: Lives) -> None:
     failed = {name for name, result in lives.before.results.items() if result is not None and "error" in result}
     assert failed == {"create_model_from_state that is not there"}
 
 
-def test_a_number_whose_request_is_forgotten_is_refused_for_good(tmp_path: Path) -> None:
+def test_sequence_number_of_a_pruned_request_returns_410(tmp_path: Path) -> None:
     soon = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.02}
     with serving(tmp_path, snapshot_interval_s=0.02, **soon) as server:
         body: dict[str, Any] = {"model_id": server.model(), "adam_params": {"learning_rate": 0.01}}
@@ -219,7 +219,7 @@ def test_a_number_whose_request_is_forgotten_is_refused_for_good(tmp_path: Path)
         assert again is not None
         other = server.post("optim_step", **{**body, "adam_params": {}}, seq_id=1)
         for refused in (again, other):
-            assert refused.status_code == HTTPStatus.GONE and "its number is used up" in refused.text
+            assert refused.status_code == HTTPStatus.GONE and "its sequence number was used" in refused.text
         gone = server.post("retrieve_future", request_id=first.json()["request_id"])
         assert gone.status_code == HTTPStatus.GONE and "fetched long ago and is gone" in gone.text
         assert "error" not in server.result(server.post("optim_step", **body, seq_id=2))

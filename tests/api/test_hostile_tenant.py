@@ -1,4 +1,4 @@
-"""Whatever one tenant sends, another's numbers are those of its lone run, bit for bit."""
+"""A hostile tenant does not change the results of another tenant, bitwise."""
 
 import math
 import time
@@ -15,15 +15,12 @@ from tinker import types
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.store import checkpoints
-from skyrl_tx.testing.live_api import Server
-from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
-from skyrl_tx.testing.live_house import VOCAB_SIZE, House
+from tests.support.live_api import Server
+from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
+from tests.support.live_stack import VOCAB_SIZE, LiveStack
 
 STEPS = 8
-pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:DEPRECATED. TrainingClient.load_state:FutureWarning"),
-    pytest.mark.parametrize("house", ["fake", "jax"], indirect=True, scope="session"),
-]
+pytestmark = pytest.mark.filterwarnings(r"ignore:DEPRECATED. TrainingClient.load_state:FutureWarning")
 
 
 def datum(tokens: list[int], name: str, values: list[float], **more: list[float]) -> types.Datum:
@@ -34,11 +31,11 @@ def datum(tokens: list[int], name: str, values: list[float], **more: list[float]
     )
 
 
-def run(house: House, name: str, meanwhile: Callable[[], None]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Train a model of one's own; return the losses, and all arrays of its state, optimizer and all."""
+def run(stack: LiveStack, name: str, meanwhile: Callable[[], None]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Train a new model and call `meanwhile` before each request; return the losses and the saved arrays."""
     draw = np.random.default_rng(5)
     losses: list[float] = []
-    with tinker.ServiceClient(base_url=house.url, api_key="tml-local") as service:
+    with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
         client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
         for _ in range(STEPS):
             rows = [draw.integers(1, VOCAB_SIZE, size=draw.integers(4, 20)).tolist() for _ in range(2)]
@@ -49,9 +46,9 @@ def run(house: House, name: str, meanwhile: Callable[[], None]) -> tuple[list[fl
             client.optim_step(types.AdamParams(learning_rate=0.02, weight_decay=0.1)).result()
             losses.append(passed.result().metrics["loss:sum"])
         path = CheckpointPath.parse(client.save_state(name).result().path)
-    row = house.server.store.read(lambda tx: checkpoints.get(tx, path, time.time()))
+    row = stack.server.store.read(lambda tx: checkpoints.get(tx, path, time.time()))
     assert row is not None
-    folder = ArtifactStore(house.server.settings.data_dir / "artifacts").open(row.artifact_id)
+    folder = ArtifactStore(stack.server.settings.data_dir / "artifacts").open(row.artifact_id).path
     files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
     return losses, {f"{file}: {key}": array for file, arrays in files.items() for key, array in arrays.items()}
 
@@ -61,15 +58,15 @@ def delete(server: Server, path: str) -> Any:
 
 
 def unload(server: Server, model_id: str) -> None:
-    """End a model, as SDKs up to 0.25 can."""
+    """Unload a model, as SDKs up to 0.25 do."""
     request_id = server.post("unload_model", model_id=model_id).json()["request_id"]
     while (answer := server.post("retrieve_future", request_id=request_id)).status_code == HTTPStatus.REQUEST_TIMEOUT:
         pass
     assert answer.json() == {"type": "unload_model", "model_id": model_id}
 
 
-def harms(service: tinker.ServiceClient, server: Server) -> Iterator[Callable[[], Any]]:
-    """One bad thing after another; what they give is waited for at the end."""
+def hostile_calls(service: tinker.ServiceClient, server: Server) -> Iterator[Callable[[], Any]]:
+    """Yield calls with harmful input; each returns a future or None."""
     tokens = [3, 4, 5, 6]
     far = datum(tokens, "advantages", [1e30, -1e30, 1e38], logprobs=[-1e30, 0.0, 1e30])
     absurd = types.AdamParams(learning_rate=1e30, weight_decay=1.0)
@@ -95,31 +92,31 @@ def harms(service: tinker.ServiceClient, server: Server) -> Iterator[Callable[[]
         )
     )
     yield lambda: client.load_state_with_optimizer(f"tinker://{client.model_id}/weights/broken")
-    yield lambda: client.load_state("tinker://nobody:train:0/weights/none")
+    yield lambda: client.load_state("tinker://unknown:train:0/weights/none")
     yield lambda: delete(server, client.save_state("deleted").result().path)
     yield lambda: delete(server, client.save_weights_for_sampler("deleted").result().path)
     yield lambda: unload(server, client.model_id)
     yield lambda: client.forward_backward([datum(tokens, "weights", [1.0, 1.0, 1.0])], "cross_entropy")
 
 
-def test_a_hostile_tenant_changes_no_bit_of_another(house: House) -> None:
-    losses, arrays = run(house, "alone", lambda: None)
+def test_hostile_tenant_does_not_change_results_of_another(stack: LiveStack) -> None:
+    losses, arrays = run(stack, "alone", lambda: None)
     outcomes: list[str] = []
-    with tinker.ServiceClient(base_url=house.url, api_key="tml-local") as service:
-        begun: list[Any] = []
-        to_do = harms(service, house.server)
-        beside = run(house, "beside", lambda: begun.append(next(to_do)()))
-        for future in begun:
+    with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as service:
+        started: list[Any] = []
+        attacks = hostile_calls(service, stack.server)
+        concurrent = run(stack, "concurrent", lambda: started.append(next(attacks)()))
+        for future in started:
             try:
                 if future is not None:
                     future.result()
                 outcomes.append("done")
             except tinker.RequestFailedError as error:
                 outcomes.append(str(error))
-    assert len(outcomes) == 2 * STEPS and next(to_do, None) is None, "all harm was done, and answered"
+    assert len(outcomes) == 2 * STEPS and next(attacks, None) is None, "every hostile call was made and answered"
     assert "done" in outcomes and any("tok" in outcome for outcome in outcomes), outcomes
-    assert outcomes[-4:-1] == ["done"] * 3 and "unload" in outcomes[-1], "two checkpoints and the model itself are gone"
-    assert beside[0] == losses
-    assert len(arrays) > 2 and arrays.keys() == beside[1].keys()
+    assert outcomes[-4:-1] == ["done"] * 3 and "unload" in outcomes[-1], "two checkpoints and the model were deleted"
+    assert concurrent[0] == losses
+    assert len(arrays) > 2 and arrays.keys() == concurrent[1].keys()
     for name, array in arrays.items():
-        assert array.tobytes() == beside[1][name].tobytes(), name
+        assert array.tobytes() == concurrent[1][name].tobytes(), name

@@ -1,4 +1,4 @@
-"""What the SDK's management client does: publish, copy, projects, search, scopes; and what has no server side here."""
+"""The SDK's management client: publish, copy, projects, search, scopes, and unsupported endpoints."""
 
 import time
 import warnings
@@ -10,33 +10,33 @@ import tinker
 from tinker import types
 
 from skyrl_tx.store import keys
-from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
+from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 
 @pytest.fixture(scope="module")
-def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """A house that asks for keys."""
-    with live_house("fake", tmp_path_factory.mktemp("house")) as house:
-        key_for(house, "root")
-        time.sleep(1.1)  # until then the server may remember that it asks for none
-        yield house
+def keyed_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+    """A server that requires API keys."""
+    with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
+        key_for(stack, "root")
+        time.sleep(1.1)  # the server caches for a second that no key exists
+        yield stack
 
 
-def key_for(house: House, owner: str) -> str:
+def key_for(stack: LiveStack, owner: str) -> str:
     scope = "admin" if owner == "root" else "user"
-    return house.server.store.write(lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0))[
+    return stack.server.store.write(lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0))[
         0
     ]
 
 
 @pytest.fixture(scope="module")
-def client_of(asking: House) -> Iterator[Callable[[str], tinker.ServiceClient]]:
+def client_of(keyed_stack: LiveStack) -> Iterator[Callable[[str], tinker.ServiceClient]]:
     clients: dict[str, tinker.ServiceClient] = {}
 
     def client(owner: str) -> tinker.ServiceClient:
         if owner not in clients:
             clients[owner] = tinker.ServiceClient(
-                base_url=asking.url, api_key=key_for(asking, owner), user_metadata={"whose": owner}
+                base_url=keyed_stack.url, api_key=key_for(keyed_stack, owner), user_metadata={"whose": owner}
             )
         return clients[owner]
 
@@ -46,19 +46,19 @@ def client_of(asking: House) -> Iterator[Callable[[str], tinker.ServiceClient]]:
 
 
 @pytest.fixture(scope="module")
-def rest_of(asking: House) -> Callable[[str], tinker.RestClient]:
-    return lambda owner: tinker.RestClient(base_url=asking.url, api_key=key_for(asking, owner))
+def rest_of(keyed_stack: LiveStack) -> Callable[[str], tinker.RestClient]:
+    return lambda owner: tinker.RestClient(base_url=keyed_stack.url, api_key=key_for(keyed_stack, owner))
 
 
 ClientOf = Callable[[str], tinker.ServiceClient]
 RestOf = Callable[[str], tinker.RestClient]
 
 
-def test_clients_know_who_they_are(rest_of: RestOf) -> None:
+def test_client_reads_its_identity(rest_of: RestOf) -> None:
     assert rest_of("ann").whoami().result().user_urn == "tml:user:ann"
 
 
-def test_what_is_published_is_anyones_to_use_until_it_is_not(client_of: ClientOf, rest_of: RestOf) -> None:
+def test_published_checkpoint_is_readable_by_all_until_unpublished(client_of: ClientOf, rest_of: RestOf) -> None:
     training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4, train_mlp=False).result()
     state = training.save_state("state").result().path
     sampler = training.save_weights_for_sampler("sampler").result().path
@@ -95,7 +95,7 @@ def test_what_is_published_is_anyones_to_use_until_it_is_not(client_of: ClientOf
         bob.get_training_run(run.training_run_id, access_scope="accessible").result()
 
 
-def test_a_copy_is_a_run_of_its_own_and_outlives_its_source(client_of: ClientOf, rest_of: RestOf) -> None:
+def test_copy_is_a_separate_run_and_outlives_its_source(client_of: ClientOf, rest_of: RestOf) -> None:
     training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4, train_attn=False).result()
     state = training.save_state("state").result().path
     rest = rest_of("ann")
@@ -114,11 +114,11 @@ def test_a_copy_is_a_run_of_its_own_and_outlives_its_source(client_of: ClientOf,
         rest_of("bob").copy_weights(copy, "mine").result()
 
 
-def test_a_copy_that_is_asked_for_again_is_the_same(asking: House) -> None:
-    headers = {"X-API-Key": key_for(asking, "ann")}
+def test_retried_copy_returns_the_same_path(keyed_stack: LiveStack) -> None:
+    headers = {"X-API-Key": key_for(keyed_stack, "ann")}
 
     def post(path: str, /, **body: object) -> dict[str, str]:
-        answer = asking.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
+        answer = keyed_stack.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -126,7 +126,7 @@ def test_a_copy_that_is_asked_for_again_is_the_same(asking: House) -> None:
     made = post("create_model", session_id=session_id, model_seq_id=0, base_model=PUBLIC_NAME, lora_config={"rank": 4})
     for seq_id, name in ((1, "a"), (2, "b")):
         saved = post("save_weights", model_id=made["model_id"], seq_id=seq_id, path=name)
-        while asking.server.client.post("/api/v1/retrieve_future", json=saved, headers=headers).status_code == 408:
+        while keyed_stack.server.client.post("/api/v1/retrieve_future", json=saved, headers=headers).status_code == 408:
             pass
     first, second = (f"tinker://{made['model_id']}/weights/{name}" for name in "ab")
     headers["X-Idempotency-Key"] = "once"
@@ -136,18 +136,21 @@ def test_a_copy_that_is_asked_for_again_is_the_same(asking: House) -> None:
     copies = {post("copy_weights", source_path=first, **place)["tinker_path"] for _ in range(2)}
     assert copies == {f"tinker://{session_id}:train:5/weights/a"}
     for body in ({"source_path": second, **place}, {"source_path": first}, {"source_path": "loot", **place}):
-        refused = asking.server.client.post("/api/v1/copy_weights", json=body, headers=headers)
+        refused = keyed_stack.server.client.post("/api/v1/copy_weights", json=body, headers=headers)
         assert refused.status_code == 400 and refused.json()["detail"]
 
 
-def test_sessions_are_searched_and_moved(asking: House, rest_of: RestOf) -> None:
+def test_sessions_are_searched_and_moved(keyed_stack: LiveStack, rest_of: RestOf) -> None:
     rest = rest_of("eve")
     names = ["Nightly One", "nightly two", "other"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
             with tinker.ServiceClient(
-                base_url=asking.url, api_key=key_for(asking, "eve"), user_metadata={"name": name}, display_name=name
+                base_url=keyed_stack.url,
+                api_key=key_for(keyed_stack, "eve"),
+                user_metadata={"name": name},
+                display_name=name,
             ) as service:
                 service.create_lora_training_client(PUBLIC_NAME, rank=4).result().save_state("s").result()
 
@@ -178,7 +181,7 @@ def test_sessions_are_searched_and_moved(asking: House, rest_of: RestOf) -> None
         assert len(root.search_sessions(request).result().sessions) == 3
 
 
-def test_a_session_tells_what_was_made_in_it(client_of: ClientOf, rest_of: RestOf) -> None:
+def test_session_lists_its_runs_and_samplers(client_of: ClientOf, rest_of: RestOf) -> None:
     service = client_of("ann")
     training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
     session_id = training.model_id.split(":")[0]
@@ -201,14 +204,14 @@ def test_a_session_tells_what_was_made_in_it(client_of: ClientOf, rest_of: RestO
         (lambda rest: rest.export_session_trace("session-x"), "trace export is not offered"),
     ],
 )
-def test_what_is_not_offered_says_so_at_once(
+def test_unsupported_endpoints_return_404_with_the_reason(
     rest_of: RestOf, call: Callable[[tinker.RestClient], tinker.APIFuture], text: str
 ) -> None:
     with pytest.raises(tinker.NotFoundError, match=text):
         call(rest_of("ann")).result(timeout=30)
 
 
-def test_nothing_is_billed(rest_of: RestOf) -> None:
+def test_billed_usage_is_empty(rest_of: RestOf) -> None:
     admin = tinker.AdminClient(_holder=rest_of("ann").holder)
     assert admin.get_billing_usage("2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z").result(timeout=30).data == []
     storage = admin.get_current_checkpoint_storage_usage().result(timeout=30)
@@ -216,11 +219,11 @@ def test_nothing_is_billed(rest_of: RestOf) -> None:
     assert all(item.user_name == "ann" and item.size_bytes > 0 for item in storage.data)
 
 
-def test_another_optimizer_is_refused_by_name(asking: House) -> None:
-    headers = {"X-API-Key": key_for(asking, "ann")}
+def test_unsupported_optimizer_is_named(keyed_stack: LiveStack) -> None:
+    headers = {"X-API-Key": key_for(keyed_stack, "ann")}
 
     def post(path: str, **body: object) -> httpx.Response:
-        return asking.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
+        return keyed_stack.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
 
     asked = post(
         "create_model",

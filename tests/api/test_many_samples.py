@@ -1,4 +1,4 @@
-"""News of many samples in one poll, copies of clients, and samples that are wanted no more, through the SDK."""
+"""Polls for many samples, copies of clients, and cancelled samples, through the SDK."""
 
 import json
 import pickle
@@ -12,21 +12,21 @@ import tinker
 from tinker import types
 
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.backends.fake.config import FakeConfig
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.testing.live_api import Server, live_api
-from skyrl_tx.testing.live_engine import live_engine
-from skyrl_tx.testing.live_house import House
-from skyrl_tx.testing.waiting import until
-from skyrl_tx.testing.wiretap import Wiretap
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.live_api import Server, live_api
+from tests.support.live_engine import live_engine
+from tests.support.live_stack import LiveStack
+from tests.support.recording_middleware import RecordingMiddleware
+from tests.support.waiting import until
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 
 class Slow(FakeBackend):
-    """A token a slice, so that there is time to change one's mind."""
+    """Samples one token per slice, so that a test can cancel a sample before it ends."""
 
     def __init__(self) -> None:
         super().__init__("fake", FakeConfig(vocab_size=1024, slice_tokens=1, step_delay_s=0.01))
@@ -37,21 +37,21 @@ class Slow(FakeBackend):
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[tuple[House, Slow]]:
-    backend, wiretap = Slow(), Wiretap()
+def slow(tmp_path: Path) -> Iterator[tuple[LiveStack, Slow]]:
+    backend, recorder = Slow(), RecordingMiddleware()
     api = ApiSettings(port=0, data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL)
     engine = EngineSettings(data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL)
-    with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):
-        yield House(server=server, backend=backend, wiretap=wiretap), backend
+    with live_api(api, recorder.wrap) as server, live_engine(engine, backend):
+        yield LiveStack(server=server, backend=backend, recorder=recorder), backend
 
 
 def long(max_tokens: int = 4000) -> types.SamplingParams:
     return types.SamplingParams(max_tokens=max_tokens, stop=[])
 
 
-def test_a_future_that_is_abandoned_ends_its_sample_at_once(slow: tuple[House, Slow]) -> None:
-    house, backend = slow
-    with tinker.ServiceClient(base_url=house.url) as service, house.wiretap.listening() as calls:
+def test_cancelled_future_ends_its_sample(slow: tuple[LiveStack, Slow]) -> None:
+    stack, backend = slow
+    with tinker.ServiceClient(base_url=stack.url) as service, stack.recorder.recording() as calls:
         client = service.create_sampling_client(base_model=BASE_MODEL).result()
         doomed = client.sample(PROMPT, 2, long()).future()
         neighbour = client.sample(PROMPT, 1, long(100))
@@ -65,9 +65,9 @@ def test_a_future_that_is_abandoned_ends_its_sample_at_once(slow: tuple[House, S
             doomed.result()
 
 
-def test_results_are_announced_by_one_poll_for_all(slow: tuple[House, Slow]) -> None:
-    house, _ = slow
-    with tinker.ServiceClient(base_url=house.url) as service, house.wiretap.listening() as calls:
+def test_one_poll_reports_completions_of_all_samples(slow: tuple[LiveStack, Slow]) -> None:
+    stack, _ = slow
+    with tinker.ServiceClient(base_url=stack.url) as service, stack.recorder.recording() as calls:
         client = service.create_sampling_client(base_model=BASE_MODEL).result()
         pending = [client.sample(PROMPT, 1, long(10 + index)) for index in range(50)]
         assert [len(each.result().sequences[0].tokens) for each in pending] == list(range(10, 60))
@@ -77,15 +77,15 @@ def test_results_are_announced_by_one_poll_for_all(slow: tuple[House, Slow]) -> 
     polls = [call for call in calls if call.path == "retrieve_futures"]
     fetches = [call for call in calls if call.path == "retrieve_future"]
     assert len(fetches) == 51 and {call.status for call in polls + fetches} == {200}
-    assert all(call.answer_type.startswith("application/x-protobuf") for call in fetches[:50])
+    assert all(call.response_type.startswith("application/x-protobuf") for call in fetches[:50])
 
 
-def test_copies_of_a_client_sample_side_by_side(slow: tuple[House, Slow]) -> None:
-    house, _ = slow
-    with tinker.ServiceClient(base_url=house.url) as service:
+def test_copies_of_a_client_sample_concurrently(slow: tuple[LiveStack, Slow]) -> None:
+    stack, _ = slow
+    with tinker.ServiceClient(base_url=stack.url) as service:
         client = service.create_sampling_client(base_model=BASE_MODEL).result()
         copies: list[tinker.SamplingClient] = [pickle.loads(pickle.dumps(client)) for _ in range(2)]
-        with house.wiretap.listening() as calls:
+        with stack.recorder.recording() as calls:
             pending = [each.sample(PROMPT, 1, long(5)) for each in (client, *copies) for _ in range(3)]
             ids = {each.result().sequences[0].sequence_id for each in pending}
     assert len(ids) == 9
@@ -93,23 +93,23 @@ def test_copies_of_a_client_sample_side_by_side(slow: tuple[House, Slow]) -> Non
 
 
 @pytest.fixture
-def narrow(tmp_path: Path) -> Iterator[House]:
-    """A server with room for twenty samples that wait."""
-    backend, wiretap = (
+def narrow(tmp_path: Path) -> Iterator[LiveStack]:
+    """A server whose byte limit admits twenty queued samples."""
+    backend, recorder = (
         FakeBackend("fake", FakeConfig(vocab_size=1024, max_context_length=2**16, step_delay_s=0.02)),
-        Wiretap(),
+        RecordingMiddleware(),
     )
     api = ApiSettings(port=0, data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL)
     engine = EngineSettings(
-        data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL, max_waiting_sample_bytes=20 * 4400
+        data_dir=tmp_path, base_model="fake", served_model_name=BASE_MODEL, max_queued_sample_bytes=20 * 4400
     )
-    with live_api(api, wiretap.wrap) as server, live_engine(engine, backend):
+    with live_api(api, recorder.wrap) as server, live_engine(engine, backend):
         until(lambda: server.client.get("/api/v1/healthz").status_code == 200)
-        yield House(server=server, backend=backend, wiretap=wiretap)
+        yield LiveStack(server=server, backend=backend, recorder=recorder)
 
 
-def test_samples_that_have_no_room_come_later_under_the_same_number(narrow: House) -> None:
-    with tinker.ServiceClient(base_url=narrow.url) as service, narrow.wiretap.listening() as calls:
+def test_samples_refused_with_429_are_retried_with_the_same_sequence_number(narrow: LiveStack) -> None:
+    with tinker.ServiceClient(base_url=narrow.url) as service, narrow.recorder.recording() as calls:
         client = service.create_sampling_client(base_model=BASE_MODEL).result()
         pending = [client.sample(PROMPT, 1, long(64)) for _ in range(60)]
         assert all(len(each.result().sequences[0].tokens) == 64 for each in pending)
@@ -123,7 +123,7 @@ def test_samples_that_have_no_room_come_later_under_the_same_number(narrow: Hous
     assert refused and sorted(taken) == list(range(61)) and refused < set(taken)
 
 
-def test_what_cannot_be_cancelled(server: Server) -> None:
+def test_only_open_samples_can_be_cancelled(server: Server) -> None:
     assert server.post("cancel_future", request_id="req-never").status_code == 200
     model_id = server.model()
     step = server.post("optim_step", model_id=model_id, adam_params={}).json()["request_id"]
@@ -131,16 +131,16 @@ def test_what_cannot_be_cancelled(server: Server) -> None:
     assert refused.status_code == 400 and "only samples" in refused.json()["detail"]
 
 
-def test_a_poll_for_many_ends_in_time_and_names_an_unknown_session(server: Server) -> None:
+def test_poll_for_many_times_out_and_reports_an_unknown_session(server: Server) -> None:
     session_id = server.session()
     made = server.post(
         "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=BASE_MODEL
     )
     target = {"type": "sampling_session", "sampling_session_id": made.json()["sampling_session_id"]}
     for timeout, least_s in ((0, 0.0), (None, server.settings.retrieve_hold_s)):
-        begun = time.monotonic()
+        started = time.monotonic()
         answer = server.post("retrieve_futures", target=target, prev_cursor=3, timeout=timeout)
         assert answer.json() == {"completions": [], "cursor": 3}
-        assert time.monotonic() - begun >= least_s
-    unknown = server.post("retrieve_futures", target={"sampling_session_id": "nobody:sample:0"})
-    assert unknown.status_code == 404 and "nobody:sample:0" in unknown.json()["detail"]
+        assert time.monotonic() - started >= least_s
+    unknown = server.post("retrieve_futures", target={"sampling_session_id": "unknown:sample:0"})
+    assert unknown.status_code == 404 and "unknown:sample:0" in unknown.json()["detail"]

@@ -1,4 +1,4 @@
-"""Every route, as a stranger, as another user, and as an admin; a new route fails until it is classified here."""
+"""Every route, unauthenticated, as another owner and as an admin; a new route must be classified here."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -11,15 +11,15 @@ from starlette.routing import BaseRoute, Route
 
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
-from skyrl_tx.testing.live_api import Server
-from skyrl_tx.testing.live_house import PUBLIC_NAME, live_house
+from tests.support.live_api import Server
+from tests.support.live_stack import PUBLIC_NAME, live_stack
 
 NO_SUCH_SESSION = "session-" + "0" * 32
 
 
 @dataclass(frozen=True)
 class World:
-    """A server that asks for keys, and what Ann has on it; `{names}` in paths and bodies stand for that."""
+    """A server that requires keys, and the ids of Ann's rows, which replace `{names}` in paths and bodies."""
 
     server: Server
     names: dict[str, str]
@@ -36,7 +36,7 @@ class World:
         return self.server.client.request(method, f"/api/v1/{path}", content=content, headers=headers)
 
     def about(self, value: Any, session_id: str) -> Any:
-        """Put in what `{names}` stand for, in Ann's session or in one that never was."""
+        """Replace `{names}` by ids in Ann's session, or in a session that does not exist."""
         if isinstance(value, dict):
             return {name: self.about(part, session_id) for name, part in value.items()}
         if not isinstance(value, str):
@@ -48,13 +48,13 @@ class World:
 
 @dataclass(frozen=True)
 class Thing:
-    """A call that names something of Ann's."""
+    """A call that names a row of Ann's."""
 
     route: str
     path: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     is_silent: bool = False
-    """It says nothing of whether there is such a thing."""
+    """The response does not show whether the row exists."""
     admin_status: int = 200
     missing_status: int = 404
 
@@ -64,9 +64,14 @@ class Thing:
 
 
 OPEN = {
-    *("GET docs", "GET docs/oauth2-redirect", "GET redoc", "GET openapi.json"),  # of the software, not of anyone
+    *(
+        "GET docs",
+        "GET docs/oauth2-redirect",
+        "GET redoc",
+        "GET openapi.json",
+    ),  # documentation of the software, no data of users
     "GET healthz",
-    "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL itself is the proof
+    "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
 }
 COMMON = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
@@ -75,7 +80,7 @@ COMMON = {
     *("GET sessions/{session_id}/trace_export", "GET {path:path}", "POST {path:path}", "PUT {path:path}"),
     *("DELETE {path:path}", "PATCH {path:path}"),
 }
-"""The same for everyone with a key: it names nothing of anyone."""
+"""Routes that give the same response to every caller with a key."""
 LISTS = {
     "GET sessions": "sessions?access_scope=accessible",
     "GET training_runs": "training_runs?access_scope=accessible",
@@ -115,7 +120,7 @@ THINGS = [
     Thing("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
     Thing("GET samplers/{sampler_id}", "samplers/{sampling}"),
     Thing("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
-    Thing("POST retrieve_future", body={"request_id": "{request}"}, missing_status=410),  # as one that is forgotten
+    Thing("POST retrieve_future", body={"request_id": "{request}"}, missing_status=410),  # as for a pruned future
     Thing(
         "POST retrieve_futures",
         body={"target": {"type": "sampling_session", "sampling_session_id": "{sampling}"}, "timeout": 0},
@@ -139,8 +144,8 @@ THINGS = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with live_house("fake", tmp_path_factory.mktemp("house")) as house:
-        server = house.server
+    with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
+        server = stack.server
         world = World(server, {})
         ann = world.key("ann")
         server.client.headers["X-API-Key"] = ann
@@ -150,7 +155,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         state = str(server.result(saved)["path"])
         server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=2, path="sampler"))
         server.result(server.post("save_weights_external", model_id=run, seq_id=3, path="external"))
-        begun = server.post(
+        sampling = server.post(
             "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=PUBLIC_NAME
         )
         del server.client.headers["X-API-Key"]
@@ -159,14 +164,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             run=run,
             state=state,
             sampler=f"tinker://{run}/sampler_weights/sampler",
-            sampling=begun.json()["sampling_session_id"],
+            sampling=sampling.json()["sampling_session_id"],
             request=saved.json()["request_id"],
         )
         yield world
 
 
 def routes_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
-    """All routes, those of included routers too, which FastAPI keeps as they are or in one list, by its release."""
+    """Yield all routes; some FastAPI releases keep included routers nested, others flatten them."""
     for route in routes:
         router = getattr(route, "original_router", None)
         if router is not None:
@@ -184,15 +189,15 @@ def test_every_route_is_classified(world: World) -> None:
 
 
 @pytest.mark.parametrize("route", sorted(OPEN))
-def test_what_is_open_asks_for_no_key(world: World, route: str) -> None:
+def test_open_routes_need_no_key(world: World, route: str) -> None:
     path = route.split()[1]
     place = "/" if path.startswith(("docs", "redoc", "openapi")) else "/api/v1/"
     assert world.server.client.get(place + path).status_code not in (401, 404)
 
 
 @pytest.mark.parametrize("route", sorted(COMMON | set(LISTS)))
-@pytest.mark.parametrize("key", [None, "tml-nobody", "eyJhbGciOiJub25lIn0.e30.", "nonsense"])
-def test_a_stranger_learns_nothing(world: World, route: str, key: str | None) -> None:
+@pytest.mark.parametrize("key", [None, "tml-unknown", "eyJhbGciOiJub25lIn0.e30.", "nonsense"])
+def test_unauthenticated_caller_gets_401(world: World, route: str, key: str | None) -> None:
     method, path = route.split()
     answer = world.call(key, method, path)
     assert answer.status_code == 401 and "X-API-Key" in answer.json()["detail"]
@@ -200,7 +205,7 @@ def test_a_stranger_learns_nothing(world: World, route: str, key: str | None) ->
 
 
 @pytest.mark.parametrize("route", sorted(COMMON))
-def test_what_is_common_knows_nothing_of_others(world: World, route: str) -> None:
+def test_common_routes_show_no_data_of_other_owners(world: World, route: str) -> None:
     method, path = route.split()
     query = "?starting_on=2026-11-01T00:00:00Z&ending_before=2026-11-02T00:00:00Z" if "billing" in path else ""
     for key in (world.key("bob"), world.key("root", "admin")):
@@ -211,7 +216,7 @@ def test_what_is_common_knows_nothing_of_others(world: World, route: str) -> Non
 
 
 @pytest.mark.parametrize("route", sorted(LISTS))
-def test_lists_hold_what_the_caller_may_see(world: World, route: str) -> None:
+def test_lists_contain_only_visible_rows(world: World, route: str) -> None:
     method, body = route.split()[0], {"owner": {"type": "accessible"}} if "search" in route else {}
     bob, root = (
         world.call(key, method, LISTS[route], **body) for key in (world.key("bob"), world.key("root", "admin"))
@@ -222,15 +227,15 @@ def test_lists_hold_what_the_caller_may_see(world: World, route: str) -> None:
 
 
 @pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.route)
-def test_what_is_anothers_does_not_exist(world: World, thing: Thing) -> None:
-    ann, nobody = world.names["session"], NO_SUCH_SESSION
+def test_rows_of_another_owner_return_404(world: World, thing: Thing) -> None:
+    ann, missing = world.names["session"], NO_SUCH_SESSION
     path = thing.path or thing.route.split()[1]
     body = world.about(thing.body, ann)
     assert world.call(None, thing.method, world.about(path, ann), **body).status_code == 401
     bob = world.key("bob")
     refused = world.call(bob, thing.method, world.about(path, ann), **body)
-    unknown = world.call(bob, thing.method, world.about(path, nobody), **world.about(thing.body, nobody))
+    unknown = world.call(bob, thing.method, world.about(path, missing), **world.about(thing.body, missing))
     assert refused.status_code == unknown.status_code == (200 if thing.is_silent else thing.missing_status)
-    assert refused.text.replace(ann, nobody) == unknown.text or "{request}" in str(thing.body)
+    assert refused.text.replace(ann, missing) == unknown.text or "{request}" in str(thing.body)
     admitted = world.call(world.key("root", "admin"), thing.method, world.about(path, ann), **body)
     assert admitted.status_code == thing.admin_status, admitted.text

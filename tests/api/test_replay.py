@@ -15,9 +15,9 @@ from tinker import types
 
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.wire import PROTOBUF, Body
-from skyrl_tx.testing.live_house import CONTEXT, House
-from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
-from skyrl_tx.testing.wiretap import Call
+from tests.support.live_stack import CONTEXT, LiveStack, both_backends
+from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
+from tests.support.recording_middleware import Call
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 JSON = "application/json"
@@ -42,9 +42,9 @@ def datum(length: int = 5) -> types.Datum:
 
 
 @contextmanager
-def sends(house: House, *expected: str) -> Iterator[list[Call]]:
+def sends(stack: LiveStack, *expected: str) -> Iterator[list[Call]]:
     """Within the context exactly these calls are made, and answered with success; polls for news apart."""
-    with house.wiretap.listening() as calls:
+    with stack.recorder.recording() as calls:
         yield calls
     assert sorted(call for call in map(str, calls) if call != NEWS) == sorted(expected)
     assert {call.status for call in calls} == {HTTPStatus.OK}
@@ -73,28 +73,29 @@ def polled(calls: list[Call]) -> dict[str, str]:
     for call in polls:
         is_sample = call.headers["x-tinker-request-type"] == "Sample"
         assert json.loads(call.body)["allow_metadata_only"] is not is_sample
-    return {call.headers["x-tinker-request-type"]: call.answer_type for call in polls}
+    return {call.headers["x-tinker-request-type"]: call.response_type for call in polls}
 
 
-def test_the_first_run_is_sent_and_answered_as_the_protocol_says(house: House) -> None:
-    service = tinker.ServiceClient(base_url=house.url, user_metadata={"a": "b"})
-    with sends(house, *HELLO, "GET get_server_capabilities") as calls:
+@both_backends
+def test_first_run_follows_the_protocol(stack: LiveStack) -> None:
+    service = tinker.ServiceClient(base_url=stack.url, user_metadata={"a": "b"})
+    with sends(stack, *HELLO, "GET get_server_capabilities") as calls:
         (served,) = service.get_server_capabilities().supported_models
     assert body(calls, "client/config") == {"sdk_version": tinker.__version__}
     assert served.model_name == BASE_MODEL and served.max_context_length == CONTEXT
 
-    training = create(house, service)
-    train(house, training)
-    named = save_for_sampler(house, training)
-    sample(house, service, named)
-    sample_unnamed(house, training)
-    with sends(house, "POST create_sampling_session") as calls:
+    training = create(stack, service)
+    train(stack, training)
+    named = save_for_sampler(stack, training)
+    sample(stack, service, named)
+    sample_unnamed(stack, training)
+    with sends(stack, "POST create_sampling_session") as calls:
         service.create_sampling_client(base_model=BASE_MODEL).result()
     assert body(calls, "create_sampling_session") == {"sampling_session_seq_id": 2, "base_model": BASE_MODEL}
-    state = save_and_load(house, training)
-    create_from_state(house, service, state)
-    manage(house, service, training.model_id)
-    with sends(house, f"POST sessions/{session_of(training)}/finish"):
+    state = save_and_load(stack, training)
+    create_from_state(stack, service, state)
+    manage(stack, service, training.model_id)
+    with sends(stack, f"POST sessions/{session_of(training)}/finish"):
         service.close("success").result()
 
 
@@ -102,8 +103,8 @@ def session_of(training: tinker.TrainingClient) -> str:
     return training.model_id.partition(":")[0]
 
 
-def create(house: House, service: tinker.ServiceClient) -> tinker.TrainingClient:
-    with sends(house, *HELLO, "POST create_session", "POST create_model", POLL, "POST get_info") as calls:
+def create(stack: LiveStack, service: tinker.ServiceClient) -> tinker.TrainingClient:
+    with sends(stack, *HELLO, "POST create_session", "POST create_model", POLL, "POST get_info") as calls:
         training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=1).result()
     assert training.model_id.endswith(":train:0")
     asked = body(calls, "create_session")
@@ -120,8 +121,8 @@ def create(house: House, service: tinker.ServiceClient) -> tinker.TrainingClient
     return training
 
 
-def train(house: House, training: tinker.TrainingClient) -> None:
-    with sends(house, "POST forward_backward", "POST optim_step", POLL, POLL) as calls:
+def train(stack: LiveStack, training: tinker.TrainingClient) -> None:
+    with sends(stack, "POST forward_backward", "POST optim_step", POLL, POLL) as calls:
         passed = training.forward_backward([datum(), datum()], "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=1e-4))
         assert [output["logprobs"].shape for output in passed.result().loss_fn_outputs] == [[5], [5]]
@@ -132,14 +133,14 @@ def train(house: House, training: tinker.TrainingClient) -> None:
     adam = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
     assert body(calls, "optim_step") == {"seq_id": 2, "adam_params": {"learning_rate": 1e-4, **adam}}
     assert polled(calls) == {"ForwardBackward": PROTOBUF, "OptimStep": JSON}
-    with sends(house, "POST forward_backward", POLL) as calls:
+    with sends(stack, "POST forward_backward", POLL) as calls:
         assert training.forward([datum()], "cross_entropy").result().metrics["loss:sum"] > 0
     assert proto(calls).forward_only and proto(calls).seq_id == 3
     assert polled(calls) == {"Forward": PROTOBUF}
 
 
-def save_for_sampler(house: House, training: tinker.TrainingClient) -> str:
-    with sends(house, "POST save_weights_for_sampler", POLL) as calls:
+def save_for_sampler(stack: LiveStack, training: tinker.TrainingClient) -> str:
+    with sends(stack, "POST save_weights_for_sampler", POLL) as calls:
         path = training.save_weights_for_sampler("s1").result().path
     assert path == f"tinker://{training.model_id}/sampler_weights/s1"
     assert body(calls, "save_weights_for_sampler") == {"path": "s1", "kind": "snapshot", "seq_id": 4}
@@ -147,13 +148,13 @@ def save_for_sampler(house: House, training: tinker.TrainingClient) -> str:
     return path
 
 
-def sample(house: House, service: tinker.ServiceClient, path: str) -> None:
+def sample(stack: LiveStack, service: tinker.ServiceClient, path: str) -> None:
     session_id = path.removeprefix("tinker://").partition(":")[0]
-    with sends(house, "POST create_sampling_session", f"GET samplers/{session_id}:sample:0") as calls:
+    with sends(stack, "POST create_sampling_session", f"GET samplers/{session_id}:sample:0") as calls:
         sampling = service.create_sampling_client(model_path=path).result()
         assert sampling.get_base_model() == BASE_MODEL
     assert body(calls, "create_sampling_session") == {"sampling_session_seq_id": 0, "model_path": path}
-    with sends(house, "POST asample", POLL) as calls:
+    with sends(stack, "POST asample", POLL) as calls:
         params = types.SamplingParams(max_tokens=4, stop=["\n"])
         sampled = sampling.sample(PROMPT, num_samples=2, sampling_params=params).result()
     assert len({sequence.sequence_id for sequence in sampled.sequences}) == 2
@@ -168,18 +169,18 @@ def sample(house: House, service: tinker.ServiceClient, path: str) -> None:
     }
     assert (asked["sampling_session_id"], asked["seq_id"], asked["num_samples"]) == (f"{session_id}:sample:0", 0, 2)
     assert polled(calls) == {"Sample": PROTOBUF}
-    with sends(house, "POST asample", POLL) as calls:
+    with sends(stack, "POST asample", POLL) as calls:
         logprobs = sampling.compute_logprobs(PROMPT).result()
     assert logprobs[0] is None and len(logprobs) == 3
     asked = body(calls, "asample")
     assert asked["seq_id"] == 1 and asked["prompt_logprobs"] is True
 
 
-def sample_unnamed(house: House, training: tinker.TrainingClient) -> None:
-    with sends(house, "POST save_weights_for_sampler", POLL) as calls:
+def sample_unnamed(stack: LiveStack, training: tinker.TrainingClient) -> None:
+    with sends(stack, "POST save_weights_for_sampler", POLL) as calls:
         unnamed = training.save_weights_and_get_sampling_client().result()
     assert body(calls, "save_weights_for_sampler") == {"sampling_session_seq_id": 1, "kind": "snapshot", "seq_id": 5}
-    with sends(house, "POST asample", POLL) as calls:
+    with sends(stack, "POST asample", POLL) as calls:
         sampled = unnamed.sample(
             PROMPT,
             num_samples=1,
@@ -193,48 +194,48 @@ def sample_unnamed(house: House, training: tinker.TrainingClient) -> None:
     assert (asked["seq_id"], asked["topk_prompt_logprobs"]) == (0, 2)
 
 
-def save_and_load(house: House, training: tinker.TrainingClient) -> str:
-    with sends(house, "POST save_weights", POLL) as calls:
+def save_and_load(stack: LiveStack, training: tinker.TrainingClient) -> str:
+    with sends(stack, "POST save_weights", POLL) as calls:
         path = training.save_state("st1", ttl_seconds=3600).result().path
     assert path == f"tinker://{training.model_id}/weights/st1"
     assert body(calls, "save_weights") == {"path": "st1", "seq_id": 6, "ttl_seconds": 3600, "overwrite": False}
     assert polled(calls) == {"SaveWeights": JSON}
     for seq_id, load in ((7, training.load_state), (8, training.load_state_with_optimizer)):
-        with sends(house, "POST load_weights", POLL) as calls:
+        with sends(stack, "POST load_weights", POLL) as calls:
             load(path).result()
         assert body(calls, "load_weights") == {"path": path, "seq_id": seq_id, "optimizer": seq_id == 8}
         assert polled(calls) == {"LoadWeights": JSON}
     return path
 
 
-def create_from_state(house: House, service: tinker.ServiceClient, path: str) -> None:
+def create_from_state(stack: LiveStack, service: tinker.ServiceClient, path: str) -> None:
     makers = (
         service.create_training_client_from_state,
         service.create_training_client_from_state_with_optimizer,
     )
     for index, make in enumerate(makers, start=1):
-        with sends(house, "POST load_weights", POLL, "POST get_info") as calls:
+        with sends(stack, "POST load_weights", POLL, "POST get_info") as calls:
             made = make(path).result()
             assert made.get_info().lora_rank == 8
         assert made.model_id.endswith(f":train:{index}")
         assert body(calls, "load_weights") == {"model_seq_id": index, "path": path, "optimizer": index == 2}
 
 
-def manage(house: House, service: tinker.ServiceClient, model_id: str) -> None:
-    with sends(house, *HELLO, "GET training_runs?limit=20&offset=0&access_scope=owned"):
-        rest = tinker.RestClient(base_url=house.url, api_key="tml-replay")  # the SDK keeps one a key; this is new
+def manage(stack: LiveStack, service: tinker.ServiceClient, model_id: str) -> None:
+    with sends(stack, *HELLO, "GET training_runs?limit=20&offset=0&access_scope=owned"):
+        rest = tinker.RestClient(base_url=stack.url, api_key="tml-replay")  # the SDK keeps one a key; this is new
         runs = rest.list_training_runs().result().training_runs
     assert model_id in {run.training_run_id for run in runs}
-    with sends(house, f"GET training_runs/{model_id}/checkpoints"):
+    with sends(stack, f"GET training_runs/{model_id}/checkpoints"):
         checkpoints = rest.list_checkpoints(model_id).result().checkpoints
     assert {checkpoint.checkpoint_id for checkpoint in checkpoints} == {"sampler_weights/s1", "weights/st1"}
-    with sends(house, "GET checkpoints?limit=100&offset=0"):
+    with sends(stack, "GET checkpoints?limit=100&offset=0"):
         listed = rest.list_user_checkpoints().result().checkpoints
     assert {checkpoint.tinker_path for checkpoint in checkpoints} <= {checkpoint.tinker_path for checkpoint in listed}
     session_id = model_id.partition(":")[0]
-    with sends(house, "GET sessions?limit=20&offset=0&access_scope=owned"):
+    with sends(stack, "GET sessions?limit=20&offset=0&access_scope=owned"):
         assert session_id == rest.list_sessions().result().sessions[0], "the newest first"
-    with sends(house, f"GET sessions/{session_id}?access_scope=owned"):
+    with sends(stack, f"GET sessions/{session_id}?access_scope=owned"):
         session = rest.get_session(session_id).result()
     assert session.training_run_ids == [f"{session_id}:train:{index}" for index in range(3)]
     assert session.sampler_ids == [f"{session_id}:sample:{index}" for index in range(3)]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import tinker
 
-from skyrl_tx.testing.live_api import Server
-from skyrl_tx.testing.scripted_engine import ScriptedEngine
+from tests.support.live_api import Server
+from tests.support.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def saved(server: Server) -> str:
     return model_id
 
 
-def test_a_run_is_described(server: Server, rest: tinker.RestClient) -> None:
+def test_run_is_described(server: Server, rest: tinker.RestClient) -> None:
     model_id = saved(server)
     run = rest.get_training_run(model_id).result()
     assert run.base_model == "Qwen/Qwen3-8B" and run.is_lora and run.lora_rank == 8
@@ -41,7 +41,7 @@ def test_a_run_is_described(server: Server, rest: tinker.RestClient) -> None:
     assert rest.list_training_runs(limit=1).result().cursor.total_count >= 1
 
 
-def test_checkpoints_are_listed_kept_and_deleted(server: Server, rest: tinker.RestClient) -> None:
+def test_checkpoints_are_listed_expired_and_deleted(server: Server, rest: tinker.RestClient) -> None:
     model_id = saved(server)
     listed = {
         checkpoint.checkpoint_id: checkpoint for checkpoint in rest.list_checkpoints(model_id).result().checkpoints
@@ -60,7 +60,7 @@ def test_checkpoints_are_listed_kept_and_deleted(server: Server, rest: tinker.Re
     ]
 
 
-def test_weights_are_described_with_what_was_trained(server: Server, rest: tinker.RestClient) -> None:
+def test_weights_info_describes_the_adapter(server: Server, rest: tinker.RestClient) -> None:
     info = rest.get_weights_info_by_tinker_path(f"tinker://{saved(server)}/weights/a").result()
     assert info.lora_rank == 8 and info.train_attn and info.train_unembed and info.train_mlp is False
 
@@ -87,7 +87,7 @@ def test_capabilities_name_the_model(rest: tinker.RestClient) -> None:
         ("POST", "create_custom_loss", 404, "custom losses on the server are not offered"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_errors_name_the_cause(
     server: Server, rest: tinker.RestClient, method: str, path: str, status: int, text: str
 ) -> None:
     run = saved(server) if "{run}" in path else ""
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said(
 
 
 @pytest.mark.parametrize("seconds", [1, 10**12])
-def test_a_lifetime_out_of_range_is_refused(server: Server, rest: tinker.RestClient, seconds: int) -> None:
+def test_ttl_out_of_range_is_refused(server: Server, rest: tinker.RestClient, seconds: int) -> None:
     path = f"/api/v1/training_runs/{saved(server)}/checkpoints/weights/a/ttl"
     answer = server.client.put(path, json={"ttl_seconds": seconds})
     assert answer.status_code == 400 and f"ttl_seconds {seconds}" in answer.json()["detail"]

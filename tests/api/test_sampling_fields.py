@@ -1,7 +1,7 @@
-"""Every field of a request for samples, through the unmodified SDK, over each backend.
+"""Every field of a sampling request, through the unmodified SDK, over each backend.
 
-Elsewhere: what is refused (`test_bad_input_sdk.py`), frozen weights and temperatures (`test_semantics.py`), what is
-recorded of a sample (`test_stable_reinforce.py`), one poll for many and cancelling (`test_many_samples.py`).
+Other files test invalid values (`test_bad_input_sdk.py`), frozen weights and temperatures (`test_semantics.py`),
+recorded logprobs (`test_stable_reinforce.py`), polls for many samples and cancelling (`test_many_samples.py`).
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,10 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_house import CONTEXT, VOCAB_SIZE, House
-from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
+from tests.support.live_stack import CONTEXT, VOCAB_SIZE, LiveStack, both_backends
+from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 
 PROMPT = [5, 6, 7, 300, 8, 900]
-
-# What says little about a backend, or costs it much, is left to the long run.
-jax_is_slow = pytest.mark.parametrize(
-    "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"
-)
 
 
 @pytest.fixture
@@ -37,13 +32,13 @@ def ask(
 
 
 def describe(client: tinker.SamplingClient, *, temperature: float = 1.0, **options: Any) -> types.SampleResponse:
-    """Ask about the prompt; one token is drawn beside it."""
+    """Request data about the prompt; one token is sampled as well."""
     params = types.SamplingParams(max_tokens=1, stop=[], seed=3, temperature=temperature)
     return client.sample(types.ModelInput.from_ints(PROMPT), 1, params, **options).result()
 
 
-@pytest.mark.parametrize("house", ["jax"], indirect=True, scope="session")
-def test_what_was_known_of_a_prompt_is_told_and_changes_nothing(base: tinker.SamplingClient):
+@pytest.mark.parametrize("stack", ["jax"], indirect=True, scope="session")
+def test_cached_prefix_tokens_are_reported_and_change_no_result(base: tinker.SamplingClient):
     prompt = types.ModelInput.from_ints([9, *PROMPT, 9, *PROMPT])
     params = types.SamplingParams(max_tokens=4, stop=[], seed=3)
     first, second = (base.sample(prompt, 2, params).result() for _ in range(2))
@@ -54,29 +49,28 @@ def test_what_was_known_of_a_prompt_is_told_and_changes_nothing(base: tinker.Sam
     assert asked.prompt_cache_hit_tokens == 0 and asked.prompt_logprobs[-1] is not None
 
 
-# Where a sample ends
+# End of a sample
 
 
-@jax_is_slow
-def test_the_models_own_end_stops_unless_the_list_of_stops_is_empty(base: tinker.SamplingClient) -> None:
-    """None and any stops leave the end of sequence in force; [] lets everything through."""
+def test_eos_stops_unless_the_stop_list_is_empty(base: tinker.SamplingClient) -> None:
+    """The end-of-sequence token stops a sample unless `stop` is the empty list."""
     prompt, num_samples = [VOCAB_SIZE - 4], 48
     free = ask(base, prompt=prompt, samples=num_samples, max_tokens=100, stop=[])
     assert all(len(sequence.tokens) == 100 and sequence.stop_reason == "length" for sequence in free)
     ended = ask(base, prompt=prompt, samples=num_samples, max_tokens=100, stop=None)
     cut = [index for index, sequence in enumerate(ended) if sequence.stop_reason == "stop"]
     ends = {ended[index].tokens[-1] for index in cut}
-    assert 1 <= len(ends) <= 2, "of the model's generation config"
+    assert 1 <= len(ends) <= 2, "the end-of-sequence tokens of the generation config"
     for whole, sequence in zip(free, ended, strict=True):
         until = next((place + 1 for place, token in enumerate(whole.tokens) if token in ends), 100)
-        assert list(sequence.tokens) == list(whole.tokens)[:until], "the end of sequence stays, once"
+        assert list(sequence.tokens) == list(whole.tokens)[:until], "the end-of-sequence token is kept once"
         assert len(sequence.logprobs or ()) == until
     other = next(token for token in range(VOCAB_SIZE) if all(token not in sequence.tokens for sequence in free))
     with_more = ask(base, prompt=prompt, samples=cut[0] + 1, max_tokens=100, stop=[other])
     assert with_more[-1].tokens == ended[cut[0]].tokens
 
 
-def test_a_stop_token_stays_once(base: tinker.SamplingClient) -> None:
+def test_stop_token_is_kept_once(base: tinker.SamplingClient) -> None:
     tokens = list(ask(base)[0].tokens)
     stop = next(token for token in tokens[6:] if token not in tokens[:6])
     for stops in ([stop], [1, stop]):
@@ -84,12 +78,12 @@ def test_a_stop_token_stays_once(base: tinker.SamplingClient) -> None:
         assert list(got.tokens) == tokens[: tokens.index(stop) + 1]
         assert got.stop_reason == "stop" and len(got.logprobs or ()) == len(got.tokens)
     (at_the_cap,) = ask(base, stop=[tokens[3]], max_tokens=tokens.index(tokens[3]) + 1)
-    assert at_the_cap.stop_reason == "stop", "a stop that comes with the last token allowed is a stop"
+    assert at_the_cap.stop_reason == "stop", "a stop token at max_tokens is a stop"
 
 
-def test_stop_strings_are_found_across_tokens(base: tinker.SamplingClient, house: House) -> None:
-    """As one string or several; the token that completes the match stays."""
-    text_of, tokens = house.backend.text_of, list(ask(base, max_tokens=60)[0].tokens)
+def test_stop_strings_are_found_across_tokens(base: tinker.SamplingClient, stack: LiveStack) -> None:
+    """One string or several; the token that completes the match is kept."""
+    text_of, tokens = stack.backend.text_of, list(ask(base, max_tokens=60)[0].tokens)
 
     def end_of(text: str) -> int:
         return next(n for n in range(1, len(tokens) + 1) if text in text_of(tokens[:n]))
@@ -109,8 +103,7 @@ def test_stop_strings_are_found_across_tokens(base: tinker.SamplingClient, house
     assert list(earlier.tokens) == tokens[:1]
 
 
-@jax_is_slow
-def test_no_limit_is_that_of_the_context(base: tinker.SamplingClient) -> None:
+def test_default_max_tokens_is_the_context_limit(base: tinker.SamplingClient) -> None:
     (got,) = ask(base, max_tokens=None)
     assert len(PROMPT) + len(got.tokens) == CONTEXT and got.stop_reason == "length"
     (one,) = ask(base, prompt=[3] * (CONTEXT - 1), max_tokens=None)
@@ -119,22 +112,20 @@ def test_no_limit_is_that_of_the_context(base: tinker.SamplingClient) -> None:
         ask(base, prompt=[3] * CONTEXT, max_tokens=None)
 
 
-@jax_is_slow
-def test_what_goes_beyond_the_context_is_told_with_all_three_numbers(base: tinker.SamplingClient) -> None:
+def test_context_overflow_error_names_all_three_numbers(base: tinker.SamplingClient) -> None:
     (fits,) = ask(base, max_tokens=CONTEXT - len(PROMPT))
     assert len(fits.tokens) == CONTEXT - len(PROMPT)
     too_many = CONTEXT - len(PROMPT) + 1
-    with pytest.raises(tinker.RequestFailedError) as told:
+    with pytest.raises(tinker.RequestFailedError) as failure:
         ask(base, max_tokens=too_many)
-    assert f"prompt of {len(PROMPT)} tokens" in str(told.value) and f"max_tokens {too_many}" in str(told.value)
-    assert f"context of {CONTEXT}" in str(told.value) and told.value.category == types.RequestErrorCategory.User
+    assert f"prompt of {len(PROMPT)} tokens" in str(failure.value) and f"max_tokens {too_many}" in str(failure.value)
+    assert f"context of {CONTEXT}" in str(failure.value) and failure.value.category == types.RequestErrorCategory.User
 
 
-# How its tokens are drawn
+# Sampling of tokens
 
 
-@jax_is_slow
-def test_seeds_are_of_64_bits(base: tinker.SamplingClient) -> None:
+def test_seeds_have_64_bits(base: tinker.SamplingClient) -> None:
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1]
     drawn = {seed: [tuple(sequence.tokens) for sequence in ask(base, samples=3, seed=seed)] for seed in seeds}
     assert len({tokens for samples in drawn.values() for tokens in samples}) == 3 * len(seeds)
@@ -145,7 +136,8 @@ def test_seeds_are_of_64_bits(base: tinker.SamplingClient) -> None:
             ask(base, seed=seed)
 
 
-def test_greedy_and_the_ways_to_turn_filters_off(base: tinker.SamplingClient) -> None:
+@both_backends
+def test_greedy_sampling_and_disabled_filters(base: tinker.SamplingClient) -> None:
     greedy = list(ask(base, temperature=0.0)[0].tokens)
     for params in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0.0, "seed": None, "top_p": 0.5}):
         assert list(ask(base, **params)[0].tokens) == greedy
@@ -155,14 +147,14 @@ def test_greedy_and_the_ways_to_turn_filters_off(base: tinker.SamplingClient) ->
     assert plain != greedy
 
 
-def test_logprobs_are_of_the_whole_distribution_whatever_the_filters(base: tinker.SamplingClient) -> None:
+def test_logprobs_ignore_the_sampling_filters(base: tinker.SamplingClient) -> None:
     (got,) = ask(base, top_k=5, top_p=0.5, max_tokens=8)
     tokens = [*PROMPT, *got.tokens]
     scored = base.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     np.testing.assert_allclose(got.logprobs, scored[len(PROMPT) :], rtol=0, atol=1e-5)
 
 
-def test_the_likeliest_tokens_come_with_each_that_is_drawn(base: tinker.SamplingClient) -> None:
+def test_topk_logprobs_of_sampled_tokens(base: tinker.SamplingClient) -> None:
     params = types.SamplingParams(max_tokens=5, stop=[], seed=4, temperature=0.0)
     answer = base.sample(types.ModelInput.from_ints(PROMPT), 2, params, topk_sample_logprobs=3).result()
     for sequence in answer.sequences:
@@ -172,11 +164,10 @@ def test_the_likeliest_tokens_come_with_each_that_is_drawn(base: tinker.Sampling
             assert row == sorted(row, key=lambda pair: -pair[1])
 
 
-# What is told of the prompt
+# Data about the prompt
 
 
-@jax_is_slow
-def test_logprobs_of_the_prompt_or_of_its_end(base: tinker.SamplingClient) -> None:
+def test_prompt_logprobs_of_all_or_the_last_positions(base: tinker.SamplingClient) -> None:
     whole = describe(base, include_prompt_logprobs=True, topk_prompt_logprobs=3, temperature=0.3)
     assert whole.prompt_logprobs is not None and whole.topk_prompt_logprobs is not None
     assert whole.prompt_logprobs[0] is None and whole.topk_prompt_logprobs[0] is None
@@ -191,9 +182,8 @@ def test_logprobs_of_the_prompt_or_of_its_end(base: tinker.SamplingClient) -> No
         describe(base, include_prompt_logprobs=True, prompt_logprobs_last_n=len(PROMPT))
 
 
-@jax_is_slow
-def test_targets_come_back_in_the_layout_that_asked(base: tinker.SamplingClient) -> None:
-    """Dense or rows compressed; -1 is skipped, and answered by 0."""
+def test_target_logprobs_have_the_layout_of_the_request(base: tinker.SamplingClient) -> None:
+    """Dense or sparse (CSR); -1 is skipped and gives 0."""
     whole = describe(base, include_prompt_logprobs=True, topk_prompt_logprobs=2)
     assert whole.prompt_logprobs is not None and whole.topk_prompt_logprobs is not None
     best = [[token for token, _ in row or ()] for row in whole.topk_prompt_logprobs[1:]]
@@ -214,7 +204,7 @@ def test_targets_come_back_in_the_layout_that_asked(base: tinker.SamplingClient)
     assert (dense.to_numpy()[skipped] == 0.0).all()
 
     listed = ~skipped
-    listed[0, 1] = True  # -1, in so many words
+    listed[0, 1] = True  # an explicit -1
     rows, columns = np.nonzero(listed)
     crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(ids)))]).tolist()
     asked = types.TensorData(
@@ -230,9 +220,8 @@ def test_targets_come_back_in_the_layout_that_asked(base: tinker.SamplingClient)
     np.testing.assert_allclose(sparse.data, values[listed], rtol=0, atol=1e-5)
 
 
-@jax_is_slow
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_alternatives_are_drawn_at_every_place_of_the_prompt(base: tinker.SamplingClient, temperature: float) -> None:
+def test_alternative_tokens_are_drawn_at_each_prompt_position(base: tinker.SamplingClient, temperature: float) -> None:
     k = 4
     answer = describe(base, prompt_alt_tokens_k=k, temperature=temperature)
     assert answer.prompt_alt_tokens is not None
@@ -245,7 +234,7 @@ def test_alternatives_are_drawn_at_every_place_of_the_prompt(base: tinker.Sampli
     at_one, own = scored.to_numpy(), logprobs.to_numpy()
     if temperature == 1.0:
         np.testing.assert_allclose(own, at_one, rtol=0, atol=1e-5)
-        assert len({tuple(column) for column in ids.T.tolist()}) == k, "each is a draw of its own"
+        assert len({tuple(column) for column in ids.T.tolist()}) == k, "each column is sampled independently"
     elif temperature:
         np.testing.assert_allclose(np.diff(own) * temperature, np.diff(at_one), rtol=0, atol=2e-5)
     else:
@@ -254,7 +243,6 @@ def test_alternatives_are_drawn_at_every_place_of_the_prompt(base: tinker.Sampli
         np.testing.assert_allclose(own, at_one, rtol=0, atol=1e-5)
 
 
-@jax_is_slow
-def test_every_sample_has_a_name_of_its_own(base: tinker.SamplingClient) -> None:
+def test_sequence_ids_are_unique(base: tinker.SamplingClient) -> None:
     names = [sequence.sequence_id for _ in range(2) for sequence in ask(base, samples=3, max_tokens=2)]
     assert len(set(names)) == 6 and all(isinstance(name, str) and name for name in names)

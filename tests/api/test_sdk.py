@@ -7,8 +7,8 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_api import Server
-from skyrl_tx.testing.scripted_engine import ScriptedEngine
+from tests.support.live_api import Server
+from tests.support.scripted_engine import ScriptedEngine
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 
@@ -29,7 +29,7 @@ def datum(length: int = 5) -> types.Datum:
     )
 
 
-def test_the_whole_road(service: tinker.ServiceClient, engine: ScriptedEngine) -> None:
+def test_complete_run(service: tinker.ServiceClient, engine: ScriptedEngine) -> None:
     training = service.create_lora_training_client(BASE_MODEL, rank=8, seed=1).result()
     passed = training.forward_backward([datum(), datum(3)], "cross_entropy").result()
     assert [output["logprobs"].tolist() for output in passed.loss_fn_outputs] == [[-0.5] * 5, [-0.5] * 3]

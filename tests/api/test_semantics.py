@@ -1,4 +1,4 @@
-"""What training and sampling mean, through the unmodified SDK, over each backend."""
+"""The semantics of training and sampling, through the unmodified SDK, over each backend."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +9,11 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_house import PUBLIC_NAME as BASE_MODEL
-from skyrl_tx.testing.live_house import VOCAB_SIZE, House
+from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
+from tests.support.live_stack import VOCAB_SIZE, LiveStack, both_backends
 
 PROMPT = [5, 6, 7]
 FAILURES = [HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE]
-
-# What says little about a backend, or costs it much, is left to the long run.
-jax_is_slow = pytest.mark.parametrize(
-    "house", ["fake", pytest.param("jax", marks=pytest.mark.slow)], indirect=True, scope="session"
-)
 
 
 def examples(seed: int, count: int = 2) -> list[types.Datum]:
@@ -59,7 +54,8 @@ def drawn(sequences: list[types.SampledSequence]) -> list[tuple[list[int], list[
     return [(list(sequence.tokens), list(sequence.logprobs or [])) for sequence in sequences]
 
 
-def test_what_is_sampled_has_the_logprobs_that_training_gives_it(training: tinker.TrainingClient) -> None:
+@both_backends
+def test_sampling_and_training_logprobs_agree(training: tinker.TrainingClient) -> None:
     list(steps(training, range(2)))
     sampler = training.save_weights_and_get_sampling_client().result()
     for sequence in draw(sampler, num_samples=4):
@@ -75,11 +71,10 @@ def test_what_is_sampled_has_the_logprobs_that_training_gives_it(training: tinke
         np.testing.assert_allclose(again[len(PROMPT) :], own, rtol=0, atol=1e-5)
 
 
+@both_backends
 @pytest.mark.parametrize("temperature", [0.8, 2.0])
-def test_differences_of_logprobs_scale_with_the_temperature(
-    training: tinker.TrainingClient, temperature: float
-) -> None:
-    """(log p_T(a) - log p_T(b)) * T is the same at every T, for tokens that are drawn at the same place."""
+def test_logprob_differences_scale_with_temperature(training: tinker.TrainingClient, temperature: float) -> None:
+    """(log p_T(a) - log p_T(b)) * T is the same at every T, for tokens sampled at one position."""
     list(steps(training, range(2)))
     sampler = training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(PROMPT)
@@ -98,16 +93,16 @@ def test_differences_of_logprobs_scale_with_the_temperature(
     for token in others:
         difference = (scaled[token] - scaled[reference]) * temperature
         assert difference == pytest.approx(at_one(token) - at_one(reference), abs=2e-5)
-    assert any(abs(at_one(token) - at_one(reference)) > 0.1 for token in others), "not all alike"
+    assert any(abs(at_one(token) - at_one(reference)) > 0.1 for token in others), "the tokens have different logprobs"
 
 
-def test_a_sampler_is_frozen_and_seeds_reproduce(training: tinker.TrainingClient) -> None:
+def test_sampler_is_frozen_and_seeds_are_reproducible(training: tinker.TrainingClient) -> None:
     list(steps(training, range(1)))
     frozen = training.save_weights_and_get_sampling_client().result()
     before = drawn(draw(frozen))
     list(steps(training, range(1, 4)))
     moved = training.save_weights_and_get_sampling_client().result()
-    assert drawn(draw(frozen)) == before, "also after later steps, and beside another sampler"
+    assert drawn(draw(frozen)) == before, "also after later steps, and with another sampler"
     assert drawn(draw(moved)) != before
     assert drawn(draw(frozen, seed=2)) != before
     assert drawn(draw(frozen, seed=None)) != drawn(draw(frozen, seed=None))
@@ -116,9 +111,9 @@ def test_a_sampler_is_frozen_and_seeds_reproduce(training: tinker.TrainingClient
     assert greedy[0].tokens == greedy[1].tokens == draw(frozen, seed=9, temperature=0.0)[0].tokens
 
 
-def test_tenants_side_by_side_get_what_each_gets_alone(service: tinker.ServiceClient, house: House) -> None:
+def test_batch_invariance_of_concurrent_tenants(service: tinker.ServiceClient, stack: LiveStack) -> None:
     def run(rank: int) -> list[float]:
-        with tinker.ServiceClient(base_url=house.url, api_key="tml-local") as own:
+        with tinker.ServiceClient(base_url=stack.url, api_key="tml-local") as own:
             return list(steps(new_client(own, rank), range(5)))
 
     alone = [list(steps(new_client(service, rank), range(5))) for rank in (8, 4)]
@@ -130,8 +125,7 @@ def test_tenants_side_by_side_get_what_each_gets_alone(service: tinker.ServiceCl
     assert [future.result() for future in running] == [alone[0], alone[1], alone[0]]
 
 
-@jax_is_slow
-def test_gradients_add_up_until_a_step(service: tinker.ServiceClient) -> None:
+def test_gradients_accumulate_until_a_step(service: tinker.ServiceClient) -> None:
     data = examples(0, count=4)
     whole, parts = new_client(service), new_client(service)
     whole.forward_backward(data, "cross_entropy").result()
@@ -147,13 +141,12 @@ def test_gradients_add_up_until_a_step(service: tinker.ServiceClient) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
-@jax_is_slow
 @pytest.mark.parametrize("path", ["forward_backward", "optim_step", "save_weights", "retrieve_future"])
-def test_an_answer_that_is_lost_changes_nothing(service: tinker.ServiceClient, house: House, path: str) -> None:
+def test_lost_response_changes_no_result(service: tinker.ServiceClient, stack: LiveStack, path: str) -> None:
     calm, client = new_client(service), new_client(service)
     losses = list(steps(calm, range(3)))
-    with house.wiretap.listening() as calls:
-        house.wiretap.lose_answers(path, FAILURES)
+    with stack.recorder.recording() as calls:
+        stack.recorder.replace_responses(path, FAILURES)
         assert list(steps(client, range(3))) == losses
         assert client.save_state("kept").result().path.endswith("/weights/kept")
     lost = [call for call in calls if call.status in FAILURES]

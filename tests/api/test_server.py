@@ -4,12 +4,12 @@ import asyncio
 import socket
 from pathlib import Path
 
-from skyrl_tx.api.server import ApiServer
+from skyrl_tx.api.app import ApiServer
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store.database import Store
 
 
-def test_answers_on_a_given_socket_are_not_held_back(tmp_path: Path) -> None:
+def test_responses_on_an_inherited_socket_are_not_delayed(tmp_path: Path) -> None:
     """Without TCP_NODELAY each answer takes 40 ms longer: its body waits for a delayed acknowledgement of its head."""
     store = Store.open(tmp_path, role="api")
     api = ApiServer(ApiSettings(port=0, data_dir=tmp_path, base_model="Qwen/Qwen3-8B"), store)

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from skyrl_tx.api import authentication
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
@@ -16,10 +17,11 @@ from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.testing.live_api import Server, live_api
+from skyrl_tx.store.tables import EngineStateRow, EngineStatus
+from tests.support.live_api import Server, live_api
 
 
-def test_flags_suit_every_release(server: Server) -> None:
+def test_client_flags_are_valid_for_every_release(server: Server) -> None:
     flags = server.post("client/config", sdk_version="0.38.0").json()
     assert flags["parallel_fwdbwd_chunks"] and flags["create_model_via_load_weights"]
     assert flags["pjwt_auth_enabled"]
@@ -27,7 +29,7 @@ def test_flags_suit_every_release(server: Server) -> None:
     assert server.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is True
 
 
-def test_a_session_lives_until_it_is_finished(server: Server) -> None:
+def test_session_is_open_until_finished(server: Server) -> None:
     session_id = server.session()
     assert server.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
     for reason in ("success", "errored"):
@@ -39,10 +41,10 @@ def test_a_session_lives_until_it_is_finished(server: Server) -> None:
     assert late.status_code == 400 and "has finished" in late.json()["detail"]
 
 
-def test_metadata_that_is_no_text_is_shown_as_json(server: Server) -> None:
-    """As of runs, whose metadata the same client sends."""
-    told = {"a": "b", "step": 3, "flags": {"on": True, "of": [None]}}
-    session_id = server.post("create_session", tags=[], user_metadata=told).json()["session_id"]
+def test_metadata_values_other_than_text_become_json(server: Server) -> None:
+    """The metadata of sessions is converted like that of runs."""
+    sent = {"a": "b", "step": 3, "flags": {"on": True, "of": [None]}}
+    session_id = server.post("create_session", tags=[], user_metadata=sent).json()["session_id"]
     shown = server.client.get(f"/api/v1/sessions/{session_id}").json()["user_metadata"]
     assert shown == {"a": "b", "step": "3", "flags": '{"on":true,"of":[null]}'}
 
@@ -51,12 +53,12 @@ def test_telemetry_of_any_shape_is_accepted(server: Server) -> None:
     assert server.post("telemetry", events=[{"a": 1}], session_id="sessionless-x").json() == {"status": "accepted"}
 
 
-def test_health_says_which_half_is_down(server: Server) -> None:
+def test_health_names_the_failed_component(server: Server) -> None:
     answer = server.client.get("/api/v1/healthz")
     assert answer.status_code == 503 and "engine" in answer.json()["detail"]
 
 
-def test_a_poll_without_an_engine_says_why_nothing_happens(server: Server) -> None:
+def test_poll_without_an_engine_reports_the_reason(server: Server) -> None:
     answer = server.post("create_model", session_id=server.session(), model_seq_id=0, base_model="x")
     request_id = answer.json()["request_id"]
     started = time.monotonic()
@@ -70,9 +72,10 @@ def test_a_poll_without_an_engine_says_why_nothing_happens(server: Server) -> No
     }
 
 
-def test_a_poll_outlasts_a_database_that_fails(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poll_survives_a_database_failure(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "_CACHE_S", 60.0)  # only the poll reads the database
     request_id = server.post("create_model", session_id=server.session(), model_seq_id=0, base_model="x").json()
-    begun = time.monotonic()
+    started = time.monotonic()
     with monkeypatch.context() as patch:
 
         def fail(_: object) -> None:
@@ -82,17 +85,17 @@ def test_a_poll_outlasts_a_database_that_fails(server: Server, monkeypatch: pyte
         poll = server.post("retrieve_future", request_id=request_id["request_id"])
     assert poll.status_code == 408 and poll.json()["type"] == "try_again"
     assert "it failed" in poll.json()["queue_state_reason"]
-    assert time.monotonic() - begun > 0.9, "the SDK asks again at once: the pause has to be ours"
+    assert time.monotonic() - started > 0.9, "the SDK polls again at once, so the server has to wait"
 
 
 @pytest.fixture
 def patient(settings: ApiSettings, tmp_path: Path) -> Iterator[Server]:
-    """A server that holds polls far longer than a wake takes on the busiest machine."""
+    """A server whose polls are held far longer than a notification takes."""
     with live_api(settings.model_copy(update={"data_dir": tmp_path, "retrieve_hold_s": 30.0})) as server:
         yield server
 
 
-def test_one_commit_wakes_all_who_wait(patient: Server) -> None:
+def test_one_commit_wakes_all_polls(patient: Server) -> None:
     model_id = patient.model()
     num_waiting = 40
     steps = [patient.post("optim_step", model_id=model_id, adam_params={}) for _ in range(num_waiting)]
@@ -114,15 +117,15 @@ def test_one_commit_wakes_all_who_wait(patient: Server) -> None:
             )
             finished = time.monotonic()
             answers = [poll.result() for poll in polls]
-        assert time.monotonic() - finished < 15.0, "woken, not let go after the hold"
+        assert time.monotonic() - finished < 15.0, "the polls are notified, they do not time out"
         assert all(answer.json() == {"type": "optim_step", "metrics": {}} for answer in answers)
         again = patient.post("retrieve_future", request_id=ids[0])
-        assert again.json() == answers[0].json(), "a lost answer can be had again"
+        assert again.json() == answers[0].json(), "a lost response is sent again"
     finally:
         peer.close()
 
 
-def test_a_failure_is_a_success_of_http(server: Server) -> None:
+def test_failed_request_returns_200(server: Server) -> None:
     step = server.post("optim_step", model_id=server.model(), adam_params={})
     failure = codec.encode(results.Failure(message="no gradient", category=ErrorCategory.USER))
     request_id = RequestId(step.json()["request_id"])
@@ -132,7 +135,7 @@ def test_a_failure_is_a_success_of_http(server: Server) -> None:
     assert server.result(step) == {"error": "no gradient", "category": "user"}
 
 
-def test_a_large_result_is_announced_by_its_size(server: Server) -> None:
+def test_large_result_is_announced_by_its_size(server: Server) -> None:
     step = server.post("optim_step", model_id=server.model(), adam_params={})
     request_id = RequestId(step.json()["request_id"])
     size = server.settings.large_result_bytes + 1
@@ -144,14 +147,19 @@ def test_a_large_result_is_announced_by_its_size(server: Server) -> None:
     whole = server.post("retrieve_future", request_id=request_id, allow_metadata_only=False)
     assert announced == {"status": "complete_metadata", "response_payload_size": len(whole.content)}
     assert whole.json()["metrics"] and len(whole.content) > size
-    assert server.post("retrieve_future", request_id=request_id).content == whole.content, "releases that do not ask"
+    assert server.post("retrieve_future", request_id=request_id).content == whole.content, (
+        "SDK releases that do not set allow_metadata_only"
+    )
 
 
-def test_a_busy_engine_is_no_reason_to_pause(server: Server) -> None:
-    def publish(status: engine_state.EngineStatus) -> None:
+def test_busy_engine_keeps_the_queue_active(server: Server) -> None:
+    def publish(status: EngineStatus) -> None:
         server.store.write(
             lambda tx: engine_state.publish(
-                tx, boot_id="b", pid=1, status=status, capabilities={}, base_models=[], detail="", now=time.time()
+                tx,
+                EngineStateRow(
+                    boot_id="b", pid=1, status=status, capabilities={}, base_models=[], updated_at=time.time()
+                ),
             )
         )
 
@@ -165,12 +173,12 @@ def test_a_busy_engine_is_no_reason_to_pause(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/sessions/no"), ("POST", "/api/v1/oai"), ("GET", "/")])
-def test_every_error_has_a_detail(server: Server, method: str, path: str) -> None:
+def test_errors_have_a_detail(server: Server, method: str, path: str) -> None:
     answer = server.client.request(method, path)
     assert answer.status_code == 404 and isinstance(answer.json()["detail"], str)
 
 
-def test_the_server_goes_down_without_waiting_for_long_polls(server: Server) -> None:
+def test_shutdown_does_not_wait_for_long_polls(server: Server) -> None:
     """Last in this file: it ends the server."""
     step = server.post("optim_step", model_id=server.model(), adam_params={})
     object.__setattr__(server.settings, "retrieve_hold_s", 30.0)

@@ -14,13 +14,13 @@ from sqlmodel import select
 from tinker import types
 
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.backends.fake.config import FakeConfig
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import stability
 from skyrl_tx.store.tables import StabilityRow
-from skyrl_tx.testing.live_api import Server, live_api
-from skyrl_tx.testing.live_engine import live_engine
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.live_api import Server, live_api
+from tests.support.live_engine import live_engine
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 ENVIRONMENT = [9, 8]
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         live_engine(EngineSettings(data_dir=data_dir, base_model=BASE_MODEL), FakeBackend(BASE_MODEL, FakeConfig())),
     ):
         yield server
-    gc.collect()  # what the SDK leaves is collected here, where the warnings about it are ignored
+    gc.collect()  # collect the SDK's unclosed objects here, where their warnings are ignored
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def service(server: Server) -> Iterator[tinker.ServiceClient]:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Two turns as one sequence, and where it came from, as the cookbook writes it down."""
+    """Two turns as one sequence with its provenance spans, in the layout of the cookbook."""
 
     tokens: list[int]
     q: NDArray[np.float32]
@@ -54,7 +54,7 @@ class Episode:
     spans: Spans
 
     def datum(self, advantage: float) -> types.Datum:
-        """For stable_reinforce; what is sent as logprobs is of no effect."""
+        """Return a datum for stable_reinforce; its `logprobs` have no effect."""
         first = self.spans[0]
         targets: Spans = [
             types.PromptProvenanceSpan(sequence_id=first.sequence_id, offset=1, length=first.length - 1),
@@ -69,7 +69,7 @@ class Episode:
         return self._datum(inputs).with_provenance(model_input=tokens, loss_fn_inputs=targets)
 
     def weighted(self, weights: NDArray[np.float32]) -> types.Datum:
-        """For cross_entropy."""
+        """Return a datum for cross_entropy."""
         return self._datum({"weights": weights})
 
     def _datum(self, inputs: dict[str, NDArray[np.float32]]) -> types.Datum:
@@ -99,7 +99,7 @@ def play(sampler: tinker.SamplingClient, seed: int) -> Episode:
 
 
 def moved_away(service: tinker.ServiceClient, episodes: list[Episode] | None = None) -> tinker.TrainingClient:
-    """A model that is no longer the sampler: it likes the first episode more, so that some ratios exceed 2."""
+    """Return a model trained on the episodes, so that some importance ratios exceed 2."""
     client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
     for episode in episodes or []:
         client.forward_backward([episode.weighted(episode.is_sampled)], "cross_entropy").result()
@@ -122,9 +122,7 @@ def logprobs_of(client: tinker.TrainingClient, episodes: list[Episode]) -> list[
     return [np.array(output["logprobs"].tolist()) for output in outputs.loss_fn_outputs]
 
 
-def test_the_gradient_is_that_of_truncated_importance_weights(
-    service: tinker.ServiceClient, episodes: list[Episode]
-) -> None:
+def test_gradient_has_truncated_importance_weights(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
     advantages = (1.5, -0.5)
     model, by_hand = (moved_away(service, episodes[:1] * 6) for _ in range(2))
     data = [episode.datum(advantage) for episode, advantage in zip(episodes, advantages, strict=True)]
@@ -147,7 +145,7 @@ def test_the_gradient_is_that_of_truncated_importance_weights(
         np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
-def test_the_penalty_pulls_towards_what_was_recorded(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
+def test_penalty_pulls_towards_recorded_logprobs(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
     model = moved_away(service, episodes[:1] * 6)
     data = [episode.datum(0.0) for episode in episodes]
     passed = model.forward(data, "stable_reinforce", {"kl_coeff": 0.3}).result()
@@ -158,13 +156,13 @@ def test_the_penalty_pulls_towards_what_was_recorded(service: tinker.ServiceClie
     assert passed.metrics["loss:sum"] == pytest.approx(0.15 * (np.concatenate(gaps) ** 2).sum(), rel=1e-5)
 
 
-def test_what_is_not_true_fails_the_future(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
+def test_wrong_span_fails_the_future(service: tinker.ServiceClient, episodes: list[Episode]) -> None:
     model = moved_away(service)
     whole = episodes[0].datum(1.0)
-    unknown = [types.SampledProvenanceSpan(sequence_id="seq-nobody", length=whole.model_input.length)]
+    unknown = [types.SampledProvenanceSpan(sequence_id="seq-unknown", length=whole.model_input.length)]
     assert whole.loss_fn_input_spans is not None
     for datum, config, message in (
-        (whole.with_provenance(unknown, unknown), None, "model_input_spans.0.: nothing is recorded.*'seq-nobody'"),
+        (whole.with_provenance(unknown, unknown), None, "model_input_spans.0.: nothing is recorded.*'seq-unknown'"),
         (episodes[0].weighted(episodes[0].is_sampled), None, "data.0..loss_fn_input_spans: missing"),
         (whole, {"alpha": 1.0}, "loss_fn_config.alpha: stable_reinforce takes clip_high_threshold, kl_coeff"),
         (whole, {"kl_coeff": "x"}, "loss_fn_config.kl_coeff 'x' must be a finite number"),
@@ -174,21 +172,21 @@ def test_what_is_not_true_fails_the_future(service: tinker.ServiceClient, episod
         assert failure.value.category == types.RequestErrorCategory.User
 
 
-def test_what_was_not_to_be_recorded_is_unknown(service: tinker.ServiceClient) -> None:
+def test_unrecorded_sample_has_no_provenance(service: tinker.ServiceClient) -> None:
     model = moved_away(service)
     episode = play(model.save_weights_and_get_sampling_client().result(), 1)
     with pytest.raises(tinker.RequestFailedError, match="sample with record_stability_info"):
         model.forward([episode.datum(1.0)], "stable_reinforce").result()
 
 
-def test_other_losses_take_provenance_and_do_not_read_it(service: tinker.ServiceClient) -> None:
+def test_other_losses_ignore_provenance(service: tinker.ServiceClient) -> None:
     model = moved_away(service)
     episode = play(model.save_weights_and_get_sampling_client().result(), 1)
     passed = model.forward([episode.datum(1.0)], "importance_sampling").result()
     assert math.isfinite(passed.metrics["loss:sum"])
 
 
-def test_each_use_begins_the_day_anew(server: Server, service: tinker.ServiceClient, episodes: list[Episode]) -> None:
+def test_reuse_extends_expiry(server: Server, service: tinker.ServiceClient, episodes: list[Episode]) -> None:
     def last_used() -> dict[str, float]:
         rows = server.store.read(lambda tx: tx.exec(select(StabilityRow)).all())
         return {row.sequence_id: row.last_used_at for row in rows}

@@ -1,4 +1,4 @@
-"""Each request once, however often it is sent; random choices settled once; ids that the SDK builds by itself."""
+"""Idempotency of requests, seeds that the server draws, and ids that the SDK builds itself."""
 
 import json
 import socket
@@ -13,8 +13,8 @@ import pytest
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.tensors import to_proto
 from skyrl_tx.contract import requests
-from skyrl_tx.testing.live_api import Server
-from skyrl_tx.testing.waiting import until
+from tests.support.live_api import Server
+from tests.support.waiting import until
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]}
@@ -41,13 +41,13 @@ def base_sampler(server: Server) -> str:
     return answer.json()["sampling_session_id"]
 
 
-def test_ids_are_those_that_the_sdk_builds(server: Server) -> None:
+def test_ids_have_the_form_that_the_sdk_builds(server: Server) -> None:
     session_id = server.session()
     assert server.model(session_id, 4) == f"{session_id}:train:4"
     assert base_sampler(server).endswith(":sample:3")
 
 
-def test_a_pass_sent_again_is_the_same_future(server: Server) -> None:
+def test_retried_pass_returns_the_same_future(server: Server) -> None:
     model_id = server.model()
     answers = [send_pass(server, pass_body(model_id, 2)).json() for _ in range(3)]
     assert answers[0] == answers[1] == answers[2]
@@ -58,14 +58,14 @@ def test_a_pass_sent_again_is_the_same_future(server: Server) -> None:
     assert conflict.status_code == 400 and "used for another request" in conflict.json()["detail"]
 
 
-def test_without_a_seq_id_every_request_is_another(server: Server) -> None:
+def test_requests_without_a_seq_id_are_distinct(server: Server) -> None:
     model_id = server.model()
     ids = {send_pass(server, pass_body(model_id, 0)).json()["request_id"] for _ in range(2)}
     steps = (server.post("optim_step", model_id=model_id, adam_params={}) for _ in range(2))
     assert len(ids | {step.json()["request_id"] for step in steps}) == 4
 
 
-def test_a_model_created_again_keeps_the_seed_that_was_drawn(server: Server) -> None:
+def test_retried_create_model_keeps_the_drawn_seed(server: Server) -> None:
     session_id = server.session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
     first, second = server.post("create_model", **body).json(), server.post("create_model", **body).json()
@@ -76,7 +76,7 @@ def test_a_model_created_again_keeps_the_seed_that_was_drawn(server: Server) -> 
     assert other.status_code == 400
 
 
-def test_prompts_of_clones_of_a_client_are_apart(server: Server) -> None:
+def test_samples_of_client_copies_are_distinct(server: Server) -> None:
     sampler = base_sampler(server)
     body = {"sampling_session_id": sampler, "prompt": PROMPT, "sampling_params": {"max_tokens": 4}, "num_samples": 2}
     ids = [server.post("asample", **body, seq_id=seq_id).json() for seq_id in (0, 0, 659393165000000000)]
@@ -90,13 +90,13 @@ def test_prompts_of_clones_of_a_client_are_apart(server: Server) -> None:
     assert server.post("asample", **body | {"num_samples": 3}, seq_id=0).status_code == 400
 
 
-def test_a_seq_id_beyond_64_bits_is_refused(server: Server) -> None:
+def test_seq_id_above_64_bits_is_refused(server: Server) -> None:
     body = {"sampling_session_id": base_sampler(server), "prompt": PROMPT, "sampling_params": {}}
     answer = server.post("asample", **body, seq_id=2**63)
     assert answer.status_code == 400 and "seq_id" in answer.json()["detail"]
 
 
-def test_a_sampling_session_made_again_is_the_same(server: Server) -> None:
+def test_retried_sampling_session_is_the_same(server: Server) -> None:
     body = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
     assert (
         server.post("create_sampling_session", **body).json() == server.post("create_sampling_session", **body).json()
@@ -113,7 +113,7 @@ def test_a_sampling_session_made_again_is_the_same(server: Server) -> None:
         ([7, 8], (), (7, 8), True),
     ],
 )
-def test_stops_are_told_apart(
+def test_stop_strings_and_stop_tokens_are_separated(
     server: Server, stop: Any, strings: tuple[str, ...], token_ids: tuple[int, ...], eos_stops: bool
 ) -> None:
     params = {"stop": stop, "temperature": 0, "top_k": 0, "seed": 2**64 - 1}
@@ -130,7 +130,7 @@ def test_stops_are_told_apart(
     )
 
 
-def test_the_config_of_a_loss_is_read_from_its_newer_form(server: Server) -> None:
+def test_loss_config_is_read_from_its_newer_form(server: Server) -> None:
     body = pass_body(
         server.model(),
         1,
@@ -143,7 +143,7 @@ def test_the_config_of_a_loss_is_read_from_its_newer_form(server: Server) -> Non
     assert request.loss_config == {"a": 1.0, "b": 3.0, "c": "x"} and not request.backward
 
 
-def test_the_oldest_dialect_is_understood(server: Server) -> None:
+def test_oldest_sdk_requests_are_accepted(server: Server) -> None:
     """SDKs up to 0.16 send only what was set, nulls included, and no types."""
     model_id = server.model()
     data = [
@@ -169,7 +169,7 @@ def test_the_oldest_dialect_is_understood(server: Server) -> None:
     assert server.stored(save.json()["request_id"]) == requests.SaveWeights(kind="weights", name="a")
 
 
-def test_an_unknown_field_is_refused_only_where_it_may_change_the_maths(server: Server) -> None:
+def test_unknown_field_is_refused_only_where_it_may_change_results(server: Server) -> None:
     model_id = server.model()
     harmless = server.post("optim_step", model_id=model_id, adam_params={"amsgrad": False, "x": None}, trace="yes")
     assert isinstance(server.stored(harmless.json()["request_id"]), requests.OptimStep)
@@ -179,7 +179,7 @@ def test_an_unknown_field_is_refused_only_where_it_may_change_the_maths(server: 
     )
 
 
-def test_a_rejected_pass_says_that_a_gradient_is_missing(server: Server) -> None:
+def test_rejected_pass_marks_the_gradient_as_incomplete(server: Server) -> None:
     model_id = server.model()
     for forward_only in (False, True):
         answer = send_pass(server, pass_body(model_id, 0, data=[], forward_only=forward_only))
@@ -188,23 +188,23 @@ def test_a_rejected_pass_says_that_a_gradient_is_missing(server: Server) -> None
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", json.dumps({"adam_params": {}}).encode(), b'{"model_id": 3}'])
-def test_what_cannot_be_read_is_refused_at_once(server: Server, body: bytes) -> None:
+def test_malformed_json_returns_400(server: Server, body: bytes) -> None:
     answer = server.client.post("/api/v1/optim_step", content=body)
     assert answer.status_code == 400 and answer.json()["detail"]
 
 
-def test_truncated_protobuf_is_refused_at_once(server: Server) -> None:
+def test_truncated_protobuf_returns_400(server: Server) -> None:
     answer = send_pass(server, pass_body(server.model(), 1)[:-2])
     assert answer.status_code == 400 and "protobuf" in answer.json()["detail"]
 
 
-def test_a_body_over_the_limit_is_413(server: Server) -> None:
+def test_body_over_the_limit_returns_413(server: Server) -> None:
     answer = send_pass(server, b"\0" * (server.settings.max_request_bytes + 1))
     assert answer.status_code == 413 and "at most" in answer.json()["detail"]
     assert server.client.get("/api/v1/get_server_capabilities").status_code == 200
 
 
-def test_an_unnamed_save_that_is_sent_again_has_the_session_of_the_first(server: Server) -> None:
+def test_retried_ephemeral_save_has_the_sampling_session_of_the_first(server: Server) -> None:
     """The SDK counts its sampling sessions on, each time that it sends the same save."""
     model_id = server.model()
     first = server.post("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)
@@ -215,7 +215,7 @@ def test_an_unnamed_save_that_is_sent_again_has_the_session_of_the_first(server:
     assert isinstance(request, requests.SaveWeights) and str(request.sampling_session_id).endswith(":sample:0")
 
 
-def test_a_body_that_ends_too_early_is_of_no_effect(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_body_has_no_effect(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     model_id = server.model()
     address = urlsplit(server.url)
     half = f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()
@@ -224,7 +224,7 @@ def test_a_body_that_ends_too_early_is_of_no_effect(server: Server, caplog: pyte
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head + half)
         time.sleep(0.1)
-    until(lambda: "went away amid the body" in caplog.text)
+    until(lambda: "disconnected while sending the body" in caplog.text)
     assert "ERROR" not in caplog.text
     whole = server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 0.1})
     assert whole.status_code == 200

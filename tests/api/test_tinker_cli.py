@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 
-from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
+from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 TIMEOUT_S = 60.0
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
@@ -22,7 +22,7 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command printed, and how it ended."""
+    """The output and exit status of a command."""
 
     status: int
     out: str
@@ -35,9 +35,9 @@ class Shown:
 
 @dataclass(frozen=True)
 class Place:
-    """A server, and what a user has on it."""
+    """A server with a run and three checkpoints of a user."""
 
-    house: House
+    stack: LiveStack
     run_id: str
     session_id: str
     state: str
@@ -46,7 +46,7 @@ class Place:
     folder: Path
 
     def tinker(self, *arguments: str, succeeds: bool = True) -> Shown:
-        """Run a command; it must end in time, and as expected."""
+        """Run a command; fail if it does not end in time or with the expected status."""
         done: list[Shown] = []
 
         def work() -> None:
@@ -72,20 +72,20 @@ class Place:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with pytest.MonkeyPatch.context() as patch, live_house("fake", tmp_path_factory.mktemp("house")) as house:
+    with pytest.MonkeyPatch.context() as patch, live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
         home = tmp_path_factory.mktemp("home")
         for name, value in {
             "HOME": str(home),
-            "HF_HUB_OFFLINE": "1",
             "TINKER_API_KEY": "tml-local",
-            "TINKER_BASE_URL": house.url,
+            "TINKER_BASE_URL": stack.url,
             "TINKER_TELEMETRY": "0",
         }.items():
             patch.setenv(name, value)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # reads its variable only at import
         with tinker.ServiceClient() as service:
             client = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
             yield Place(
-                house=house,
+                stack=stack,
                 run_id=client.model_id,
                 session_id=client.model_id.split(":")[0],
                 state=client.save_state("state").result().path,
@@ -116,7 +116,7 @@ def run_list(place: Place) -> None:
 
 def run_info(place: Place) -> None:
     assert PUBLIC_NAME in place.tinker("run", "info", place.run_id).out
-    assert "does not exist" in place.tinker("run", "info", "nobody:train:0", succeeds=False).error
+    assert "does not exist" in place.tinker("run", "info", "unknown:train:0", succeeds=False).error
 
 
 def checkpoint_list(place: Place) -> None:
@@ -152,8 +152,8 @@ def checkpoint_set_ttl(place: Place) -> None:
 
 
 def checkpoint_delete(place: Place) -> None:
-    answer = place.house.server.post("save_weights", model_id=place.run_id, path="doomed")
-    doomed = str(place.house.server.result(answer)["path"])
+    answer = place.stack.server.post("save_weights", model_id=place.run_id, path="doomed")
+    doomed = str(place.stack.server.result(answer)["path"])
     assert doomed in place.listed()
     place.tinker("checkpoint", "delete", doomed, "--yes")
     assert doomed not in place.listed()
@@ -172,7 +172,7 @@ def checkpoint_unpublish(place: Place) -> None:
 
 
 def checkpoint_push_hf(place: Place) -> None:
-    """The hub itself is played: what is ours is the adapter that reaches it, from either kind of path."""
+    """Uploads to a fake hub receive the adapter, for training and external checkpoints."""
     assert "Not logged in" in place.tinker("checkpoint", "push-hf", place.external, succeeds=False).error
     pushed: dict[str, dict[str, bytes]] = {}
 
@@ -263,7 +263,7 @@ def leaves(command: click.Command, path: tuple[str, ...], context: click.Context
         yield from leaves(child, (*path, name), click.Context(child, parent=context))
 
 
-def test_every_command_of_the_sdk_is_tried_here() -> None:
+def test_every_sdk_command_is_covered() -> None:
     assert set(leaves(main_cli, (), click.Context(main_cli))) == set(COMMANDS)
 
 

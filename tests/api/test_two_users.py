@@ -1,4 +1,4 @@
-"""Two users of one server, each with a key and the real SDK: what is recorded, and what is lent."""
+"""Two owners with keys and the real SDK: recorded samples and delegated access."""
 
 import gc
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from skyrl_tx.store import keys
-from skyrl_tx.testing.live_house import PUBLIC_NAME, live_house
+from tests.support.live_stack import PUBLIC_NAME, live_stack
 
 TOKENS = [5, 6, 7, 8, 9, 10]
 
@@ -30,14 +30,14 @@ Users = dict[str, User]
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Users]:
-    folder: Path = tmp_path_factory.mktemp("house")
-    with live_house("fake", folder) as house:
+    folder: Path = tmp_path_factory.mktemp("stack")
+    with live_stack("fake", folder) as stack:
         made: Users = {}
         for owner in ("ann", "bob"):
-            key, _ = house.server.store.write(
+            key, _ = stack.server.store.write(
                 lambda tx, owner=owner: keys.create(tx, owner=owner, scope="user", name=owner, note="", now=1.0)
             )
-            at = {"base_url": house.server.url, "api_key": key}
+            at = {"base_url": stack.server.url, "api_key": key}
             made[owner] = User(key, tinker.ServiceClient(**at), tinker.RestClient(**at))
         yield made
         for user in made.values():
@@ -61,7 +61,7 @@ def loss(client: tinker.TrainingClient) -> float:
     return client.forward([datum()], "cross_entropy").result().metrics["loss:sum"]
 
 
-def test_what_is_recorded_for_one_is_unknown_to_the_other(users: Users) -> None:
+def test_recorded_samples_are_private_to_their_owner(users: Users) -> None:
     ann, bob = (user.service for user in users.values())
     sampler = trained(ann).save_weights_and_get_sampling_client(record_stability_info=True).result()
     params = types.SamplingParams(max_tokens=3, seed=1, stop=[])
@@ -76,14 +76,14 @@ def test_what_is_recorded_for_one_is_unknown_to_the_other(users: Users) -> None:
         return types.SampledProvenanceSpan(sequence_id=drawn.sequence_id, length=length)
 
     after_first = types.PromptProvenanceSpan(sequence_id=drawn.sequence_id, offset=1, length=len(TOKENS) - 1)
-    told = plain.with_provenance(model_input=[prompt, sampled(2)], loss_fn_inputs=[after_first, sampled(3)])
-    assert np.isfinite(trained(ann).forward([told], "stable_reinforce").result().metrics["loss:sum"])
+    traced = plain.with_provenance(model_input=[prompt, sampled(2)], loss_fn_inputs=[after_first, sampled(3)])
+    assert np.isfinite(trained(ann).forward([traced], "stable_reinforce").result().metrics["loss:sum"])
     with pytest.raises(tinker.RequestFailedError, match=f"nothing is recorded.*{drawn.sequence_id}") as failure:
-        trained(bob).forward([told], "stable_reinforce").result()
+        trained(bob).forward([traced], "stable_reinforce").result()
     assert failure.value.category == types.RequestErrorCategory.User
 
 
-def test_a_key_lends_what_is_its_owners(users: Users) -> None:
+def test_weights_access_token_delegates_access(users: Users) -> None:
     ann, bob = (user.service for user in users.values())
     key = users["ann"].key
     client = trained(ann)
@@ -91,9 +91,9 @@ def test_a_key_lends_what_is_its_owners(users: Users) -> None:
     for make in (bob.create_training_client_from_state, bob.create_training_client_from_state_with_optimizer):
         with pytest.raises(tinker.RequestFailedError, match="there is no such checkpoint"):
             make(path).result()
-        with pytest.raises(tinker.RequestFailedError, match="weights_access_token: is no key") as failure:
-            make(path, weights_access_token="tml-nobody").result()
-        assert failure.value.category == types.RequestErrorCategory.User and "tml-nobody" not in str(failure.value)
+        with pytest.raises(tinker.RequestFailedError, match="weights_access_token: not a key") as failure:
+            make(path, weights_access_token="tml-unknown").result()
+        assert failure.value.category == types.RequestErrorCategory.User and "tml-unknown" not in str(failure.value)
         borrowed = make(path, weights_access_token=key).result()
         assert loss(borrowed) == loss(client)
     own = bob.create_lora_training_client(PUBLIC_NAME, rank=8, seed=5).result()
@@ -102,14 +102,14 @@ def test_a_key_lends_what_is_its_owners(users: Users) -> None:
     assert loss(own) == loss(client)
 
 
-def test_a_key_lets_a_checkpoint_be_copied(users: Users) -> None:
+def test_weights_access_token_allows_a_copy(users: Users) -> None:
     bob, rest, key = users["bob"].service, users["bob"].rest, users["ann"].key
     client = trained(users["ann"].service)
     path = client.save_state("copied").result().path
     with pytest.raises(tinker.NotFoundError):
         rest.copy_weights(path, "project").result()
     with pytest.raises(tinker.BadRequestError, match="weights_access_token"):
-        rest.copy_weights(path, "project", weights_access_token="tml-nobody").result()
+        rest.copy_weights(path, "project", weights_access_token="tml-unknown").result()
     copied = rest.copy_weights(path, "project", weights_access_token=key).result()
     assert copied != path
     assert loss(bob.create_training_client_from_state(copied).result()) == loss(client)

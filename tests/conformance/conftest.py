@@ -1,4 +1,4 @@
-"""Tiny random models, and what transformers, peft and torch make of them, computed once a session."""
+"""Tiny random models with reference results of transformers, peft and torch, computed once per session."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.layers.lora import Adapter, LoraPair
-from skyrl_tx.testing.client_environments import TORCH
 from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.weight_map import adapter_modules, expand
+from tests.support.client_environments import TORCH
 
 VARIANTS = {
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True, "head_dim": 8},
@@ -29,6 +29,10 @@ VARIANTS = {
     },
     "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
 }
+UNTIED = "qwen3-untied"
+ONE_PER_FAMILY = (UNTIED, "qwen2-tied", "llama3-untied", "qwen3-moe-mixed")
+"""The variants of the default run; the slow tests compare all."""
+
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope
 ALPHA = 32.0
 
@@ -44,7 +48,7 @@ class Reference:
     arrays: dict[str, np.ndarray]
 
     def adapter(self, prefix: str) -> Adapter:
-        """Return the arrays `prefix/<module>.lora_A|lora_B` as one adapter of ours; what peft left out is zero."""
+        """Return the arrays `prefix/<module>.lora_A|lora_B` as an adapter; modules that peft lacks are zero."""
         rank = next(v.shape[0] for k, v in self.arrays.items() if k.startswith(prefix) and k.endswith("lora_A"))
         modules = adapter_modules(
             self.family.weights, tied_embeddings=self.config.tied_embeddings, stacks_experts=False
@@ -65,24 +69,35 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
-    """Write all models and run the reference on them, in one process: importing torch takes longer than the work."""
+def directories(request, tmp_path_factory, client_environment) -> dict[str, Path]:
+    """Write the models of the selected tests and their reference, in one process because importing torch is slow."""
     environment = client_environment(TORCH)
     generator = np.random.default_rng(0)
-    made = {}
+    needed, made = {UNTIED, *_parameters(request.session.items)}, {}
     for name, variant in VARIANTS.items():
-        made[name] = write_model(tmp_path_factory.mktemp(name), std=0.2, **variant)
-        np.savez(
-            made[name] / "inputs.npz",
-            tokens=generator.integers(0, 256, (BATCH, LENGTH)),
-            targets=generator.integers(0, 256, (BATCH, LENGTH)),
-            weights=generator.uniform(0.0, 1.0, (BATCH, LENGTH)).astype(np.float32),  # one sign: no sum cancels
-        )
+        inputs = {
+            "tokens": generator.integers(0, 256, (BATCH, LENGTH)),
+            "targets": generator.integers(0, 256, (BATCH, LENGTH)),
+            # All positive, so that no sum cancels.
+            "weights": generator.uniform(0.0, 1.0, (BATCH, LENGTH)).astype(np.float32),
+        }
+        if name in needed:
+            made[name] = write_model(tmp_path_factory.mktemp(name), std=0.2, **variant)
+            np.savez(made[name] / "inputs.npz", **inputs)
     environment.run(Path(__file__).parent / "reference" / "transformers_reference.py", *made.values())
     return made
 
 
-@pytest.fixture(scope="session", params=VARIANTS)
+def _parameters(items: list[pytest.Item]) -> set[str]:
+    """Return the parameters of tests that are strings."""
+    calls = [item.callspec for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return {value for call in calls for value in call.params.values() if isinstance(value, str)}
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name in ONE_PER_FAMILY else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+)
 def reference(request, directories) -> Reference:
     directory = directories[request.param]
     content = hf.read_json(directory, "config.json")

@@ -1,8 +1,8 @@
-"""Train and sample a tiny model on meshes, and write every number down: run by `test_mesh.py` on virtual devices.
+"""Train and sample a tiny model on meshes and save all results; `test_mesh.py` runs this on virtual devices.
 
     python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample} fsdp=1 fsdp=4,tp=2
 
-`sample` is after training. Beside the numbers: `bytes`, of the base weights on each device.
+`sample` also trains first. The results include `bytes`, the size of the base weights on each device.
 """
 
 import sys
@@ -22,7 +22,7 @@ from skyrl_tx.losses import LOSSES
 
 MODEL, SAMPLER = ModelId("m"), SamplerId("s")
 LOSS_OF_STEP = ("cross_entropy", "ppo")
-LENGTHS = (70, 49, 64, 50, 66, 96)  # of one micro-batch, long enough for attention in blocks
+LENGTHS = (70, 49, 64, 50, 66, 96)  # one micro-batch, long enough for blockwise attention
 PARTS = {StatePart.WEIGHTS, StatePart.OPTIMIZER, StatePart.GRADIENT}
 
 
@@ -34,7 +34,7 @@ def batch(step: int, loss: str) -> PreparedModelPassBatch:
         filled = {name: draw.normal(-0.1, 0.3, length).astype(np.float32) for name in inputs}
         filled["target_tokens"] = draw.integers(0, 256, length, dtype=np.int32)
         if "logprobs" in filled:
-            filled["logprobs"] -= np.log(256).astype(np.float32)  # near the model's own
+            filled["logprobs"] -= np.log(256).astype(np.float32)  # near the logprobs of the model
         tokens = draw.integers(0, 256, length, dtype=np.int32)
         examples.append(
             PassExample(
@@ -52,17 +52,21 @@ def batch(step: int, loss: str) -> PreparedModelPassBatch:
 def state(backend: JaxBackend, name: str) -> dict[str, np.ndarray]:
     """Return gradient, weights and moments."""
     held = backend.capture(MODEL, PARTS)
-    trees = {"weights": held.weights, "optimizer": held.optimizer, "gradient": held.gradient}
+    trees = {
+        "weights": held.parts[StatePart.WEIGHTS],
+        "optimizer": held.parts[StatePart.OPTIMIZER],
+        "gradient": held.parts[StatePart.GRADIENT],
+    }
     leaves, _ = jax.tree_util.tree_flatten_with_path(trees)
     return {f"{name}{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in leaves}
 
 
 def leaves(backend: JaxBackend) -> list[jax.Array]:
     held = backend.capture(MODEL, PARTS)
-    return jax.tree.leaves((held.weights, held.optimizer))
+    return jax.tree.leaves((held.parts[StatePart.WEIGHTS], held.parts[StatePart.OPTIMIZER]))
 
 
-def lie_alike(x: jax.Array, y: jax.Array) -> bool:
+def have_equal_sharding(x: jax.Array, y: jax.Array) -> bool:
     return x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
@@ -76,18 +80,18 @@ def train(backend: JaxBackend) -> dict[str, np.ndarray]:
         found[f"{step}.logprobs"] = np.concatenate([result.logprobs for result in results])
         found[f"{step}.loss"] = np.array([result.sums["loss"] for result in results])
         found |= state(backend, f"{step}.before")
-        # With a small eps AdamW would divide the rounding of gradients near zero by itself.
+        # With a small eps, AdamW would amplify rounding errors of gradients near zero.
         metrics = backend.optim_step(MODEL, OptimizerParams(learning_rate=0.5, eps=1.0, grad_clip_norm=5.0))
         found[f"{step}.norm"] = np.array(metrics["unclipped_grad_l2:mean"])
         found |= state(backend, f"{step}.after")
-        if step == 0:  # B is no longer zero, and rounding has not yet grown from step to step
+        if step == 0:  # B is no longer zero, and rounding errors have not accumulated
             found |= every_other_loss(backend)
-    assert all(map(lie_alike, before, leaves(backend))), "a step moved the arrays of an adapter"
+    assert all(map(have_equal_sharding, before, leaves(backend))), "a step changed the sharding of an adapter"
     return found
 
 
 def every_other_loss(backend: JaxBackend) -> dict[str, np.ndarray]:
-    """Return each loss's sums and gradient, and leave the model as it was."""
+    """Return sums and gradient of every other loss; the model does not change."""
     found: dict[str, np.ndarray] = {}
     for loss in sorted(LOSSES.keys() - set(LOSS_OF_STEP)):
         results = backend.forward_backward(batch(1, loss))

@@ -1,10 +1,11 @@
-"""Greedy decoding, with adapters and the base model side by side, gives the tokens of transformers' `generate`."""
+"""Greedy decoding of base model and adapters in one batch gives the tokens of transformers' `generate`."""
 
 import numpy as np
 import pytest
 
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.sampler import Sampler
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -14,15 +15,19 @@ ADAPTER = SamplerId("adapter")
 
 @pytest.mark.parametrize(
     "reference",
-    ["qwen3-untied", "qwen2-tied", "llama3-untied", pytest.param("qwen3-moe-mixed", marks=pytest.mark.slow)],
+    [
+        "qwen3-untied",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-tied", "llama3-untied", "qwen3-moe-mixed")),
+    ],
     indirect=True,
 )
-def test_greedy_decoding(reference):
+def test_greedy_decoding_equals_transformers(reference):
     num_rows, num_new = reference.arrays["decoded"].shape
     prompts = reference.inputs["tokens"][:, :20].astype(np.int32)
-    config = JaxConfig(sample_slots=2, max_sample_tokens=2 * 128)  # fewer slots than samples: they take turns
-    sampler = Sampler(reference.params, reference.config, config, eos_token_ids=[])
-    sampler.load(ADAPTER, reference.adapter("weights0"))
+    config = JaxConfig(sample_slots=2, max_sample_tokens=2 * 128)  # fewer slots than samples, so that some wait
+    programs = JaxPrograms(reference.params, reference.config, config)
+    scheduler = SampleScheduler(programs, config, programs.memory, eos_token_ids=[])
+    scheduler.load(ADAPTER, reference.adapter("weights0"))
     requests = [
         SampleRequest(
             request_id=RequestId(f"{name}{row}"),
@@ -35,9 +40,9 @@ def test_greedy_decoding(reference):
         for row in range(num_rows)
         for name, adapter in (("base_decoded", None), ("decoded", ADAPTER))
     ]
-    sampler.begin(PreparedSampleBatch(requests=tuple(requests)))
+    scheduler.begin(PreparedSampleBatch(requests=tuple(requests)))
     tokens = {request.request_id: [] for request in requests}
-    while deltas := sampler.step():
+    while deltas := scheduler.step():
         for delta in deltas:
             tokens[delta.request_id].extend(delta.tokens.tolist())
     for name in ("base_decoded", "decoded"):

@@ -1,7 +1,7 @@
-"""Tokens are drawn from the exact distribution: temperature, then top-k, then top-p of what that leaves.
+"""Tokens are drawn from the exact distribution: temperature, then top-k, then top-p of the remaining tokens.
 
-What is exact is told by `forward`, and cut by the book in float64. The same draws reject distributions that are wrong
-by one token at a boundary or by a fifth of the temperature, so that the test would see such a mistake.
+The reference takes logprobs from `forward` and filters them in float64. The same draws reject distributions that are
+wrong by one token at a boundary or by a fifth of the temperature, so the test has the power to find such errors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,17 +15,17 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import SamplingParams
-from skyrl_tx.testing.backend_bench import Bench
+from skyrl_tx.testing.backend_driver import BackendDriver
 from skyrl_tx.testing.tiny_models import write_model
 
 VOCAB_SIZE = 64
 NUM_SAMPLES = 4000
 SIGMAS = 4.0
-FEWEST = 8.0  # draws expected of a class: below, tokens are put together, as the approximation wants
+FEWEST = 8.0  # expected draws of a class; rarer tokens are pooled, as the chi-square approximation requires
 
 
-def scores(bench: Bench, model: ModelId, before: Sequence[int]) -> NDArray[np.float64]:
-    """What training says of each token of the vocabulary, after these."""
+def scores(bench: BackendDriver, model: ModelId, before: Sequence[int]) -> NDArray[np.float64]:
+    """Return the logprob of each token of the vocabulary after `before`, as computed by `forward`."""
     row = np.array(before, np.int32)
     scored = [
         replace(
@@ -41,7 +41,7 @@ def scores(bench: Bench, model: ModelId, before: Sequence[int]) -> NDArray[np.fl
 def exact(
     logprobs: NDArray[np.float64], temperature: float, top_k: int, top_p: float, off: int = 0
 ) -> NDArray[np.float64]:
-    """The distribution by the book; `off` moves the boundary of the nucleus by so many tokens."""
+    """Return the reference distribution; `off` moves the boundary of the nucleus by that number of tokens."""
     p = np.exp(logprobs / temperature)
     order = np.argsort(-p, kind="stable")
     if top_k > 0:
@@ -54,7 +54,10 @@ def exact(
 
 
 def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
-    """How many standard deviations chi-square is above its mean (Wilson and Hilferty 1931); inf: cannot have been."""
+    """Return how many standard deviations chi-square is above its mean (Wilson and Hilferty 1931).
+
+    Infinity if a token of probability 0 was drawn.
+    """
     counts, expected = np.bincount(tokens, minlength=p.size), p * tokens.size
     if counts[p == 0.0].any():
         return float("inf")
@@ -68,7 +71,7 @@ def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Iterator[Bench]:
+def bench(tmp_path_factory) -> Iterator[BackendDriver]:
     model = write_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, max_context_length=64, std=0.25)
     config = JaxConfig(
         compile_cache_dir=None,
@@ -79,7 +82,7 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
         max_sample_tokens=64 * 64,
     )
     backend = JaxBackend(str(model), config)
-    yield Bench(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
+    yield BackendDriver(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
     backend.close()
 
 
@@ -88,8 +91,10 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
     ("temperature", "top_k", "top_p"),
     [(1.0, -1, 1.0), (0.6, -1, 1.0), (1.7, -1, 1.0), (1.0, 7, 1.0), (1.0, -1, 0.8), (1.3, 12, 0.7)],
 )
-def test_draws(bench: Bench, temperature: float, top_k: int, top_p: float) -> None:
-    """The first token comes from the prompt's run, the second from decoding."""
+def test_draws_match_the_reference_distribution(
+    bench: BackendDriver, temperature: float, top_k: int, top_p: float
+) -> None:
+    """The first token is drawn by prefill, the second by a decode step."""
     model = bench.model(steps=2)
     params = SamplingParams(seed=5, max_tokens=2, eos_stops=False, temperature=temperature, top_k=top_k, top_p=top_p)
     request = bench.sample_request(bench.sampler(model), num_samples=NUM_SAMPLES, params=params)

@@ -1,4 +1,4 @@
-"""Weights that travel: what the server says of a checkpoint, peft and transformers say of its export; and back."""
+"""Exports have the server's logprobs in peft and transformers, and imports have those of peft."""
 
 import json
 import urllib.request
@@ -12,9 +12,9 @@ import pytest
 import tinker
 
 from skyrl_tx.cli import main
-from skyrl_tx.testing.client_environments import TORCH, ClientEnvironment, PreparedEnvironment
-from skyrl_tx.testing.live_house import live_model
 from skyrl_tx.testing.tiny_models import write_model
+from tests.support.client_environments import TORCH, ClientEnvironment, PreparedEnvironment
+from tests.support.live_stack import live_model
 
 NAME = "Qwen/Qwen3-8B"
 TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
@@ -26,8 +26,8 @@ ADAPTERS = {
 
 
 @dataclass(frozen=True)
-class Traveller:
-    """A tiny model, and log-probabilities of TOKENS by whoever computed them."""
+class Comparison:
+    """A tiny model, with log-probabilities of TOKENS from the server and from peft or transformers."""
 
     directory: Path
     server: dict[str, list[float]]
@@ -36,18 +36,18 @@ class Traveller:
 
 def run_torch(environment: PreparedEnvironment, folder: Path, jobs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     outs = {name: folder / f"{name}.npy" for name in jobs}
-    told = [{**job, "tokens": TOKENS, "out": str(outs[name])} for name, job in jobs.items()]
-    (folder / "jobs.json").write_text(json.dumps(told))
+    content = [{**job, "tokens": TOKENS, "out": str(outs[name])} for name, job in jobs.items()]
+    (folder / "jobs.json").write_text(json.dumps(content))
     environment.run(SCRIPT, folder / "jobs.json")
     return {name: np.load(out) for name, out in outs.items()}
 
 
-def said(client: tinker.SamplingClient) -> list[float]:
+def logprobs_of(client: tinker.SamplingClient) -> list[float]:
     return client.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()[1:]
 
 
 def train(client: tinker.TrainingClient) -> tinker.TrainingClient:
-    """Two steps large enough that every factor counts."""
+    """Take two steps, large enough that every factor changes the result."""
     datum = tinker.Datum(
         model_input=tinker.ModelInput.from_ints(TOKENS[:-1]),
         loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)},
@@ -58,8 +58,8 @@ def train(client: tinker.TrainingClient) -> tinker.TrainingClient:
     return client
 
 
-def travel(folder: Path, data_dir: Path) -> dict[str, list[float]]:
-    """Bring the outside adapters in, train on one and on a fresh one, and take all out in every form."""
+def import_train_export(folder: Path, data_dir: Path) -> dict[str, list[float]]:
+    """Import the peft adapters, train one of them and a new one, and export both in every form."""
     outputs: dict[str, list[float]] = {}
     with live_model(folder / "model", NAME, data_dir) as url, tinker.ServiceClient(base_url=url) as service:
         for name in ADAPTERS:
@@ -72,14 +72,14 @@ def travel(folder: Path, data_dir: Path) -> dict[str, list[float]]:
         }
         assert set(imported) == set(ADAPTERS)
         for name, path in imported.items():
-            outputs[name] = said(service.create_sampling_client(model_path=path).result())
+            outputs[name] = logprobs_of(service.create_sampling_client(model_path=path).result())
         start = imported["attention"].replace("/sampler_weights/", "/weights/")
         with pytest.raises(tinker.RequestFailedError, match=f"path '{start}': .*holds no optimizer"):
             service.create_training_client_from_state_with_optimizer(start).result()
         further = train(service.create_training_client_from_state(start).result())
         fresh = train(service.create_lora_training_client(NAME, rank=8, seed=1).result())
         for name, client in (("further", further), ("fresh", fresh)):
-            outputs[name] = said(client.save_weights_and_get_sampling_client().result())
+            outputs[name] = logprobs_of(client.save_weights_and_get_sampling_client().result())
             external = client.save_weights_external(name).result().path
             (folder / "external" / name).mkdir(parents=True)
             for file, signed in rest.get_external_weights_urls(external).result().urls.items():
@@ -93,7 +93,7 @@ def travel(folder: Path, data_dir: Path) -> dict[str, list[float]]:
     return outputs
 
 
-# Of fused experts peft makes one map of many modules, "target_parameters", which we refuse by name.
+# peft adapts fused experts with `target_parameters`, which the server refuses.
 OF_PEFT: Mapping[str, dict[str, Any]] = {"experts": {"target_modules": ["q_proj", "lm_head"]}}
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
@@ -104,13 +104,13 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 @pytest.fixture(
     scope="module",
-    params=["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "experts"))],
+    params=[pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
-def traveller(
+def comparison(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     client_environment: Callable[[ClientEnvironment], PreparedEnvironment],
-) -> Traveller:
+) -> Comparison:
     environment = client_environment(TORCH)
     folder = tmp_path_factory.mktemp(request.param)
     model = str(write_model(folder / "model", num_layers=2, **MODELS[request.param]))
@@ -120,7 +120,7 @@ def traveller(
     }
     expected = run_torch(environment, folder, making)
     data_dir = tmp_path_factory.mktemp("data")
-    outputs = travel(folder, data_dir)
+    outputs = import_train_export(folder, data_dir)
     loading: dict[str, dict[str, Any]] = {"base": {"model": model}}
     for name in ("further", "fresh"):
         loading |= {
@@ -128,31 +128,30 @@ def traveller(
             for kind in ("weights", "external_weights")
         }
         loading[f"{name}-merged"] = {"model": str(folder / "merged" / name)}
-        # As downloaded experts are stacked, for the cookbook; see tests/recipes/test_weights.py.
+        # Downloaded experts are stacked, for the cookbook; tests/recipes/test_weights.py covers them.
         if request.param == "untied" or (request.param == "tied" and name == "further"):
             loading[f"{name}-downloaded"] = {"model": model, "adapter": str(folder / "external" / name)}
     expected |= run_torch(environment, folder, loading)
-    return Traveller(folder, outputs, expected)
+    return Comparison(folder, outputs, expected)
 
 
-def test_what_is_imported_says_what_it_said(traveller: Traveller) -> None:
+def test_imported_adapters_keep_their_logprobs(comparison: Comparison) -> None:
     for name in ADAPTERS:
-        assert np.abs(traveller.peft[name] - traveller.peft["base"]).max() > 0.01
-        np.testing.assert_allclose(traveller.server[name], traveller.peft[name], atol=1e-5)
+        assert np.abs(comparison.peft[name] - comparison.peft["base"]).max() > 0.01
+        np.testing.assert_allclose(comparison.server[name], comparison.peft[name], atol=1e-5)
 
 
-def test_what_is_exported_says_what_the_server_said(traveller: Traveller) -> None:
-    """As an adapter of a training checkpoint or of external weights, as downloaded, and merged into the base."""
-    for name, found in traveller.peft.items():
+def test_exported_weights_keep_the_logprobs_of_the_server(comparison: Comparison) -> None:
+    """Covers adapters of training checkpoints and external weights, downloads, and merged models."""
+    for name, found in comparison.peft.items():
         made, _, form = name.partition("-")
         if form:
-            assert np.abs(found - traveller.peft["base"]).max() > 0.01
-            np.testing.assert_allclose(traveller.server[made], found, atol=1e-5, err_msg=name)
+            assert np.abs(found - comparison.peft["base"]).max() > 0.01
+            np.testing.assert_allclose(comparison.server[made], found, atol=1e-5, err_msg=name)
 
 
-def test_a_merged_model_stands_alone(traveller: Traveller) -> None:
-    """A tied head that was trained is a head of its own afterwards; one that was not stays tied."""
-    base = json.loads((traveller.directory / "model" / "config.json").read_text())["tie_word_embeddings"]
+def test_merging_unties_embeddings_only_if_the_unembedding_was_trained(comparison: Comparison) -> None:
+    base = json.loads((comparison.directory / "model" / "config.json").read_text())["tie_word_embeddings"]
     for name, trained in (("fresh", True), ("further", False)):
-        config = json.loads((traveller.directory / "merged" / name / "config.json").read_text())
+        config = json.loads((comparison.directory / "merged" / name / "config.json").read_text())
         assert config["tie_word_embeddings"] is (base and not trained)

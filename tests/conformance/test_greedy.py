@@ -1,4 +1,4 @@
-"""Greedy decoding of hundreds of prompts side by side equals transformers' `generate`, token for token."""
+"""Greedy decoding of hundreds of prompts in one batch equals transformers' `generate`, token for token."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.models import FAMILIES
-from skyrl_tx.testing.client_environments import TORCH
 from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
+from tests.support.client_environments import TORCH
 
 NEW = 24  # as in reference/greedy_reference.py
-PROMPTS = {7: 100, 32: 100, 90: 56}  # how many of each length
+PROMPTS = {7: 100, 32: 100, 90: 56}  # length: number of prompts
 VARIANTS = {
     "LlamaForCausalLM": {"tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
     "Qwen2ForCausalLM": {"head_dim": 8},
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
-    """All models with what the reference made of their prompts, in one process."""
+    """Write all models and the reference's continuations of their prompts, computed in one process."""
     environment = client_environment(TORCH)
     draw, made = np.random.default_rng(3), {}
     assert set(VARIANTS) == set(FAMILIES)
@@ -42,10 +42,10 @@ def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family", VARIANTS)
-def test_hundreds_of_prompts(directories, family):
+def test_greedy_tokens_of_a_large_batch_equal_transformers(directories, family):
     directory = directories[family]
     with np.load(directory / "prompts.npz") as prompts, np.load(directory / "greedy.npz") as answers:
-        asked = {f"{name}.{row}": prompt for name in prompts for row, prompt in enumerate(prompts[name])}
+        prompt_by_name = {f"{name}.{row}": prompt for name in prompts for row, prompt in enumerate(prompts[name])}
         expected = {f"{name}.{row}": tokens for name in answers for row, tokens in enumerate(answers[name])}
     config = JaxConfig(
         compile_cache_dir=None,
@@ -65,14 +65,14 @@ def test_hundreds_of_prompts(directories, family):
             params=SamplingParams(seed=0, max_tokens=NEW, temperature=0.0, eos_stops=False),
             options=PromptOptions(),
         )
-        for name, prompt in asked.items()
+        for name, prompt in prompt_by_name.items()
     ]
-    tokens: dict[str, list[int]] = {name: [] for name in asked}
+    tokens: dict[str, list[int]] = {name: [] for name in prompt_by_name}
     backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
     while deltas := backend.step_sample():
         for delta in deltas:
             tokens[delta.request_id].extend(delta.tokens.tolist())
     backend.close()
     assert len(tokens) == sum(PROMPTS.values())
-    assert [name for name in asked if tokens[name] != expected[name].tolist()] == []
-    assert len({tuple(each) for each in tokens.values()}) > 200, "not all alike"
+    assert [name for name in prompt_by_name if tokens[name] != expected[name].tolist()] == []
+    assert len({tuple(each) for each in tokens.values()}) > 200, "the continuations differ"

@@ -1,4 +1,4 @@
-"""A mesh changes where arrays lie and nothing else: every number of training and sampling is that of one device."""
+"""Training and sampling on any mesh give the results of one device, and shard the weights."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ from skyrl_tx.testing.tiny_models import write_model
 
 PROGRAM = Path(__file__).with_name("on_a_mesh.py")
 ONE = "fsdp=1"
-TOLERANCE = 1e-5  # of the largest number of an array
+TOLERANCE = 1e-5  # relative to the largest value of an array
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "std": 0.2, "max_context_length": 128}
-# Eight devices, and programs that are compiled fast rather than run fast.
+# Eight virtual devices, and fast compilation instead of fast programs.
 FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
@@ -24,7 +24,7 @@ Numbers = dict[str, np.ndarray]
 
 
 def on_meshes(directory: Path, last: str, *meshes: str) -> list[Numbers]:
-    """Run the program in a process that sees eight devices; return what it wrote down for each mesh."""
+    """Run the program in a process with eight devices; return its results for each mesh."""
     environment = os.environ | {
         "XLA_FLAGS": f"{FLAGS} --xla_llvm_disable_expensive_passes=true",
         "JAX_PLATFORMS": "cpu",
@@ -50,12 +50,12 @@ def assert_equal(found: Numbers, wanted: Numbers) -> None:
             np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
 
 
-def test_training_a_mixture_on_eight_devices(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, "Qwen3MoeForCausalLM", tied_embeddings=False, **SIZES)
+def test_moe_training_on_eight_devices(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "Qwen3MoeForCausalLM", tied_embeddings=False, num_layers=1, **SIZES)
     one, many = on_meshes(directory, "train", ONE, "fsdp=2,tp=2,ep=2")
     assert_equal(many, one)
     (whole,) = one["bytes"]
-    # Experts are cut eight ways; norms, attention and embeddings four: ep holds copies of those.
+    # Experts are sharded eight ways; norms, attention and embeddings four ways, replicated over ep.
     assert len(many["bytes"]) == 8 and many["bytes"].max() < whole / 4
 
 
@@ -67,13 +67,13 @@ def test_training_a_mixture_on_eight_devices(tmp_path: Path) -> None:
         ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
     ],
 )
-def test_training_and_sampling_on_any_mesh(tmp_path: Path, architecture: str, meshes: dict[str, int]) -> None:
-    """`meshes` says into how many parts each mesh cuts what is no expert's."""
+def test_training_and_sampling_on_a_mesh(tmp_path: Path, architecture: str, meshes: dict[str, int]) -> None:
+    """`meshes` maps each mesh to the number of shards of all weights other than experts."""
     mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}}
     directory = write_model(tmp_path, architecture, **SIZES, **(mixed if "Moe" in architecture else {}))
     one, *many = on_meshes(directory, "sample", ONE, *meshes)
     (whole,) = one["bytes"]
     for found, parts in zip(many, meshes.values(), strict=True):
         assert_equal(found, one)
-        small = 0.03 * whole  # what no axis cuts, such as norms of heads
+        small = 0.03 * whole  # unsharded weights, such as norms of heads
         assert found["bytes"].max() <= whole / parts + small

@@ -6,8 +6,7 @@ import numpy as np
 
 from skyrl_tx import models
 from skyrl_tx.losses import LOSSES
-
-forward = jax.jit(models.forward, static_argnames="config")
+from tests.support.fast_jit import fast_jit
 
 
 def assert_close(ours, theirs, relative=1e-5):
@@ -15,12 +14,11 @@ def assert_close(ours, theirs, relative=1e-5):
     np.testing.assert_allclose(ours, theirs, rtol=relative, atol=relative * float(np.abs(theirs).max()))
 
 
-def test_logits_loss_and_gradients_with_an_adapter(reference):
+def test_logits_loss_and_lora_gradients(reference):
     adapter = reference.adapter("weights0")
     targets = jnp.asarray(reference.inputs["targets"])
     cross_entropy = LOSSES["cross_entropy"]
 
-    @jax.jit
     def evaluate(params, weights):
         mine = adapter.replace(weights=weights)
         hidden = models.forward(params, reference.config, reference.inputs["tokens"], mine)
@@ -30,8 +28,8 @@ def test_logits_loss_and_gradients_with_an_adapter(reference):
         )
         return output.loss_BT.sum(), (logprobs, models.logits(params, hidden, mine))
 
-    evaluated = jax.value_and_grad(evaluate, argnums=1, has_aux=True)(reference.params, adapter.weights)
-    (loss, (logprobs, logits)), gradients = evaluated
+    evaluated = fast_jit(jax.value_and_grad(evaluate, argnums=1, has_aux=True))
+    (loss, (logprobs, logits)), gradients = evaluated(reference.params, adapter.weights)
     assert_close(logits, reference.arrays["logits"])
     assert_close(logprobs, reference.arrays["logprobs0"])
     assert_close(loss, reference.arrays["loss0"])
@@ -41,12 +39,17 @@ def test_logits_loss_and_gradients_with_an_adapter(reference):
         assert_close(gradients[name].b, expected.b, 1e-4)
 
 
-def test_logits_by_slots(reference):
-    """The sampler's road: row 0 reads the slot of the base model, the others one with an adapter."""
+def test_logits_with_adapter_slots(reference):
+    """As in sampling: row 0 uses the slot of the base model, the other rows a slot with an adapter."""
     adapter = reference.adapter("weights0")
-    slots = jax.tree.map(lambda leaf: jnp.stack([jnp.zeros_like(leaf), leaf]), adapter)
-    rows = jnp.array([0, 1, 1])
-    hidden = forward(reference.params, reference.config, reference.inputs["tokens"], slots, rows)
-    logits = models.logits(reference.params, hidden, slots, rows)
+    slots = jax.tree.map(lambda leaf: np.stack([np.zeros_like(leaf), leaf]), adapter)
+    rows = np.array([0, 1, 1])
+
+    @fast_jit
+    def evaluate(params, slots, rows):
+        hidden = models.forward(params, reference.config, reference.inputs["tokens"], slots, rows)
+        return models.logits(params, hidden, slots, rows)
+
+    logits = evaluate(reference.params, slots, rows)
     assert_close(logits[0], reference.arrays["base_logits"][0])
     assert_close(logits[1:], reference.arrays["logits"][1:])

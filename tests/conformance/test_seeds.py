@@ -1,4 +1,4 @@
-"""One seed gives one output: alone, in company, and from a backend that was started anew from the same files."""
+"""A seed determines the output: alone, in a batch with other requests, and after a restart of the backend."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +39,7 @@ def start(model: Path, *, slots: int = SLOTS, dtype: str = "float32") -> JaxBack
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> tuple[Path, Path]:
-    """A model, and an adapter whose B is not zero."""
+    """Write a model, and an adapter whose B is not zero."""
     model = write_model(tmp_path_factory.mktemp("model"), std=0.2)
     directory = tmp_path_factory.mktemp("adapter")
     backend = start(model)
@@ -47,11 +47,11 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
     snapshot = backend.capture(ModelId("m"), {StatePart.WEIGHTS})
     snapshot.write(directory)
     backend.close()
-    make_it_act(directory / "adapter_model.safetensors")
+    randomize_b(directory / "adapter_model.safetensors")
     return model, directory
 
 
-def make_it_act(file: Path) -> None:
+def randomize_b(file: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     tensors, draw = load_file(file), np.random.default_rng(0)
@@ -64,15 +64,15 @@ def make_it_act(file: Path) -> None:
     )
 
 
-def opened(files: tuple[Path, Path], **options) -> JaxBackend:
+def open_backend(files: tuple[Path, Path], **options) -> JaxBackend:
     model, adapter = files
     backend = start(model, **options)
     backend.load_sampler(ADAPTER, backend.open_snapshot(adapter))
     return backend
 
 
-def asked() -> list[SampleRequest]:
-    """Prompts of many lengths, no two alike at the start; every other one is for the adapter."""
+def make_requests() -> list[SampleRequest]:
+    """Return requests with different first tokens and many lengths; every other one uses the adapter."""
     draw = np.random.default_rng(7)
     return [
         SampleRequest(
@@ -88,7 +88,7 @@ def asked() -> list[SampleRequest]:
 
 
 def sample(backend: JaxBackend, *batches: Sequence[SampleRequest]) -> Samples:
-    """Each batch alone, its requests together."""
+    """Sample the batches one after another."""
     tokens: dict[tuple[RequestId, int], list[int]] = {}
     logprobs: dict[tuple[RequestId, int], list[float]] = {}
     for batch in batches:
@@ -103,63 +103,63 @@ def sample(backend: JaxBackend, *batches: Sequence[SampleRequest]) -> Samples:
 
 @pytest.fixture(scope="module")
 def alone(files) -> Samples:
-    backend = opened(files)
-    drawn = sample(backend, *[[request] for request in asked()])
+    backend = open_backend(files)
+    drawn = sample(backend, *[[request] for request in make_requests()])
     backend.close()
     assert len(drawn) == NUM_PROMPTS * NUM_SAMPLES
     return drawn
 
 
 def difference(some: Samples, others: Samples) -> tuple[float, float]:
-    """The share of tokens that are others, until each sample's first such, and the largest distance up to there."""
-    flips, seen, largest = 0, 0, 0.0
+    """Return the share of differing tokens (one per sample) and the largest logprob difference before them."""
+    flips, compared, largest = 0, 0, 0.0
     for where, (tokens, logprobs) in some.items():
         same = np.equal(tokens, others[where][0])
         until = NEW if same.all() else int(same.argmin())
         flips += until < NEW
-        seen += min(until + 1, NEW)
+        compared += min(until + 1, NEW)
         if until:
             largest = max(largest, float(np.abs(logprobs[:until] - others[where][1][:until]).max()))
-    return flips / seen, largest
+    return flips / compared, largest
 
 
 def test_samples_of_a_request_differ(alone):
-    for request in asked():
+    for request in make_requests():
         assert alone[request.request_id, 0][0] != alone[request.request_id, 1][0]
 
 
-def test_after_a_restart_each_bit_is_the_same(files, alone):
-    backend = opened(files)
-    again = sample(backend, *[[request] for request in asked()])
+def test_samples_are_bit_equal_after_a_restart(files, alone):
+    backend = open_backend(files)
+    again = sample(backend, *[[request] for request in make_requests()])
     backend.close()
     for where, (tokens, logprobs) in again.items():
         assert tokens == alone[where][0] and logprobs.tobytes() == alone[where][1].tobytes()
 
 
-def test_in_company_the_tokens_are_the_same(files, alone):
-    backend, requests = opened(files), asked()
+def test_batching_changes_no_token(files, alone):
+    backend, requests = open_backend(files), make_requests()
     together = sample(backend, requests)
-    turned = sample(backend, requests[::-1])
+    reversed_order = sample(backend, requests[::-1])
     backend.close()
-    for got in (together, turned):
+    for got in (together, reversed_order):
         flips, largest = difference(alone, got)
         assert flips == 0.0 and largest < 1e-5
 
 
 @pytest.mark.parametrize("slots", [4, 32])
-def test_other_slot_counts_stay_within_rounding(files, alone, slots):
-    backend = opened(files, slots=slots)
-    flips, largest = difference(alone, sample(backend, asked()))
+def test_other_slot_counts_differ_only_by_rounding(files, alone, slots):
+    backend = open_backend(files, slots=slots)
+    flips, largest = difference(alone, sample(backend, make_requests()))
     backend.close()
     assert flips < 1e-3 and largest < 1e-5
 
 
-def test_in_bfloat16_a_token_is_seldom_another(files):
-    """What a sample's own logprobs say is compared with what the same weights give in another decode shape."""
+def test_bfloat16_tokens_rarely_depend_on_the_slot_count(files):
+    """Compares the samples of equal weights in two decode shapes."""
     results = []
     for slots in (SLOTS, 32):
-        backend = opened(files, slots=slots, dtype="bfloat16")
-        results.append(sample(backend, asked()))
+        backend = open_backend(files, slots=slots, dtype="bfloat16")
+        results.append(sample(backend, make_requests()))
         backend.close()
     flips, largest = difference(*results)
     assert flips < 0.01 and largest < 0.2

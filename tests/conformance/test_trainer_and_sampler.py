@@ -1,7 +1,7 @@
-"""The log-probabilities of sampled tokens are those that `forward` gives them, for every family, in mixed company.
+"""Logprobs of sampled tokens equal those of `forward`, for every family, in batches of base model and adapters.
 
-The base model and adapters of two ranks are sampled side by side, from prompts around the bounds of prefill buckets
-(32), of blocks of attention (64), and of stretches of the cache (128); in one, two and three chunks.
+Adapters have two ranks. Prompt lengths are near multiples of the prefill bucket (32), the attention block (64) and the
+KV read length (128), and take one, two and three prefill chunks.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.models import FAMILIES
-from skyrl_tx.testing.backend_bench import scoring
+from skyrl_tx.testing.backend_driver import scoring
 from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 
 VOCAB_SIZE = 256
 LEARNING_RATE = 0.02
-NEW = 24  # tokens of a sample: two slices of decoding
-LENGTHS = (64, 65, 130)  # each another bucket, and so another program
-DESCRIBED = 65  # the length of the prompts that are told of too
+NEW = 24  # tokens of a sample: two decode slices
+LENGTHS = (64, 65, 130)  # each with its own bucket, and so its own program
+WITH_PROMPT_LOGPROBS = 65  # length of the prompts whose logprobs are requested
 RANKS = {"base": None, "low": 2, "high": 8}
 VARIANTS = {
     "LlamaForCausalLM": {"tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
@@ -33,13 +33,13 @@ VARIANTS = {
 }
 
 
-def test_no_family_is_left_out():
+def test_all_families_are_covered():
     assert set(VARIANTS) == set(FAMILIES)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
-    """One with a model for each rank, trained until its weights tell, and one that was never trained."""
+    """A backend with a trained model of each rank and an untrained one."""
     directory = write_model(tmp_path_factory.mktemp("model"), request.param, std=0.15, **VARIANTS[request.param])
     config = JaxConfig(
         compile_cache_dir=None,
@@ -66,19 +66,22 @@ def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
     backend.close()
 
 
-def ask(name: str, number: int, length: int) -> SampleRequest:
+def make_request(name: str, number: int, length: int) -> SampleRequest:
     return SampleRequest(
         request_id=RequestId(f"{name}.{number}"),
         sampler=None if RANKS[name] is None else SamplerId(name),
         prompt=np.random.default_rng([number, *name.encode()]).integers(2, VOCAB_SIZE, length).astype(np.int32),
         num_samples=2,
         params=SamplingParams(seed=number, max_tokens=NEW, eos_stops=False),
-        options=PromptOptions(logprobs=length == DESCRIBED),
+        options=PromptOptions(logprobs=length == WITH_PROMPT_LOGPROBS),
     )
 
 
 def sample(backend: JaxBackend, requests: list[SampleRequest]) -> dict[tuple[RequestId, int], tuple[np.ndarray, ...]]:
-    """All at once. Of each sample its tokens with the prompt's, and log-probabilities of the last of them."""
+    """Sample all requests in one batch.
+
+    Returns for each sample the tokens of prompt and sample, and the logprobs that were reported, of the last tokens.
+    """
     backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
     prompts: dict[RequestId, np.ndarray] = {}
     tokens: dict[tuple[RequestId, int], list[np.ndarray]] = {}
@@ -90,10 +93,10 @@ def sample(backend: JaxBackend, requests: list[SampleRequest]) -> dict[tuple[Req
                 prompts[delta.request_id] = delta.prompt.logprobs[1:]
             tokens.setdefault((delta.request_id, delta.index), []).append(delta.tokens)
             logprobs.setdefault((delta.request_id, delta.index), []).append(delta.logprobs)
-    asked = {request.request_id: request.prompt for request in requests}
+    prompt_tokens = {request.request_id: request.prompt for request in requests}
     return {
         where: (
-            np.concatenate([asked[where[0]], *tokens[where]]),
+            np.concatenate([prompt_tokens[where[0]], *tokens[where]]),
             np.concatenate([prompts.get(where[0], np.zeros(0, np.float32)), *logprobs[where]]),
         )
         for where in tokens
@@ -108,26 +111,26 @@ def largest_difference(backend: JaxBackend, requests: list[SampleRequest]) -> fl
         own = [pair for (request_id, _), pair in drawn.items() if request_id.startswith(f"{name}.")]
         scored = backend.forward(scoring(ModelId(name), [row for row, _ in own]))
         for (row, logprobs), result in zip(own, scored, strict=True):
-            assert logprobs.size == (row.size - 1 if row.size == DESCRIBED + NEW else NEW)
+            assert logprobs.size == (row.size - 1 if row.size == WITH_PROMPT_LOGPROBS + NEW else NEW)
             largest = max(largest, float(np.abs(logprobs - result.logprobs[-logprobs.size :]).max()))
     return largest
 
 
 @pytest.mark.slow
-def test_in_company_from_prompts_of_all_lengths(backend):
+def test_sampled_logprobs_equal_forward_in_mixed_batches(backend):
     requests = [
-        ask(name, number, length)
+        make_request(name, number, length)
         for number, length in enumerate(LENGTHS)
         for name in RANKS
         if name != "base" or length in (LENGTHS[0], LENGTHS[-1])
     ]
     assert largest_difference(backend, requests) < 1e-5
-    assert largest_difference(backend, requests[::-1]) < 1e-5, "also when asked again, in another order"
+    assert largest_difference(backend, requests[::-1]) < 1e-5, "the order of requests does not matter"
 
 
 @pytest.mark.slow
-def test_an_adapter_acts(backend):
-    """Else the agreement above would say little."""
+def test_adapters_change_the_logprobs(backend):
+    """Ensures that the comparison above tests the adapters."""
     row = np.arange(2, 60, dtype=np.int32)
     base, *others = (backend.forward(scoring(ModelId(name), [row]))[0].logprobs for name in RANKS)
     assert all(np.abs(other - base).max() > 0.05 for other in others)

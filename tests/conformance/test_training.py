@@ -1,4 +1,4 @@
-"""Three steps of training equal those of transformers with peft and torch.optim.AdamW, from peft's own file on."""
+"""Three training steps from a peft adapter equal those of transformers, peft and torch.optim.AdamW."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ from safetensors.numpy import save_file
 
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.optimizer import adamw, coefficients, fresh_state
+from skyrl_tx.backends.jax.train.optimizer import adamw, coefficients, fresh_state
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
-from skyrl_tx.testing.client_environments import TORCH
-from skyrl_tx.weights.adapter_files import read_adapter
+from skyrl_tx.weights.peft import read_adapter
+from tests.support.client_environments import TORCH
 
 PARAMS = OptimizerParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.1)
 MODEL = ModelId("m")
@@ -39,12 +39,13 @@ def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
 
 
 def start(directory: Path) -> JaxBackend:
-    backend = JaxBackend(str(directory), JaxConfig(compile_cache_dir=None, sample_slots=1, max_lora_rank=8))
+    config = JaxConfig(compile_cache_dir=None, sample_slots=1, max_lora_rank=8, micro_batch_tokens=128)
+    backend = JaxBackend(str(directory), config)
     backend.start()
     return backend
 
 
-def test_adamw_on_the_gradients_of_torch(reference):
+def test_adamw_equals_torch(reference):
     weights = reference.adapter("weights0").weights
     state = fresh_state(weights)
     for step in range(STEPS):
@@ -55,11 +56,14 @@ def test_adamw_on_the_gradients_of_torch(reference):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+SLOW_VARIANTS = ("llama3-tied", "qwen3-moe-untied", "qwen3-moe-mixed")
+
+
 @pytest.mark.parametrize(
     "variant",
-    ["qwen3-untied", "llama3-tied", "qwen3-moe-untied", pytest.param("qwen3-moe-mixed", marks=pytest.mark.slow)],
+    ["qwen3-untied", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_VARIANTS)],
 )
-def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
+def test_training_from_a_peft_adapter_equals_torch(variant, directories, tmp_path):
     directory, model_id = directories[variant], MODEL
     with np.load(directory / "inputs.npz") as file:
         inputs = dict(file)
@@ -74,7 +78,7 @@ def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    read_adapter(tmp_path).in_layout("cookbook").write(tmp_path)  # as a checkpoint holds it: experts stacked
+    read_adapter(tmp_path).in_layout("cookbook").write(tmp_path)  # the layout of checkpoints, with stacked experts
 
     backend = start(directory)
     lora = LoraSpec(rank=RANK, seed=0)
@@ -91,8 +95,8 @@ def test_training_from_an_adapter_of_peft(variant, directories, tmp_path):
     backend.close()
 
 
-def test_peft_reads_what_we_write(directories, client_environment, tmp_path):
-    """A rank that needs padding here, and all that can be trained, the unembedding included."""
+def test_peft_reads_our_adapters(directories, client_environment, tmp_path):
+    """Uses a rank that is padded, and all trainable modules including the unembedding."""
     directory = directories["qwen3-untied"]
     with np.load(directory / "inputs.npz") as file:
         batch = batch_of(dict(file))

@@ -1,14 +1,80 @@
-"""The fake backend keeps every promise of the contract."""
+"""The fake backend passes the backend suite, and so does a blocking backend built on it."""
 
+from collections.abc import Collection
 from pathlib import Path
 
-from skyrl_tx.backends.registry import find_backend
-from skyrl_tx.contract.backend import AbstractBackend
+from pydantic import BaseModel
+
+from skyrl_tx.contract.backend import AbstractBackend, BlockingBackend, Snapshot, StatePart
+from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.ids import ModelId, SamplerId
+from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
+from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.backend_suite import BackendSuite
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+
+CONFIG = FakeConfig(vocab_size=32, slice_tokens=3)
+
+
+class BlockingFake(BlockingBackend):
+    """Computes whole batches with a fake backend."""
+
+    def __init__(self, base_model: str, config: BaseModel) -> None:
+        super().__init__(base_model, config)
+        self._fake = FakeBackend(base_model, config)
+
+    def start(self) -> Capabilities:
+        return self._fake.start()
+
+    def close(self) -> None:
+        self._fake.close()
+
+    def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
+        self._fake.create_model(model_id, spec)
+
+    def delete_model(self, model_id: ModelId) -> None:
+        self._fake.delete_model(model_id)
+
+    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        return self._fake.forward(batch)
+
+    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
+        return self._fake.forward_backward(batch)
+
+    def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
+        return self._fake.optim_step(model_id, params)
+
+    def clear_gradient(self, model_id: ModelId) -> None:
+        self._fake.clear_gradient(model_id)
+
+    def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
+        return self._fake.capture(model_id, parts)
+
+    def open_snapshot(self, directory: Path) -> Snapshot:
+        return self._fake.open_snapshot(directory)
+
+    def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
+        self._fake.restore(model_id, spec, source, parts)
+
+    def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
+        self._fake.load_sampler(sampler, source)
+
+    def drop_sampler(self, sampler: SamplerId) -> None:
+        self._fake.drop_sampler(sampler)
+
+    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
+        return self._fake.sample(batch)
 
 
 class TestFake(BackendSuite):
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
-        spec = find_backend("fake")
-        return spec.load()("tiny", spec.config(vocab_size=32, slice_tokens=3))
+        return FakeBackend("tiny", CONFIG)
+
+
+class TestBlockingFake(BackendSuite):
+    @classmethod
+    def make_backend(cls, directory: Path) -> AbstractBackend:
+        return BlockingFake("tiny", CONFIG)

@@ -1,4 +1,4 @@
-"""Clients train while API and engine are killed at random instants and at every fail point: nobody can tell."""
+"""Results are bit-equal when API and engine are killed at random times and at every crash point."""
 
 import os
 import signal
@@ -15,23 +15,21 @@ from hypothesis import strategies as st
 
 from skyrl_tx import failpoints
 from skyrl_tx.artifacts import ArtifactStore
-from skyrl_tx.failpoints import Point, reach
-from skyrl_tx.testing.chaos.halves import API_POINTS, ENGINE_POINTS, Kill, random_kills
-from skyrl_tx.testing.chaos.runs import Outcome, differences, fake_server, jax_server, run
-from skyrl_tx.testing.postgresql_server import PostgresqlServer
+from skyrl_tx.failpoints import Point, failpoint
+from tests.support.chaos.processes import API_POINTS, ENGINE_POINTS, Kill, random_kills
+from tests.support.chaos.runs import Outcome, differences, fake_server, jax_server, run
+from tests.support.postgresql_server import PostgresqlServer
 
-# The SDK leaves its connections to the garbage collector, and warns of names of its own that it will drop.
+# The SDK leaves closing of connections to the garbage collector.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    # Threads of the SDK draw their pauses while hypothesis draws.
+    # Threads of the SDK use `random` while hypothesis draws.
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
 ]
-_INSTANT = st.floats(0.05, 0.8)
+_TIME = st.floats(0.05, 0.8)
 KILLS = st.one_of(
-    st.builds(
-        lambda victim, after_s: Kill(victim, None, after_s=after_s), st.sampled_from(["engine", "both"]), _INSTANT
-    ),
+    st.builds(lambda victim, after_s: Kill(victim, None, after_s=after_s), st.sampled_from(["engine", "both"]), _TIME),
     st.builds(lambda point, nth: Kill("engine", point, nth), st.sampled_from(ENGINE_POINTS), st.integers(1, 6)),
     st.builds(lambda point, nth: Kill("api", point, nth), st.sampled_from(API_POINTS), st.integers(1, 6)),
 )
@@ -44,37 +42,39 @@ def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def calm() -> dict[int, Outcome]:
-    """What one tenant and two see on a server that nobody disturbs."""
+def undisturbed_by_tenants() -> dict[int, Outcome]:
+    """Give the outcomes of one and two tenants on an undisturbed server."""
     return {num_tenants: run(fake_server(), num_tenants, []) for num_tenants in (1, 2)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tenants", [1, 2])
-def test_kills_anywhere_change_no_bit(calm: dict[int, Outcome], num_tenants: int) -> None:
+def test_random_kills_change_no_bit(undisturbed_by_tenants: dict[int, Outcome], num_tenants: int) -> None:
     @settings(max_examples=3, deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(KILLS, min_size=5, max_size=8))
     def check(kills: list[Kill]) -> None:
         found = run(fake_server(), num_tenants, kills)
         note(f"killed: {found.done}")
-        assert differences(found, calm[num_tenants]) == []
+        assert differences(found, undisturbed_by_tenants[num_tenants]) == []
 
     check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ENGINE_POINTS)
-def test_a_kill_at_each_point(calm: dict[int, Outcome], point: Point) -> None:
-    # A replay needs an end before it, with effects after the newest snapshot.
+def test_a_kill_at_each_crash_point_changes_no_bit(undisturbed_by_tenants: dict[int, Outcome], point: Point) -> None:
+    # A replay needs an earlier crash, with log records after the newest snapshot.
     first = [Kill("engine", "engine.answer", 8)] if point.startswith("replay") else []
     found = run(fake_server(), 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
     assert found.done["engine", point] >= 1, found.done
-    assert differences(found, calm[1]) == []
+    assert differences(found, undisturbed_by_tenants[1]) == []
 
 
 @pytest.mark.slow
-def test_kills_on_postgresql_change_no_bit(calm: dict[int, Outcome], postgresql: PostgresqlServer) -> None:
-    """Not even one of those that a file as database gives."""
+def test_kills_on_postgresql_change_no_bit(
+    undisturbed_by_tenants: dict[int, Outcome], postgresql: PostgresqlServer
+) -> None:
+    """Compared with undisturbed runs on SQLite."""
     kills = [
         Kill("engine", "engine.answer", 4),
         Kill("api", "store.commit", 6),
@@ -85,7 +85,7 @@ def test_kills_on_postgresql_change_no_bit(calm: dict[int, Outcome], postgresql:
     for num_tenants in (1, 2):
         found = run(fake_server(postgresql.new_database()), num_tenants, kills)
         assert found.done.total() >= 3, found.done
-        assert differences(found, calm[num_tenants]) == []
+        assert differences(found, undisturbed_by_tenants[num_tenants]) == []
 
 
 @pytest.mark.slow
@@ -97,33 +97,35 @@ def test_kills_on_the_jax_backend_change_no_bit(tmp_path: Path) -> None:
     assert differences(found, undisturbed) == []
 
 
-def test_the_comparison_sees_what_differs() -> None:
+def test_comparison_finds_all_differences() -> None:
     one = Outcome(transcripts=[[("a", 1.0)]], kinds=Counter(), weights=["w 1"], num_open=0, num_repeated=0)
     other = Outcome(transcripts=[[("a", 1.5)]], kinds=Counter(), weights=["w 2"], num_open=1, num_repeated=1)
     assert differences(one, one) == []
-    said = "\n".join(differences(other, one))
-    assert "tenant 0, line 0" in said and "weights" in said and "1 futures open, 1 models" in said
+    text = "\n".join(differences(other, one))
+    assert "tenant 0, line 0" in text and "weights" in text and "1 futures open, 1 models" in text
 
 
-def test_a_schedule_names_each_place_once_before_any_twice() -> None:
+def test_schedule_contains_each_crash_point_once_before_any_repeats() -> None:
     kills = random_kills(seed=5, num_kills=200)
     points = [kill.point for kill in kills if kill.victim == "engine" and kill.point is not None]
     rounds = [points[start : start + len(ENGINE_POINTS)] for start in range(0, len(points), len(ENGINE_POINTS))]
     assert len(rounds) > 3 and all(set(each) == set(ENGINE_POINTS) for each in rounds[:-1])
     assert {kill.victim for kill in kills} == {"engine", "api", "both"}
     first = [next(kill for kill in random_kills(seed, 20) if kill.victim == "engine").point for seed in range(200)]
-    assert not any(point and point.startswith("replay") for point in first), "nothing was done that could be replayed"
+    assert not any(point and point.startswith("replay") for point in first), (
+        "no request was executed that could be replayed"
+    )
     assert all(kill.point is None or kill.point in API_POINTS for kill in kills if kill.victim == "api")
 
 
-def test_a_point_counts_down_and_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failpoint_counts_only_its_own_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failpoints.VARIABLE, "store.commit:3")
     for point in get_args(Point):
-        reach(point)
+        failpoint(point)
     assert os.environ[failpoints.VARIABLE] == "store.commit:2"
 
 
-def test_a_kill_in_a_removal_leaves_nothing_half_removed(tmp_path: Path) -> None:
+def test_a_kill_during_removal_leaves_no_partial_artifact(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     artifact = store.create(lambda folder: (folder / "a.json").write_text("1") and None)
     program = f"from pathlib import Path; from skyrl_tx.artifacts import ArtifactStore as S; S(Path({str(tmp_path)!r}))"

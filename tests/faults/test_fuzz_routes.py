@@ -1,6 +1,6 @@
-"""Whatever is sent to whichever route, the answer comes soon and is no 5xx. New routes take part by themselves.
+"""No generated call of any route gets a 5xx or a late response. Routes are read from the OpenAPI document.
 
-An engine works behind the routes: what is acknowledged reaches it, and must not end it either.
+An engine executes the accepted requests and must not exit either.
 """
 
 import json
@@ -11,25 +11,25 @@ import pytest
 from hypothesis import given
 
 from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.testing.fuzz_routes import Attempt, attempts, call, fitting, known_ids, recorded, routes
-from skyrl_tx.testing.fuzzing import ServerError, Tally, examples
-from skyrl_tx.testing.live_api import Server
-from skyrl_tx.testing.live_house import live_house
+from tests.support.fuzz.reports import ServerError, Tally, examples
+from tests.support.fuzz.routes import Attempt, attempts, call, fitting, known_ids, recorded, routes
+from tests.support.live_api import Server
+from tests.support.live_stack import live_stack
 
 CORPUS = Path(__file__).parent / "corpus.jsonl"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with live_house("fake", tmp_path_factory.mktemp("house"), retrieve_hold_s=0.01) as house:
-        yield house.server
+    with live_stack("fake", tmp_path_factory.mktemp("stack"), retrieve_hold_s=0.01) as stack:
+        yield stack.server
 
 
-def fuzz(server: Server, examples_a_route: int) -> Tally:
+def fuzz(server: Server, examples_per_route: int) -> Tally:
     tally = Tally()
     for route in routes(server):
 
-        @examples(examples_a_route)
+        @examples(examples_per_route)
         @given(attempts(route, known_ids(server)))
         def check(attempt: Attempt) -> None:
             call(server, tally, route, attempt)  # noqa: B023 - called before the next route
@@ -39,17 +39,19 @@ def fuzz(server: Server, examples_a_route: int) -> Tally:
     return tally
 
 
-def test_no_call_is_a_5xx(server: Server) -> None:
+def test_no_call_gets_a_5xx(server: Server) -> None:
     tally = fuzz(server, 4)
-    assert tally.statuses[200] > 20 and tally.statuses[400] > 20 and tally.statuses[404] > 5, "from all walks of life"
+    assert tally.statuses[200] > 20 and tally.statuses[400] > 20 and tally.statuses[404] > 5, (
+        "calls of all kinds were made"
+    )
 
 
 @pytest.mark.slow
-def test_no_call_of_many_is_a_5xx(server: Server) -> None:
+def test_no_call_of_a_long_run_gets_a_5xx(server: Server) -> None:
     fuzz(server, 60)
 
 
-def test_what_was_found_once_stays_mended(server: Server) -> None:
+def test_fuzz_corpus_regressions(server: Server) -> None:
     lines = [line for line in CORPUS.read_text().splitlines() if "path" in json.loads(line)]
     assert len(lines) >= 8
     for line in lines:
@@ -57,13 +59,13 @@ def test_what_was_found_once_stays_mended(server: Server) -> None:
     assert server.client.get("/api/v1/healthz").status_code == 200
 
 
-def test_numbers_that_are_none_are_named(server: Server) -> None:
+def test_nan_is_refused_by_field_name(server: Server) -> None:
     body = '{"target": {"sampling_session_id": "s"}, "timeout": NaN}'
     answer = server.client.post("/api/v1/retrieve_futures", content=body)
     assert (answer.status_code, answer.json()["detail"]) == (400, "timeout nan: must be a finite number")
 
 
-def test_a_tensor_that_lies_does_not_end_the_server(server: Server) -> None:
+def test_a_tensor_with_a_false_shape_is_refused(server: Server) -> None:
     message = wire_pb2.ForwardBackwardRequest(model_id=server.model(), seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = b"\1\0\0\0"
@@ -77,7 +79,7 @@ def test_a_tensor_that_lies_does_not_end_the_server(server: Server) -> None:
     assert "too large" in str(server.result(answer)["error"])
 
 
-def test_the_fuzzer_reaches_the_routes_and_tells(server: Server) -> None:
+def test_fuzzer_finds_routes_and_detects_a_5xx(server: Server) -> None:
     paths = {route.path for route in routes(server)}
     assert {"/api/v1/create_model", "/api/v1/forward_backward", "/api/v1/asample", "/api/v1/training_runs"} <= paths
     assert [schema.__name__ for schema in fitting("/api/v1/create_model")] == ["CreateModelRequest"]

@@ -1,4 +1,4 @@
-"""Clients train over a line that drops, cuts, repeats, delays and dribbles: nothing is lost, nothing is done twice."""
+"""Over a network that drops, truncates, repeats, delays and throttles, each request takes effect exactly once."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ import tinker
 from tinker import types
 
 from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.schemas.service import ClientConfigAnswer
+from skyrl_tx.api.schemas.service import ClientConfigResponse
 from skyrl_tx.api.wire import PROTOBUF, Body
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import futures
-from skyrl_tx.testing.chaos.runs import Line, Outcome, differences, fake_server, run
-from skyrl_tx.testing.faulty_line import FAULTS, Fault, FaultyLine, Schedule, faulty_line, seeded
-from skyrl_tx.testing.live_house import PUBLIC_NAME, House, live_house
+from tests.support.chaos.runs import Network, Outcome, differences, fake_server, run
+from tests.support.flaky_proxy import FAULTS, Fault, FlakyProxy, Schedule, flaky_proxy, seeded
+from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 EACH = {
     ("create_session", 1): "lose answer",
@@ -48,47 +48,49 @@ EACH = {
 
 
 @pytest.fixture(scope="module")
-def calm() -> Outcome:
+def undisturbed() -> Outcome:
     return run(fake_server(), 1, [])
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    directory: Path = tmp_path_factory.mktemp("house")
-    with live_house("fake", directory) as house:
-        yield house
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+    directory: Path = tmp_path_factory.mktemp("stack")
+    with live_stack("fake", directory) as stack:
+        yield stack
 
 
-def through(schedule: Schedule, lines: list[FaultyLine]) -> Line:
-    """A line with faults; it is noted in `lines`."""
+def flaky(schedule: Schedule, proxies: list[FlakyProxy]) -> Network:
+    """Return a network with faults; its proxy is appended to `proxies`."""
 
     @contextmanager
-    def open_line(url: str) -> Generator[str]:
-        with faulty_line(url, schedule) as line:
-            lines.append(line)
-            yield line.url
+    def open_proxy(url: str) -> Generator[str]:
+        with flaky_proxy(url, schedule) as proxy:
+            proxies.append(proxy)
+            yield proxy.url
 
-    return open_line
+    return open_proxy
 
 
-def test_each_fault_changes_no_bit(calm: Outcome) -> None:
-    lines: list[FaultyLine] = []
-    found = run(fake_server(), 1, [], through(lambda path, nth: EACH.get((path, nth)), lines))
-    assert differences(found, calm) == []
-    done = lines[0].done
+def test_each_kind_of_fault_changes_no_bit(undisturbed: Outcome) -> None:
+    proxies: list[FlakyProxy] = []
+    found = run(fake_server(), 1, [], flaky(lambda path, nth: EACH.get((path, nth)), proxies))
+    assert differences(found, undisturbed) == []
+    done = proxies[0].done
     assert {fault for fault, _ in done} == set(FAULTS), done
     assert done.total() >= 16, done
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "kind"), [(1, "sqlite"), (2, "sqlite"), (3, "postgresql")])
-def test_a_bad_line_changes_no_bit(calm: Outcome, seed: int, kind: str, request: pytest.FixtureRequest) -> None:
-    """Every sixth call is disturbed; the seed tells which and how."""
-    lines: list[FaultyLine] = []
+def test_random_faults_change_no_bit(
+    undisturbed: Outcome, seed: int, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """One call in six is disturbed; the seed determines which and how."""
+    proxies: list[FlakyProxy] = []
     url = request.getfixturevalue("postgresql_url") if kind == "postgresql" else None
-    found = run(fake_server(url), 1, [], through(seeded(seed, 1 / 6), lines))
-    assert differences(found, calm) == [], lines[0].done
-    assert lines[0].done.total() >= 10, lines[0].done
+    found = run(fake_server(url), 1, [], flaky(seeded(seed, 1 / 6), proxies))
+    assert differences(found, undisturbed) == [], proxies[0].done
+    assert proxies[0].done.total() >= 10, proxies[0].done
 
 
 def datum(number: int) -> types.Datum:
@@ -96,8 +98,11 @@ def datum(number: int) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints([number % 7]), loss_fn_inputs=inputs)
 
 
-def train_in_chunks(url: str) -> tuple[dict[str, float], list[list[float]], dict[str, float]]:
-    """A pass of three chunks and a step."""
+Chunked = tuple[dict[str, float], list[list[float]], dict[str, float]]
+
+
+def train_in_chunks(url: str) -> Chunked:
+    """Run a pass of three chunks and an optimizer step; return their results and those of a later pass."""
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client(PUBLIC_NAME, rank=4, seed=3).result()
     passed = training.forward_backward(list(map(datum, range(2100))), "cross_entropy")
@@ -108,25 +113,31 @@ def train_in_chunks(url: str) -> tuple[dict[str, float], list[list[float]], dict
     return outputs.metrics, logprobs, (stepped.metrics or {}) | after.metrics
 
 
-@pytest.mark.parametrize("late", [1, 2])
-def test_chunks_may_overtake_each_other(house: House, late: int) -> None:
+@pytest.fixture(scope="module")
+def chunked(stack: LiveStack) -> Chunked:
+    """The results of chunks without faults."""
+    return train_in_chunks(stack.url)
+
+
+@pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_reordered_chunks_give_equal_results(stack: LiveStack, chunked: Chunked, late: int) -> None:
     def schedule(path: str, nth: int) -> Fault | None:
         return "delay" if path == "forward_backward" and nth == late else None
 
-    with faulty_line(house.url, schedule) as line, house.wiretap.listening() as calls:
-        found = train_in_chunks(line.url)
-    assert line.done == {("delay", "forward_backward"): 1}
+    with flaky_proxy(stack.url, schedule) as proxy, stack.recorder.recording() as calls:
+        found = train_in_chunks(proxy.url)
+    assert proxy.done == {("delay", "forward_backward"): 1}
     assert sum(call.path == "forward_backward" for call in calls) == 4
-    assert found == train_in_chunks(house.url)
+    assert found == chunked
 
 
-def test_an_answer_that_is_lost_twice_is_one_request(house: House) -> None:
-    """The posts are the same, down to their key; the count of the retries tells them apart."""
+def test_a_request_whose_response_is_lost_twice_is_executed_once(stack: LiveStack) -> None:
+    """Retries have equal bodies and idempotency keys; only the retry count differs."""
     with (
-        faulty_line(house.url, lambda path, nth: "lose answer" if path == "optim_step" and nth < 3 else None) as line,
-        house.wiretap.listening() as calls,
+        flaky_proxy(stack.url, lambda path, nth: "lose answer" if path == "optim_step" and nth < 3 else None) as proxy,
+        stack.recorder.recording() as calls,
     ):
-        service = tinker.ServiceClient(base_url=line.url, api_key="tml-local")
+        service = tinker.ServiceClient(base_url=proxy.url, api_key="tml-local")
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
@@ -134,52 +145,56 @@ def test_an_answer_that_is_lost_twice_is_one_request(house: House) -> None:
     assert first.body == second.body == third.body != other.body
     assert len({call.headers["x-idempotency-key"] for call in (first, second, third)}) == 1
     assert [call.headers["x-stainless-retry-count"] for call in (first, second, third)] == ["0", "1", "2"]
-    rows = house.server.store.read(lambda tx: futures.effects_since(tx, ModelId(training.model_id), 0))
+    rows = stack.server.store.read(lambda tx: futures.log_since(tx, ModelId(training.model_id), 0))
     assert [row.kind for row in rows] == ["create_model", "optim_step", "optim_step"]
 
 
-def test_what_a_proxy_says_in_our_place_is_asked_again(house: House) -> None:
-    """An empty 400, a conflict and a row of failures: the request went through each time, and is done once."""
-    house.wiretap.lose_answers("forward_backward", [HTTPStatus.BAD_REQUEST])
-    house.wiretap.lose_answers("save_weights", [HTTPStatus.CONFLICT])
-    house.wiretap.lose_answers("retrieve_future", [HTTPStatus.INTERNAL_SERVER_ERROR] * 5, "ForwardBackward")
-    with house.wiretap.listening() as calls:
-        service = tinker.ServiceClient(base_url=house.url, api_key="tml-local")
+def test_errors_of_a_reverse_proxy_are_retried(stack: LiveStack) -> None:
+    """The client gets an empty 400, a 409 or several 500 and retries; the server executes the request once."""
+    stack.recorder.replace_responses("forward_backward", [HTTPStatus.BAD_REQUEST])
+    stack.recorder.replace_responses("save_weights", [HTTPStatus.CONFLICT])
+    stack.recorder.replace_responses("retrieve_future", [HTTPStatus.INTERNAL_SERVER_ERROR] * 5, "ForwardBackward")
+    with stack.recorder.recording() as calls:
+        service = tinker.ServiceClient(base_url=stack.url, api_key="tml-local")
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         training.forward_backward([datum(1)], "cross_entropy").result()
         training.save_state("a").result()
     for path in ("forward_backward", "save_weights"):
-        lost, answered = [call for call in calls if call.path == path]
-        assert lost.body == answered.body
-        assert lost.headers["x-idempotency-key"] != answered.headers["x-idempotency-key"]
-    rows = house.server.store.read(lambda tx: futures.effects_since(tx, ModelId(training.model_id), 0))
-    assert [row.kind for row in rows] == ["create_model", "model_pass"], "a save is no effect"
+        lost, retried = [call for call in calls if call.path == path]
+        assert lost.body == retried.body
+        assert lost.headers["x-idempotency-key"] != retried.headers["x-idempotency-key"]
+    rows = stack.server.store.read(lambda tx: futures.log_since(tx, ModelId(training.model_id), 0))
+    assert [row.kind for row in rows] == ["create_model", "model_pass"], "a save has no log record"
 
 
-def test_smaller_chunks_one_after_the_other(house: House) -> None:
-    """As with a server that sets no `parallel_fwdbwd_chunks` and another length."""
-    before = train_in_chunks(house.url)
-    flags = ClientConfigAnswer(parallel_fwdbwd_chunks=False).model_dump() | {"fwdbwd_max_chunk_len": 700}
-    house.wiretap.answer("client/config", flags)
-    with house.wiretap.listening() as calls:
-        metrics, logprobs, after = train_in_chunks(house.url)
-    house.wiretap.answer("client/config", ClientConfigAnswer().model_dump())
+def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunked: Chunked) -> None:
+    """Uses a client configuration without `parallel_fwdbwd_chunks` and with a shorter chunk length."""
+    flags = ClientConfigResponse(parallel_fwdbwd_chunks=False).model_dump() | {"fwdbwd_max_chunk_len": 700}
+    stack.recorder.respond_with("client/config", flags)
+    with stack.recorder.recording() as calls:
+        metrics, logprobs, after = train_in_chunks(stack.url)
+    stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
     bodies = [Body(call.body, PROTOBUF, "zstd", 2**24) for call in calls if call.path == "forward_backward"]
     passes = [body.message(wire_pb2.ForwardBackwardRequest) for body in bodies]
     assert [(each.seq_id, len(each.data)) for each in passes] == [(1, 700), (2, 700), (3, 700), (5, 1)]
-    assert logprobs == before[1]
-    assert metrics["loss:sum"] == pytest.approx(before[0]["loss:sum"])
-    assert after == pytest.approx(before[2], rel=1e-4)
+    assert logprobs == chunked[1]
+    assert metrics["loss:sum"] == pytest.approx(chunked[0]["loss:sum"])
+    assert after == pytest.approx(chunked[2], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_polls_that_are_held_for_long(house: House) -> None:
-    """The SDK's own transport waits for 50 s; httpx' gives up after 45, and the SDK asks again. Both at once."""
-    with contextlib.ExitStack() as lines:
-        patient, impatient = Held(house, lines, own_transport=True), Held(house, lines, own_transport=False)
-        house.wiretap.answer("client/config", ClientConfigAnswer().model_dump())
-        waiting, asking = [held.training.forward_backward([datum(1)], "cross_entropy") for held in (patient, impatient)]
-        asking.result()
+def test_late_responses_to_polls(stack: LiveStack) -> None:
+    """The SDK's own transport waits for 50 s. With httpx it gives up after 45 s and polls again."""
+    with contextlib.ExitStack() as proxies:
+        patient, impatient = (
+            DelayedClient(stack, proxies, own_transport=True),
+            DelayedClient(stack, proxies, own_transport=False),
+        )
+        stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
+        waiting, retried = [
+            client.training.forward_backward([datum(1)], "cross_entropy") for client in (patient, impatient)
+        ]
+        retried.result()
         assert time.monotonic() - impatient.polls[1] < 55
         waiting.result()
         assert 50 <= time.monotonic() - patient.polls[1] < 60
@@ -187,15 +202,15 @@ def test_polls_that_are_held_for_long(house: House) -> None:
     assert len(impatient.polls) == 3 and 45 <= impatient.polls[2] - impatient.polls[1] < 50
 
 
-class Held:
-    """A client, over a line that holds the answer to its second poll for 50 s."""
+class DelayedClient:
+    """A client whose proxy delays its second poll for 50 s."""
 
-    def __init__(self, house: House, lines: contextlib.ExitStack, *, own_transport: bool) -> None:
+    def __init__(self, stack: LiveStack, proxies: contextlib.ExitStack, *, own_transport: bool) -> None:
         self.polls: list[float] = []
-        flags = ClientConfigAnswer().model_dump() | {"use_pyqwest_transport": own_transport}
-        house.wiretap.answer("client/config", flags)
-        line = lines.enter_context(faulty_line(house.url, self._fault, late_s=50.0))
-        service = tinker.ServiceClient(base_url=line.url, api_key="tml-local")
+        flags = ClientConfigResponse().model_dump() | {"use_pyqwest_transport": own_transport}
+        stack.recorder.respond_with("client/config", flags)
+        proxy = proxies.enter_context(flaky_proxy(stack.url, self._fault, late_s=50.0))
+        service = tinker.ServiceClient(base_url=proxy.url, api_key="tml-local")
         self.training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
 
     def _fault(self, path: str, nth: int) -> Fault | None:
@@ -205,19 +220,19 @@ class Held:
         return "delay" if nth == 2 else None
 
 
-def test_slow_readers_hold_up_nobody(house: House) -> None:
-    """More of them than there are threads: each has asked for a large answer and takes a byte of it at a time."""
-    service = tinker.ServiceClient(base_url=house.url, api_key="tml-local")
+def test_slow_readers_do_not_delay_other_clients(stack: LiveStack) -> None:
+    """More clients than threads request a large response and read one byte at a time."""
+    service = tinker.ServiceClient(base_url=stack.url, api_key="tml-local")
     training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
-    large = house.server.post("forward_backward", **large_pass(training.model_id))
-    house.server.result(large)
+    large = stack.server.post("forward_backward", **large_pass(training.model_id))
+    stack.server.result(large)
     body = json.dumps({"request_id": large.json()["request_id"]}).encode()
     head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\naccept: %s\r\ncontent-length: %d\r\n\r\n" % (
         PROTOBUF.encode(),
         len(body),
     )
     half = head + body[: len(body) // 2]
-    address = urlsplit(house.url)
+    address = urlsplit(stack.url)
     with contextlib.ExitStack() as readers:
         slow: list[socket.socket] = []
         for number in range(120):
@@ -225,18 +240,18 @@ def test_slow_readers_hold_up_nobody(house: House) -> None:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             reader.connect((address.hostname, address.port))
             slow.append(readers.enter_context(reader))
-            reader.sendall(head + body if number < 100 else half)  # and some that never finish their request
-        assert all(reader.recv(1) == b"H" for reader in slow[:100]), "each is being answered"
+            reader.sendall(head + body if number < 100 else half)  # some never complete their request
+        assert all(reader.recv(1) == b"H" for reader in slow[:100]), "the responses have started"
         started = time.monotonic()
         training.forward_backward([datum(1)], "cross_entropy").result()
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
         assert time.monotonic() - started < 10
-        assert all(reader.recv(1) == b"T" for reader in slow[:100]), "and is still being answered"
+        assert all(reader.recv(1) == b"T" for reader in slow[:100]), "the responses are still being sent"
 
 
 def large_pass(model_id: str) -> dict[str, Any]:
     tokens = [1] * 120
     inputs = {"target_tokens": {"data": tokens, "dtype": "int64"}, "weights": {"data": [1.0] * 120, "dtype": "float32"}}
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "loss_fn_inputs": inputs}
-    asked = {"data": [datum] * 300, "loss_fn": "cross_entropy"}
-    return {"model_id": model_id, "seq_id": 1000, "forward_backward_input": asked}
+    pass_input = {"data": [datum] * 300, "loss_fn": "cross_entropy"}
+    return {"model_id": model_id, "seq_id": 1000, "forward_backward_input": pass_input}

@@ -1,4 +1,4 @@
-"""A damaged database and one that cannot be written: refused in words, never served from."""
+"""Damaged and unwritable databases are refused with an error message."""
 
 import random
 import sqlite3
@@ -32,9 +32,7 @@ except StoreError as error:
 
 
 def add(tx: Session) -> SessionId:
-    return sessions.create(
-        tx, owner="ann", tags=[], user_metadata=None, sdk_version=None, project_id=None, display_name=None, now=1.0
-    )
+    return sessions.create(tx, owner="ann", now=1.0)
 
 
 def fill(data_dir: Path) -> list[RequestId]:
@@ -54,7 +52,7 @@ def fill(data_dir: Path) -> list[RequestId]:
 
 
 def damage(path: Path, root: str) -> None:
-    """Overwrite the page that a table or an index begins with."""
+    """Overwrite the root page of a table or an index."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (root,)).fetchone()
@@ -66,23 +64,23 @@ def damage(path: Path, root: str) -> None:
 
 @pytest.mark.parametrize("root", ["requests", "sessions", "ix_requests_model_effect"])
 @pytest.mark.parametrize("role", ["api", "engine"])
-def test_a_damaged_page_is_found_at_the_start(tmp_path: Path, root: str, role: Role) -> None:
+def test_damaged_page_is_found_at_start_up(tmp_path: Path, root: str, role: Role) -> None:
     fill(tmp_path)
     damage(tmp_path / "skyrl_tx.db", root)
     before = (tmp_path / "skyrl_tx.db").read_bytes()
-    with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged and is not served from; .*backup"):
+    with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged and cannot be served; .*backup"):
         Store.open(tmp_path, role=role)
-    assert (tmp_path / "skyrl_tx.db").read_bytes() == before, "what can be saved of it is left as it was"
+    assert (tmp_path / "skyrl_tx.db").read_bytes() == before, "the file is unchanged"
 
 
-def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+def test_file_that_is_no_database_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "skyrl_tx.db").write_bytes(b"my only poem\n" * 1000)
     with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged"):
         Store.open(tmp_path, role="api")
     assert (tmp_path / "skyrl_tx.db").read_bytes() == b"my only poem\n" * 1000
 
 
-def test_a_page_damaged_while_the_server_runs_is_an_error_and_no_answer(tmp_path: Path) -> None:
+def test_page_damaged_at_run_time_is_an_error(tmp_path: Path) -> None:
     ids = fill(tmp_path)
     store = Store.open(tmp_path, role="api")
     damage(tmp_path / "skyrl_tx.db", "requests")
@@ -94,7 +92,7 @@ def test_a_page_damaged_while_the_server_runs_is_an_error_and_no_answer(tmp_path
     store.close()
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_error_names_the_directory_that_cannot_be_written(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     fill(data_dir)
     (data_dir / "skyrl_tx.db").chmod(0o444)
@@ -106,12 +104,12 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     finally:
         data_dir.chmod(0o700)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.startswith("database skyrl_tx.db: it cannot be written; give this user the right to"), (
+    assert child.stdout.startswith("database skyrl_tx.db: it cannot be written; check the file permissions"), (
         child.stdout
     )
 
 
-def test_a_disk_that_turns_read_only_fails_the_write_and_serves_again_when_it_is_back(tmp_path: Path) -> None:
+def test_read_only_disk_fails_the_write_and_later_writes_succeed(tmp_path: Path) -> None:
     store = Store.open(tmp_path, role="api")
     kept = store.write(add)
     store.write(lambda tx: tx.connection().exec_driver_sql("PRAGMA query_only = ON") and None)

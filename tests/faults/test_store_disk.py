@@ -1,4 +1,4 @@
-"""A full disk, a failing one, a locked database: said plainly, nothing kept by halves, and the store lives on."""
+"""Full disks, failing disks and locked databases: clear errors, no partial writes, and the store continues."""
 
 import sqlite3
 import subprocess
@@ -44,7 +44,7 @@ store.close()
 """
 
 
-def test_a_failing_disk_fails_the_whole_group_and_the_store_goes_on_with_a_sound_one(tmp_path: Path) -> None:
+def test_disk_error_fails_the_group_commit_and_later_writes_succeed(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", BREAK_THE_DISK, tmp_path], capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
     kinds, message, is_kept, lost = child.stdout.splitlines()
@@ -54,16 +54,7 @@ def test_a_failing_disk_fails_the_whole_group_and_the_store_goes_on_with_a_sound
 
 
 def add(tx: Session, name: str = "") -> str:
-    return sessions.create(
-        tx,
-        owner="ann",
-        tags=[],
-        user_metadata=None,
-        sdk_version=None,
-        project_id=None,
-        display_name=name,
-        now=1.0,
-    )
+    return sessions.create(tx, owner="ann", display_name=name, now=1.0)
 
 
 def sessions_of(store: Store) -> list[str]:
@@ -71,7 +62,7 @@ def sessions_of(store: Store) -> list[str]:
 
 
 def fill_the_disk(store: Store) -> None:
-    """Past `max_page_count` SQLite does as on a full disk; a new connection knows nothing of that limit."""
+    """Set `max_page_count`, with which SQLite behaves as on a full disk. New connections have no such limit."""
     store.write(lambda tx: tx.connection().exec_driver_sql("PRAGMA max_page_count = 1").scalar())
 
 
@@ -90,7 +81,7 @@ def intruder(tmp_path: Path, store: Store) -> Iterator[sqlite3.Connection]:
     connection.close()
 
 
-def test_a_full_disk_fails_the_whole_group_and_the_store_goes_on_once_there_is_room(store: Store) -> None:
+def test_full_disk_fails_the_group_commit_and_later_writes_succeed(store: Store) -> None:
     kept = store.write(add)
     fill_the_disk(store)
     gate = threading.Event()
@@ -99,13 +90,13 @@ def test_a_full_disk_fails_the_whole_group_and_the_store_goes_on_once_there_is_r
     group = [store.write_soon(lambda tx, name=name: add(tx, name)) for name in ("small", large, "small")]
     gate.set()
     for write in group:
-        with pytest.raises(StoreError, match=r"skyrl_tx\.db: no space left for it on the disk"):
+        with pytest.raises(StoreError, match=r"skyrl_tx\.db: no space left on its disk"):
             write.result(20)
     after = store.write(lambda tx: add(tx, large))
     assert sessions_of(store) == sorted([kept, after])
 
 
-def test_an_error_that_work_hides_is_not_taken_for_success(store: Store) -> None:
+def test_database_error_that_the_caller_swallows_fails_the_write(store: Store) -> None:
     def hide(tx: Session) -> None:
         with suppress(DBAPIError):
             add(tx, "x" * 2**20)
@@ -116,15 +107,17 @@ def test_an_error_that_work_hides_is_not_taken_for_success(store: Store) -> None
     assert sessions_of(store) == []
 
 
-def test_a_write_waits_for_another_writer(store: Store, intruder: sqlite3.Connection) -> None:
+def test_write_waits_for_another_writer(store: Store, intruder: sqlite3.Connection) -> None:
     threading.Timer(0.1, lambda: intruder.execute("COMMIT")).start()
     assert store.write(add)
 
 
-def test_a_database_locked_for_too_long_is_an_error_and_no_end(store: Store, intruder: sqlite3.Connection) -> None:
-    with pytest.raises(StoreError, match=r"skyrl_tx\.db: another process keeps it locked"):
+def test_database_locked_for_too_long_is_an_error_and_the_store_continues(
+    store: Store, intruder: sqlite3.Connection
+) -> None:
+    with pytest.raises(StoreError, match=r"skyrl_tx\.db: another process holds its lock"):
         store.write(add)
-    assert sessions_of(store) == [], "readers are never held up"
+    assert sessions_of(store) == [], "readers do not wait"
     intruder.execute("ROLLBACK")
     session_id = store.write(add)
     assert sessions_of(store) == [session_id]

@@ -1,4 +1,4 @@
-"""A writer killed at a random moment: what it acknowledged is there, and nothing by halves."""
+"""Acknowledged writes survive a kill of the writer, and no write is partial."""
 
 import random
 import subprocess
@@ -17,6 +17,7 @@ from pathlib import Path
 from skyrl_tx.store import futures, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.tables import ModelRow
 
 store = Store.open(Path(sys.argv[1]), role="engine", url=sys.argv[3] or None)
 life = sys.argv[2]
@@ -24,7 +25,8 @@ life = sys.argv[2]
 def begin(tx):
     session_id = sessions.create(tx, owner="ann", tags=[], user_metadata=None, sdk_version=None, project_id=None,
                                  display_name=None, now=1.0)
-    models.create(tx, model_id=life, session_id=session_id, base_model="b", spec=b"", user_metadata=None, now=1.0)
+    models.create(tx, ModelRow(model_id=life, session_id=session_id, base_model="b", spec=b"", created_at=1.0,
+                               last_request_at=1.0))
     return session_id
 
 session_id = store.write(begin)
@@ -34,7 +36,7 @@ def effect(tx, number):
     new = NewRequest(key=f"{life}/{number}", kind="model_pass", owner="ann", session_id=session_id,
                      body=os.urandom(5000), model_id=life)
     request_id = futures.submit(tx, new, 1.0).request_id
-    futures.complete(tx, request_id, b"result", failed=False, effect_order=models.next_effect(tx, life), now=2.0)
+    futures.complete(tx, request_id, b"result", failed=False, effect_order=models.next_effect_order(tx, life), now=2.0)
     return number
 
 def acknowledge(future):
@@ -53,9 +55,7 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
     return None if request.param == "sqlite" else request.getfixturevalue("postgresql_url")
 
 
-def test_every_acknowledged_write_survives_a_kill_and_none_is_half_done(
-    tmp_path: Path, database_url: str | None
-) -> None:
+def test_acknowledged_writes_survive_a_kill_and_no_write_is_partial(tmp_path: Path, database_url: str | None) -> None:
     Store.open(tmp_path, role="engine", url=database_url).close()
     lives = random.Random(7)
     for life in range(NUM_KILLS):

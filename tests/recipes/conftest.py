@@ -1,4 +1,4 @@
-"""A folder in which the cookbook finds, offline and under their public names, a model and all that its recipes read."""
+"""A working directory where cookbook recipes find a model and data sets, offline and under their public names."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.quickstart.questions import Question, load_excerpt
-from skyrl_tx.quickstart.tiny_model import write_tiny_model
-from skyrl_tx.testing.client_environments import COOKBOOK, PreparedEnvironment
-from skyrl_tx.testing.live_server import LiveServer
+from tests.support.client_environments import COOKBOOK, PreparedEnvironment
+from tests.support.live_server import LiveServer
 
 MODEL_NAME = "Qwen/Qwen3-8B"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
-OTHER_NAMES = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B")  # those that some recipes insist on
-MAX_LENGTH = 8192  # tokens: some recipes bring long prompts, and the tiny tokenizer makes them longer
+OTHER_NAMES = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B")  # hard-coded in some recipes
+MAX_LENGTH = 8192  # tokens: some prompts are long, and the tiny tokenizer has short tokens
 RECIPE = Path(__file__).parent / "run_recipe.py"
 
-# What the cookbook's GSM8K environments put before and after every question.
+# The few-shot example and the suffix that the cookbook's GSM8K environments add to every question.
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 EXAMPLE = (
     {"role": "user", "content": "How many r's are in strawberry?" + SUFFIX},
@@ -34,25 +34,25 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workplace:
-    """The folder, and the environment whose programs run in it."""
+class WorkingDirectory:
+    """A directory with models and data sets, and the client environment whose programs run in it."""
 
     root: Path
     environment: PreparedEnvironment
 
     @property
     def model(self) -> Path:
-        """Where the tiny model lies, under the name of a large one."""
+        """The directory of the tiny model, which has the name of a large one."""
         return self.root / MODEL_NAME
 
     def write_model(self, max_length: int | None = None) -> None:
-        """Make the model; `max_length` replaces the longest context that it says it can read."""
+        """Write the model; `max_length` replaces its `max_position_embeddings`."""
         config = write_tiny_model(self.model) / "config.json"
         if max_length is not None:
             config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": max_length}))
 
     def write_dataset(self, name: str, config: str = "default", **splits: Sequence[Row]) -> None:
-        """Write a data set so that `load_dataset(name, config)` finds it in this folder."""
+        """Write a data set that `load_dataset(name, config)` finds in this directory."""
         folder = self.root / name
         folder.mkdir(parents=True)
         front = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
@@ -62,7 +62,7 @@ class Workplace:
         (folder / "README.md").write_text("\n".join([*front, "---", ""]))
 
     def write_lines(self, name: str, rows: Sequence[Row]) -> None:
-        """Write a file of one JSON object a line."""
+        """Write a file of JSON lines."""
         (self.root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def write_conversations(self, conversations: Sequence[Sequence[dict[str, str]]]) -> None:
@@ -71,7 +71,7 @@ class Workplace:
         self.write_dataset("HuggingFaceH4/no_robots", train=rows, test=rows[:128])
 
     def write_questions(self, questions: Sequence[Question], held_out: Sequence[Question] = ()) -> None:
-        """Write the data set that rl_loop and others read."""
+        """Write the data set that rl_loop and other recipes read."""
         train, test = (
             [{"question": question.text, "answer": question.answer} for question in part]
             for part in (questions, held_out or questions[:4])
@@ -79,25 +79,25 @@ class Workplace:
         self.write_dataset("openai/gsm8k", "main", train=train, test=test)
 
     def boxed(self, row: Question) -> list[dict[str, str]]:
-        """What the cookbook's GSM8K environments ask, and the answer that they reward."""
+        """Return the prompt of the cookbook's GSM8K environments with the answer that they reward."""
         number = row.answer.split("#### ")[1]
         return [*EXAMPLE, *_chat(row.text + SUFFIX, f"\\boxed{{{number}}}")]
 
     def run(self, recipe: str, url: str, *arguments: str, log: str | None = None) -> list[dict[str, Any]]:
-        """Run a recipe to its end and return its metrics, one record a step; raises RuntimeError when it fails.
+        """Run a recipe and return its metrics, one record per step. Raises RuntimeError if it fails.
 
-        `log` names the folder of its metrics, where it is not to be the recipe's own name.
+        `log` names the directory of its metrics; the default is the recipe's name.
         """
         folder = self.log(log or recipe)
         self.run_module(f"recipes.{recipe}", url, f"model_name={MODEL_NAME}", f"log_path={folder}", *arguments)
         return _read_lines(folder / "metrics.jsonl")
 
     def run_module(self, module: str, url: str, *arguments: str, stdin: str = "") -> str:
-        """Run a module of the cookbook as a program; return what it printed."""
+        """Run a module of the cookbook as a program; return its standard output."""
         return self.run_program(RECIPE.name, url, module, *arguments, stdin=stdin)
 
     def run_program(self, program: str, url: str, *arguments: str, stdin: str = "") -> str:
-        """Run a program that lies beside this file, in the folder; return what it printed."""
+        """Run a program of tests/recipes in the directory; return its standard output."""
         variables = OFFLINE | {
             "HF_HOME": str(self.root / "cache"),
             "TINKER_BASE_URL": url,
@@ -108,7 +108,7 @@ class Workplace:
         return environment.run(script, *arguments, cwd=self.root, timeout_s=900.0, stdin=stdin).stdout
 
     def log(self, recipe: str) -> Path:
-        """Return the folder of a recipe's metrics and checkpoints."""
+        """Return the directory of a recipe's metrics and checkpoints."""
         return self.root / "logs" / recipe
 
     def last_checkpoint(self, recipe: str) -> str:
@@ -116,15 +116,15 @@ class Workplace:
         return _read_lines(self.log(recipe) / "checkpoints.jsonl")[-1]["state_path"]
 
     def start_from(self, recipe: str, state_path: str) -> None:
-        """Let a recipe find a checkpoint to go on from, as if it had saved it itself before its first step."""
+        """Write a checkpoint record so that the recipe resumes from that checkpoint at step 0."""
         log = self.log(recipe)
         log.mkdir(parents=True)
         record = {"name": "start", "batch": 0, "state_path": state_path}
         (log / "checkpoints.jsonl").write_text(json.dumps(record) + "\n")
 
 
-def furnish(place: Workplace) -> None:
-    """Write what the recipes read, cut down to a few rows each."""
+def write_inputs(place: WorkingDirectory) -> None:
+    """Write the data sets of all recipes, with a few rows each."""
     place.write_model(MAX_LENGTH)
     for name in OTHER_NAMES:
         (place.root / name).symlink_to(place.model)
@@ -135,10 +135,10 @@ def furnish(place: Workplace) -> None:
     place.write_questions(questions[:8], excerpt.held_out[:4])
     place.write_conversations(chats * 4)
     place.write_lines("chats.jsonl", [{"messages": chat} for chat in chats])
-    lessons = [_sum(x, y) for x in range(0, 100, 7) for y in range(0, 100, 11)] + [
+    sums = [_sum(x, y) for x in range(0, 100, 7) for y in range(0, 100, 11)] + [
         place.boxed(row) for row in questions
     ] * 2
-    place.write_lines("lessons.jsonl", [{"messages": lesson} for lesson in lessons])
+    place.write_lines("sums.jsonl", [{"messages": row} for row in sums])
     pairs = [
         {
             "chosen": f"\n\nHuman: {row.text}\n\nAssistant: {row.answer}",
@@ -170,7 +170,7 @@ def _chat(question: str, answer: str = "") -> list[dict[str, str]]:
 
 
 def _sum(x: int, y: int) -> list[dict[str, str]]:
-    """What math_rl asks of arithmetic."""
+    """Return a conversation as math_rl's arithmetic environment makes it."""
     return [*_chat("What is 4 + 5?", "9"), *_chat(f"What is {x} + {y}?", str(x + y))]
 
 
@@ -187,18 +187,18 @@ def _exam(row: Question) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def furnished(client_environment, tmp_path_factory):
-    """Give a workplace with all that the recipes read."""
-    place = Workplace(root=tmp_path_factory.mktemp("recipes") / "work", environment=client_environment(COOKBOOK))
-    furnish(place)
+def prepared(client_environment, tmp_path_factory):
+    """Give a working directory with the data sets of all recipes."""
+    place = WorkingDirectory(root=tmp_path_factory.mktemp("recipes") / "work", environment=client_environment(COOKBOOK))
+    write_inputs(place)
     return place
 
 
 @pytest.fixture(scope="session")
-def long_server(furnished, tmp_path_factory):
-    """Give the address of a server for all recipes, which answers to every name that they ask for."""
+def shared_server_url(prepared, tmp_path_factory):
+    """Give the URL of a server for all recipes, with an alias for each model name that they use."""
     flags = (
-        *("--base-model", str(furnished.model)),
+        *("--base-model", str(prepared.model)),
         *("--served-model-name", MODEL_NAME),
         *("--served-model-aliases", ",".join(OTHER_NAMES)),
         *("--backend-config.max-lora-rank", "128"),
@@ -208,15 +208,15 @@ def long_server(furnished, tmp_path_factory):
 
 
 @pytest.fixture
-def workplace(client_environment, tmp_path):
-    place = Workplace(root=tmp_path / "work", environment=client_environment(COOKBOOK))
+def working_directory(client_environment, tmp_path):
+    place = WorkingDirectory(root=tmp_path / "work", environment=client_environment(COOKBOOK))
     place.write_model()
     return place
 
 
 @pytest.fixture
-def server(workplace, tmp_path):
-    flags = ("--base-model", str(workplace.model), "--served-model-name", MODEL_NAME)
+def server(working_directory, tmp_path):
+    flags = ("--base-model", str(working_directory.model), "--served-model-name", MODEL_NAME)
     with LiveServer(tmp_path / "server", flags=flags) as server:
         yield server
 

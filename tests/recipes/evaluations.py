@@ -1,6 +1,6 @@
-"""The cookbook's evaluators and its checkpoint manager, as a training loop uses them: `evaluations.py SAMPLER_PATH`.
+"""Run the cookbook's evaluators and its checkpoint manager: `evaluations.py SAMPLER_PATH`.
 
-Prints what came of it as JSON.
+Prints the results as JSON.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ LOG = "logs/checkpoint_manager"
 async def main(sampler_path: str) -> None:
     service = tinker.ServiceClient()
     renderer = get_renderer(get_recommended_renderer_name(MODEL_NAME), get_tokenizer(MODEL_NAME))
-    taught = await service.create_sampling_client_async(model_path=sampler_path, base_model=MODEL_NAME)
-    benchmark = await BenchmarkEvaluator("gsm8k", renderer, max_examples=4, max_tokens=16)(taught)
+    trained = await service.create_sampling_client_async(model_path=sampler_path, base_model=MODEL_NAME)
+    benchmark = await BenchmarkEvaluator("gsm8k", renderer, max_examples=4, max_tokens=16)(trained)
 
     training = await service.create_lora_training_client_async(MODEL_NAME, rank=8)
     messages = [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}]

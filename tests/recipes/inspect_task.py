@@ -1,4 +1,4 @@
-"""A task for `run_inspect_evals`: two sums."""
+"""An Inspect task of two sums, for `run_inspect_evals`."""
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import MemoryDataset, Sample

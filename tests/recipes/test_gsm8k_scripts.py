@@ -1,15 +1,16 @@
-"""The four scripts of examples/gsm8k, as a user runs them, against a live server with the tiny model."""
+"""The scripts of examples/gsm8k run as subprocesses against a server with the tiny model."""
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from skyrl_tx.quickstart.tiny_model import write_tiny_model
-from skyrl_tx.testing.live_server import LiveServer
+from skyrl_tx.quickstart.model import write_tiny_model
+from tests.support.live_server import LiveServer
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "gsm8k"
 MODEL_NAME = "Qwen/Qwen3-0.6B"
@@ -23,34 +24,40 @@ def script(name, *arguments, cwd):
 
 
 @pytest.mark.parametrize("name", ["inference.py", "sft.py", "rl.py", "evaluate.py"])
-def test_each_says_what_it_does(name, tmp_path):
-    said = script(name, "--help", cwd=tmp_path)
-    assert "GSM8K" in said and "default:" in said
+def test_help_describes_the_script_and_its_defaults(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    output = capsys.readouterr().out
+    assert "GSM8K" in output and "default:" in output
     assert len((SCRIPTS / name).read_text().splitlines()) <= 90
 
 
 @pytest.mark.slow
-def test_from_a_base_model_to_scores(tmp_path):
+def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path):
     model = write_tiny_model(tmp_path / "model")
-    data = tmp_path / "gsm8k.jsonl"  # short answers, so that a tiny model gets to their end
+    data = tmp_path / "gsm8k.jsonl"  # short answers, so that a tiny model completes them
     rows = [{"question": f"How many legs have {n} cats?", "answer": f"{n} * 4.\n#### {n * 4}"} for n in range(1, 41)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--base-model", str(model), "--served-model-name", MODEL_NAME)
     with LiveServer(tmp_path / "server", flags=flags) as server:
-        told = ("--base-url", server.url, "--tokenizer", model, "--data", data)
+        common = ("--base-url", server.url, "--tokenizer", model, "--data", data)
 
-        taught = script("sft.py", *told, "--batch-size", "16", "--steps", "30", "--learning-rate", "1e-2", cwd=tmp_path)
-        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", taught)]
+        trained = script(
+            "sft.py", *common, "--batch-size", "16", "--steps", "30", "--learning-rate", "1e-2", cwd=tmp_path
+        )
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", trained)]
         assert len(losses) == 30 and losses[0] > 6 and losses[-1] < 1.5
-        state, weights = re.findall(r"tinker://\S+", taught)
+        state, weights = re.findall(r"tinker://\S+", trained)
         assert "/weights/final" in state and "/sampler_weights/final" in weights
 
-        asked = ("--groups", "8", "--group-size", "8", "--steps", "2", "--max-tokens", "32")
-        reinforced = script("rl.py", *told, *asked, "--checkpoint", state, "--learning-rate", "1e-3", cwd=tmp_path)
+        sizes = ("--groups", "8", "--group-size", "8", "--steps", "2", "--max-tokens", "32")
+        reinforced = script("rl.py", *common, *sizes, "--checkpoint", state, "--learning-rate", "1e-3", cwd=tmp_path)
         assert any(0 < float(reward) < 1 for reward in re.findall(r"reward ([\d.]+)", reinforced))
         assert any(int(count) for count in re.findall(r"trained on (\d+)", reinforced))
         weights = re.findall(r"tinker://\S+/sampler_weights/final", reinforced)[-1]
 
-        said = script("inference.py", *told, "--checkpoint", weights, "--max-tokens", "32", cwd=tmp_path)
-        assert "4 answers in answers.jsonl" in said
+        output = script("inference.py", *common, "--checkpoint", weights, "--max-tokens", "32", cwd=tmp_path)
+        assert "4 answers in answers.jsonl" in output
     assert re.match(r"right \d/4 \(.*%\); with a number \d", script("evaluate.py", "--show", "1", cwd=tmp_path))

@@ -1,4 +1,4 @@
-"""The cookbook's two loops, from the installed package and unmodified, against a live server."""
+"""The cookbook's sl_loop and rl_loop run unmodified against a server."""
 
 import pytest
 
@@ -14,27 +14,27 @@ def conversation(question, answer):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def test_sl_loop_learns_gsm8k(workplace, server):
-    workplace.write_conversations([conversation(row.text, row.answer) for row in load_excerpt().train])
-    metrics = workplace.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
+def test_sl_loop_lowers_the_loss_on_gsm8k(working_directory, server):
+    working_directory.write_conversations([conversation(row.text, row.answer) for row in load_excerpt().train])
+    metrics = working_directory.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
     losses = [row["train_mean_nll"] for row in metrics if "train_mean_nll" in row]
     assert len(losses) == 24
     assert losses[0] > 6.5, "an untrained model is about as good as a uniform guess: ln 1024 = 6.93"
     assert sum(losses[-4:]) / 4 < 3.8
-    assert workplace.last_checkpoint("sl_loop").startswith("tinker://")
+    assert working_directory.last_checkpoint("sl_loop").startswith("tinker://")
 
 
-def test_rl_loop_trains_what_sl_loop_taught(workplace, server):
+def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, server):
     questions = load_excerpt().train[:NUM_QUESTIONS]
-    workplace.write_conversations([workplace.boxed(question) for question in questions] * 60)
-    workplace.write_questions(questions * NUM_RL_STEPS)
-    workplace.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
+    working_directory.write_conversations([working_directory.boxed(question) for question in questions] * 60)
+    working_directory.write_questions(questions * NUM_RL_STEPS)
+    working_directory.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
 
-    taught = workplace.last_checkpoint("sl_loop")
-    for loss in ("importance_sampling", None):  # None: its own default, which is stable_reinforce
+    checkpoint = working_directory.last_checkpoint("sl_loop")
+    for loss in ("importance_sampling", None):  # None: the default, stable_reinforce
         log = f"rl_loop-{loss}"
-        workplace.start_from(log, taught)
-        metrics = workplace.run(
+        working_directory.start_from(log, checkpoint)
+        metrics = working_directory.run(
             "rl_loop",
             server.url,
             f"batch_size={NUM_QUESTIONS}",
@@ -47,7 +47,7 @@ def test_rl_loop_trains_what_sl_loop_taught(workplace, server):
         steps = [row for row in metrics if "reward/total" in row]
         assert len(steps) == NUM_RL_STEPS
         assert any(0 < row["reward/total"] < 1 for row in steps), "the checkpoint answers some questions, not all"
-        # rl_loop sends a training step for batches whose rewards differ; only the server's answer has a gradient norm.
+        # rl_loop skips batches with equal rewards. Only a result of the server contains a gradient norm.
         trained = [row for row in steps if "unclipped_grad_l2:mean" in row]
         assert trained and all(row["unclipped_grad_l2:mean"] > 0 for row in trained)
-        assert workplace.last_checkpoint(log) != taught
+        assert working_directory.last_checkpoint(log) != checkpoint

@@ -1,4 +1,4 @@
-"""The README's first command, shortened, as a user runs it."""
+"""The quickstart command, with fewer steps, as a subprocess."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def figures(output, name):
     return float(found[1]), float(found[2])
 
 
-def test_a_short_run_learns_and_leaves_curves_and_a_checkpoint(tmp_path):
+def test_quickstart_trains_plots_curves_and_saves_a_checkpoint(tmp_path):
     done = quickstart("--steps", "30", "--rl-steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -35,7 +35,7 @@ def test_a_short_run_learns_and_leaves_curves_and_a_checkpoint(tmp_path):
     assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_error_message_names_a_missing_data_file(tmp_path):
     done = quickstart("--data", "absent.jsonl", cwd=tmp_path)
     assert done.returncode == 2
     assert "absent.jsonl" in done.stderr and "Traceback" not in done.stderr

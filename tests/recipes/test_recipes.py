@@ -1,6 +1,6 @@
-"""Every recipe of the cookbook that can run offline, unmodified and with its own defaults, against one live server.
+"""All recipes of the cookbook that can run offline run unmodified against one server.
 
-Steps, batches and lengths are cut down; a recipe that takes its model, teacher or judge as an argument is given ours.
+Arguments reduce steps, batches and lengths, and set the model, teacher or judge. Other values are defaults.
 """
 
 import json
@@ -23,53 +23,53 @@ def values(metrics: Metrics, name: str) -> list[float]:
 
 
 def learned(metrics: Metrics) -> None:
-    """Supervised training lowered its loss."""
+    """Supervised training lowers the loss."""
     losses = values(metrics, "train_mean_nll")
     assert len(losses) >= 2 and losses[-1] < losses[0]
 
 
 def scored(metrics: Metrics) -> None:
-    """It learned, and what was held out was scored by a sampler of each evaluation."""
+    """Supervised training lowers the loss, also on held-out data, as scored by a new sampler in each evaluation."""
     learned(metrics)
     scores = values(metrics, "test/nll")
     assert len(scores) >= 2 and scores[-1] < scores[0]
 
 
 def on_policy(metrics: Metrics) -> None:
-    """What the first step is trained on was sampled from the weights it trains: both sides agree on each token."""
+    """In the first step, trainer and sampler have the same weights and agree on the logprob of each token."""
     assert abs(values(metrics, "optim/kl_sample_train_v2")[0]) < 1e-6
 
 
 def reinforced(metrics: Metrics) -> None:
-    """Rewards differed, so that there was something to learn, on policy."""
+    """Rewards differ, gradients are not zero, and the first step is on policy."""
     on_policy(metrics)
     assert max(values(metrics, "unclipped_grad_l2:mean")) > 0
 
 
 def preferred(metrics: Metrics) -> None:
-    """The reference is the policy at first; then it learns to tell the pairs apart."""
+    """The loss starts at ln 2, where policy and reference are equal; then loss and accuracy improve."""
     losses = values(metrics, "dpo_loss")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[-1] < losses[0] and values(metrics, "accuracy")[-1] > 0.5
 
 
 def distilled(metrics: Metrics) -> None:
-    """Student and teacher are the same model: no distance, no gradient."""
+    """Student and teacher are the same model, so their KL divergence is zero."""
     on_policy(metrics)
     assert values(metrics, "teacher_kl") == pytest.approx([0.0], abs=1e-5)
 
 
 def self_distilled(metrics: Metrics) -> None:
-    """The teacher has seen the answer, so the student has something to learn."""
+    """The teacher sees the answer and the student does not, so gradients are not zero."""
     assert values(metrics, "sdft/mean_teacher_entropy")[0] > 0
     assert values(metrics, "unclipped_grad_l2:mean")[0] > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One of the cookbook's programs: its module, what is cut down, and what its metrics must show.
+    """A recipe of the cookbook: module, arguments, and a check of its metrics.
 
-    `{taught}` in an argument becomes the checkpoint of chat_sl.
+    `{checkpoint}` in an argument becomes the path of the checkpoint of chat_sl.
     """
 
     module: str
@@ -78,7 +78,7 @@ class Recipe:
 
 
 NO_EVALS = "eval_every=0"
-FROM_TAUGHT = "load_checkpoint_path={taught}"
+FROM_CHECKPOINT = "load_checkpoint_path={checkpoint}"
 SHORT = ("max_tokens=16", "max_steps=1", NO_EVALS)
 
 RECIPES = {
@@ -93,31 +93,31 @@ RECIPES = {
         arguments=("file_path=chats.jsonl", "batch_size=16", "max_steps=3", "learning_rate=1e-3"),
         check=learned,
     ),
-    "rl_basic": Recipe(module="rl_basic", arguments=("max_tokens=16", FROM_TAUGHT), check=reinforced),
+    "rl_basic": Recipe(module="rl_basic", arguments=("max_tokens=16", FROM_CHECKPOINT), check=reinforced),
     "math_rl arithmetic": Recipe(
         module="math_rl.train",
-        arguments=("groups_per_batch=8", "max_steps=2", "eval_every=1", "compute_post_kl=True", FROM_TAUGHT),
+        arguments=("groups_per_batch=8", "max_steps=2", "eval_every=1", "compute_post_kl=True", FROM_CHECKPOINT),
         check=reinforced,
     ),
     "math_rl gsm8k": Recipe(
         module="math_rl.train",
         arguments=(
             *("env=gsm8k", "groups_per_batch=8", "group_size=16", "max_tokens=16", "max_steps=1", "eval_every=1"),
-            FROM_TAUGHT,
+            FROM_CHECKPOINT,
         ),
         check=reinforced,
     ),
     "math_rl stream_minibatch": Recipe(
         module="math_rl.train",
         arguments=(
-            *("groups_per_batch=8", "max_steps=2", NO_EVALS, FROM_TAUGHT),
+            *("groups_per_batch=8", "max_steps=2", NO_EVALS, FROM_CHECKPOINT),
             *("stream_minibatch_config.groups_per_batch=8", "stream_minibatch_config.num_minibatches=2"),
         ),
         check=reinforced,
     ),
     "math_rl async": Recipe(
         module="math_rl.train",
-        arguments=("groups_per_batch=8", "max_steps=2", NO_EVALS, "max_steps_off_policy=1", FROM_TAUGHT),
+        arguments=("groups_per_batch=8", "max_steps=2", NO_EVALS, "max_steps_off_policy=1", FROM_CHECKPOINT),
         check=reinforced,
     ),
     "dpo": Recipe(module="preference.dpo.train", arguments=("batch_size=8", "max_steps=3"), check=preferred),
@@ -130,7 +130,7 @@ RECIPES = {
     "on_policy_multi_teacher": Recipe(
         module="distillation.on_policy_multi_teacher",
         arguments=(
-            *(f"deepmath_teacher_model={MODEL_NAME}", f"tulu3_teacher_model={MODEL_NAME}", FROM_TAUGHT),
+            *(f"deepmath_teacher_model={MODEL_NAME}", f"tulu3_teacher_model={MODEL_NAME}", FROM_CHECKPOINT),
             *("deepmath_groups_per_batch=2", "tulu3_groups_per_batch=2", *SHORT),
         ),
         check=reinforced,
@@ -168,36 +168,36 @@ RECIPES = {
 
 
 @pytest.fixture(scope="module")
-def taught(furnished: Any, long_server: str) -> str:
-    """Give a checkpoint that knows the form of answers to sums and to GSM8K's questions, and some of them by heart."""
-    metrics = furnished.run(
+def checkpoint(prepared: Any, shared_server_url: str) -> str:
+    """Give a checkpoint trained on the answer format of sums and GSM8K questions, which answers some of them."""
+    metrics = prepared.run(
         "chat_sl.train",
-        long_server,
-        *("dataset=lessons.jsonl", "batch_size=32", "learning_rate=1e-2", "num_epochs=4"),
+        shared_server_url,
+        *("dataset=sums.jsonl", "batch_size=32", "learning_rate=1e-2", "num_epochs=4"),
         *("save_every=5", "rolling_save_every=2"),
     )
     learned(metrics)
-    return furnished.last_checkpoint("chat_sl.train")
+    return prepared.last_checkpoint("chat_sl.train")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_to_its_end(furnished: Any, long_server: str, taught: str, name: str) -> None:
+def test_recipe(prepared: Any, shared_server_url: str, checkpoint: str, name: str) -> None:
     recipe = RECIPES[name]
-    arguments = [argument.replace("{taught}", taught) for argument in recipe.arguments]
-    metrics = furnished.run(recipe.module, long_server, *arguments, log=name)
+    arguments = [argument.replace("{checkpoint}", checkpoint) for argument in recipe.arguments]
+    metrics = prepared.run(recipe.module, shared_server_url, *arguments, log=name)
     recipe.check(metrics)
     steps = [row["step"] for row in metrics]
     assert all(isinstance(step, int) for step in steps) and steps[0] == 0 and steps == sorted(steps), (
-        "steps are the recipe's own: it finds rows by them when it resumes, and no metric of ours has that name"
+        "the recipe numbers its steps from 0, and no metric of the server overwrites `step`"
     )
-    assert furnished.last_checkpoint(name).startswith("tinker://")
+    assert prepared.last_checkpoint(name).startswith("tinker://")
 
 
-def test_the_pipeline_of_rlhf(furnished: Any, long_server: str) -> None:
-    """Supervised training, a reward model out of comparisons, then a tournament that it judges."""
-    furnished.run_module(
+def test_rlhf_pipeline(prepared: Any, shared_server_url: str) -> None:
+    """Supervised training, a reward model from comparisons, then reinforcement learning on its judgements."""
+    prepared.run_module(
         "recipes.preference.rlhf.rlhf_pipeline",
-        long_server,
+        shared_server_url,
         *(
             f"base_model={MODEL_NAME}",
             "short_name=tiny",
@@ -207,43 +207,47 @@ def test_the_pipeline_of_rlhf(furnished: Any, long_server: str) -> None:
             "eval_every=0",
         ),
     )
-    root = furnished.root / "runs" / "rlhf-tiny"
+    root = prepared.root / "runs" / "rlhf-tiny"
     assert {path.parent.name for path in root.glob("*/checkpoints.jsonl")} == {"sft", "rm", "rl"}
 
 
-def test_data_for_prompt_distillation_are_sampled(furnished: Any, long_server: str) -> None:
-    """It insists on a model of its own: one more name of ours. A tiny model never answers in the form asked for."""
-    said = furnished.run_module(
-        "recipes.prompt_distillation.create_data", long_server, f"output_file={furnished.root / 'made.jsonl'}"
+def test_prompt_distillation_creates_data(prepared: Any, shared_server_url: str) -> None:
+    """The server has the hard-coded model name as an alias. The tiny model never answers in the requested form."""
+    output = prepared.run_module(
+        "recipes.prompt_distillation.create_data", shared_server_url, f"output_file={prepared.root / 'created.jsonl'}"
     )
-    assert "Loaded 2 sentences" in said and (furnished.root / "made.jsonl").exists()
+    assert "Loaded 2 sentences" in output and (prepared.root / "created.jsonl").exists()
 
 
-def test_a_chat(furnished: Any, long_server: str, taught: str) -> None:
-    said = furnished.run_module(
+def test_chat_app(prepared: Any, shared_server_url: str, checkpoint: str) -> None:
+    output = prepared.run_module(
         "chat_app.tinker_chat_cli",
-        long_server,
-        *(f"base_model={MODEL_NAME}", f"model_path={taught.replace('/weights/', '/sampler_weights/')}", "max_tokens=8"),
+        shared_server_url,
+        *(
+            f"base_model={MODEL_NAME}",
+            f"model_path={checkpoint.replace('/weights/', '/sampler_weights/')}",
+            "max_tokens=8",
+        ),
         stdin="What is 4 + 5?\nn\nWhat is 2 + 2?\nquit\n",
     )
-    assert said.count("Assistant: ") == 2 and "Error" not in said and "Goodbye" in said
+    assert output.count("Assistant: ") == 2 and "Error" not in output and "Goodbye" in output
 
 
-def test_evaluations(furnished: Any, long_server: str, taught: str) -> None:
-    """GSM8K as benchmark and through inspect, both NLL evaluators, the checkpoint manager."""
-    path = taught.replace("/weights/", "/sampler_weights/")
-    seen = json.loads(furnished.run_program("evaluations.py", long_server, path).splitlines()[-1])
-    assert seen["benchmark"]["eval/gsm8k/num_examples"] == 4
-    assert seen["nll"] == pytest.approx(seen["sampler_nll"], abs=1e-4)
-    assert {"000001", "000002", "final"} <= set(seen["checkpoints"])
-    assert seen["left"] == ["000002", "final"], "rolling checkpoints are deleted by those that follow"
+def test_evaluations(prepared: Any, shared_server_url: str, checkpoint: str) -> None:
+    """The GSM8K benchmark, both NLL evaluators, and the checkpoint manager."""
+    path = checkpoint.replace("/weights/", "/sampler_weights/")
+    results = json.loads(prepared.run_program("evaluations.py", shared_server_url, path).splitlines()[-1])
+    assert results["benchmark"]["eval/gsm8k/num_examples"] == 4
+    assert results["nll"] == pytest.approx(results["sampler_nll"], abs=1e-4)
+    assert {"000001", "000002", "final"} <= set(results["checkpoints"])
+    assert results["left"] == ["000002", "final"], "later rolling checkpoints delete earlier ones"
 
 
-def test_run_inspect_evals(furnished: Any, long_server: str, taught: str) -> None:
-    """Model and renderer come from what the server keeps of the run that saved the checkpoint."""
-    furnished.run_module(
+def test_run_inspect_evals(prepared: Any, shared_server_url: str, checkpoint: str) -> None:
+    """Model and renderer are read from the run that saved the checkpoint."""
+    prepared.run_module(
         "eval.run_inspect_evals",
-        long_server,
+        shared_server_url,
         *(
             f"tasks={Path(__file__).parent / 'inspect_task.py'}@sums",
             "max_tokens=8",
@@ -251,13 +255,13 @@ def test_run_inspect_evals(furnished: Any, long_server: str, taught: str) -> Non
             "seed=1",
             "top_k=8",
         ),
-        *(f"model_path={taught.replace('/weights/', '/sampler_weights/')}", "top_p=0.9", "temperature=0.6"),
+        *(f"model_path={checkpoint.replace('/weights/', '/sampler_weights/')}", "top_p=0.9", "temperature=0.6"),
     )
-    assert list((furnished.root / "runs" / "inspect-logs").iterdir())
+    assert list((prepared.root / "runs" / "inspect-logs").iterdir())
 
 
-def test_true_thinking_score(furnished: Any, long_server: str) -> None:
-    """It samples a chain of thought and scores its steps by compute_logprobs, with a model that it insists on."""
-    furnished.run_module("recipes.true_thinking_score.run_small_experiment", long_server)
-    (results,) = (furnished.root / "runs").glob("tts-experiment*/**/tts_results.json")
+def test_true_thinking_score(prepared: Any, shared_server_url: str) -> None:
+    """Samples a chain of thought and scores its steps with compute_logprobs; the model name is hard-coded."""
+    prepared.run_module("recipes.true_thinking_score.run_small_experiment", shared_server_url)
+    (results,) = (prepared.root / "runs").glob("tts-experiment*/**/tts_results.json")
     assert all("error" not in row for row in json.loads(results.read_text())["problems"])

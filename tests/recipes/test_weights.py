@@ -1,4 +1,4 @@
-"""The cookbook downloads our checkpoints, and what it builds of them computes what the server did."""
+"""Models that the cookbook builds from downloaded checkpoints give the logprobs of the server."""
 
 import json
 from dataclasses import replace
@@ -10,12 +10,12 @@ import pytest
 import tinker
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx.testing.client_environments import COOKBOOK
-from skyrl_tx.testing.live_house import live_model
 from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.weights.adapter_files import AdapterFiles, read_adapter
 from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.peft import AdapterFiles, read_adapter
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
+from tests.support.client_environments import COOKBOOK
+from tests.support.live_stack import live_model
 
 EXPERT_CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -37,7 +37,7 @@ NAME = "Qwen/Qwen3-8B"
 TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
 
 
-# The cookbook takes the unembedding of a tied model for its input embedding: those are merged without.
+# With tied embeddings the cookbook adapts the input embedding too; that case trains no unembedding.
 @pytest.mark.parametrize(
     ("architecture", "tied", "saves"),
     [
@@ -46,7 +46,7 @@ TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
         ("Qwen3MoeForCausalLM", False, ("save_weights_external",)),
     ],
 )
-def test_what_the_cookbook_builds_computes_what_the_server_did(
+def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
     tmp_path: Path,
     client_environment,
     monkeypatch: pytest.MonkeyPatch,
@@ -54,7 +54,7 @@ def test_what_the_cookbook_builds_computes_what_the_server_did(
     tied: bool,
     saves: tuple[str, ...],
 ) -> None:
-    """A training checkpoint travels encrypted, through a temporary export; external weights as they are."""
+    """Training checkpoints are downloaded through a temporary encrypted export, external weights directly."""
     environment = client_environment(COOKBOOK)
     variables = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
     for name, value in variables.items():
@@ -71,7 +71,7 @@ def test_what_the_cookbook_builds_computes_what_the_server_did(
             client.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
         folders: dict[str, Path] = {}
         for save in saves:
-            folders[getattr(client, save)("travelling").result().path] = tmp_path / save
+            folders[getattr(client, save)("trained").result().path] = tmp_path / save
             (tmp_path / save).mkdir()
         sampler = client.save_weights_and_get_sampling_client().result()
         server = sampler.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()[1:]
@@ -83,14 +83,14 @@ def test_what_the_cookbook_builds_computes_what_the_server_did(
         left = tinker.RestClient(base_url=url).list_user_checkpoints().result().checkpoints
     assert sorted(checkpoint.tinker_path for checkpoint in left) == sorted(folders)
     for folder in folders.values():
-        said = json.loads((folder / "said.json").read_text())
-        assert np.abs(np.subtract(said["lora"], said["base"])).max() > 0.01
-        np.testing.assert_allclose(said["lora"], server, atol=1e-5)
-        np.testing.assert_allclose(said["merged"], server, atol=1e-5)
+        output = json.loads((folder / "output.json").read_text())
+        assert np.abs(np.subtract(output["lora"], output["base"])).max() > 0.01
+        np.testing.assert_allclose(output["lora"], server, atol=1e-5)
+        np.testing.assert_allclose(output["merged"], server, atol=1e-5)
 
 
-def test_experts_are_merged_as_the_cookbook_merges_them(tmp_path: Path, client_environment) -> None:
-    """Its layout, stacked, gives what ours gives with one module an expert; its adapter for servers is our `peft`."""
+def test_merged_experts_equal_those_merged_by_the_cookbook(tmp_path: Path, client_environment) -> None:
+    """The stacked layout and one module per expert merge alike; its serving adapter is our `peft` format."""
     generator = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:

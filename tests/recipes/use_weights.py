@@ -1,8 +1,8 @@
-"""Downloads with the cookbook, builds what it builds of an adapter, and says what that computes, as JSON.
+"""Download checkpoints with the cookbook, build its models from them, and write their logprobs as JSON.
 
 python use_weights.py BASE_MODEL TOKENS TINKER_PATH FOLDER [TINKER_PATH FOLDER…]
 
-TOKENS are separated by commas; what is built of a path, and what it says, lies in its folder.
+TOKENS are separated by commas. FOLDER receives the models and `output.json` of the path before it.
 """
 
 import json
@@ -32,16 +32,16 @@ def use(base_model: str, tokens: list[int], tinker_path: str, folder: Path) -> N
     built = {"base_model": base_model, "adapter_path": adapter}
     weights.build_lora_adapter(**built, output_path=str(folder / "lora"))
     weights.build_hf_model(**built, output_path=str(folder / "merged"), dtype="float32")
-    said = {
+    output = {
         "base": logprobs(load(Path(base_model)), tokens),
         "lora": logprobs(PeftModel.from_pretrained(load(Path(base_model)), folder / "lora"), tokens),
         "merged": logprobs(load(folder / "merged"), tokens),
     }
-    (folder / "said.json").write_text(json.dumps(said))
+    (folder / "output.json").write_text(json.dumps(output))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asked_tokens = [int(token) for token in sys.argv[2].split(",")]
-    for asked_path, asked_folder in zip(sys.argv[3::2], sys.argv[4::2], strict=True):
-        use(sys.argv[1], asked_tokens, asked_path, Path(asked_folder))
+    tokens = [int(token) for token in sys.argv[2].split(",")]
+    for path, folder in zip(sys.argv[3::2], sys.argv[4::2], strict=True):
+        use(sys.argv[1], tokens, path, Path(folder))

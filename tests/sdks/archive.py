@@ -1,4 +1,4 @@
-"""Runs the installed SDK's command line: `python archive.py checkpoint download …`."""
+"""Run the command line of the installed SDK: `python archive.py checkpoint download …`."""
 
 from tinker.cli.__main__ import main
 

@@ -1,4 +1,4 @@
-"""SDKs up to 0.35 download checkpoints as an archive: with their own command line, of any kind."""
+"""The command lines of SDKs up to 0.35 download training and sampler checkpoints as archives."""
 
 import json
 from dataclasses import replace
@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.testing.client_environments import SDKS
-from skyrl_tx.testing.live_house import live_house
+from tests.support.client_environments import SDKS
+from tests.support.live_stack import live_stack
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.22.7", "0.30.4"])
-def test_an_old_sdk_downloads_an_archive(version: str, tmp_path: Path, client_environment) -> None:
-    with live_house("fake", tmp_path) as house:
-        model_id = house.server.model()
+def test_old_sdk_downloads_an_archive(version: str, tmp_path: Path, client_environment) -> None:
+    with live_stack("fake", tmp_path) as stack:
+        model_id = stack.server.model()
         for number, endpoint in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
-            house.server.result(house.server.post(endpoint, model_id=model_id, path="final", seq_id=number))
+            stack.server.result(stack.server.post(endpoint, model_id=model_id, path="final", seq_id=number))
         variables = {
             "TINKER_API_KEY": "tml-local",
-            "TINKER_BASE_URL": house.url,
+            "TINKER_BASE_URL": stack.url,
             "TINKER_TELEMETRY": "0",
             "HOME": str(tmp_path),
         }

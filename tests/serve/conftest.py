@@ -1,4 +1,4 @@
-"""What all tests of servers as processes share."""
+"""Fixtures of the tests that run servers as processes."""
 
 import gc
 from collections.abc import Iterator
@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
-    """Collect what the SDK leaves here, where the warnings about it are ignored, and not after the last test."""
+    """Collect the SDK's open connections here, where their warnings are ignored."""
     yield
     gc.collect()

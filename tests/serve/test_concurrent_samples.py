@@ -1,4 +1,4 @@
-"""Two thousand samples at once from one client: all are answered, and neither process grows without bound."""
+"""Two thousand concurrent samples of one client all have results, in bounded memory of both processes."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_server import LiveServer
+from tests.support.live_server import LiveServer
 
 NUM_SAMPLES = 2000
 MAX_GROWTH_BYTES = 256 * 2**20
@@ -27,13 +27,13 @@ def resident_bytes(pid: int) -> int:
 
 @pytest.fixture(params=[2**30, 2**21], ids=["room for all", "room for a quarter"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LiveServer]:
-    flags = ["--base-model", "fake", "--backend", "fake", "--max-waiting-sample-bytes", str(request.param)]
+    flags = ["--base-model", "fake", "--backend", "fake", "--max-queued-sample-bytes", str(request.param)]
     flags += ["--backend-config.step-delay-s", "0.01", "--backend-config.max-sample-tokens", "8192"]
     with LiveServer(tmp_path / "data", flags=flags) as server:
         yield server
 
 
-def test_all_are_answered(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_thousand_concurrent_samples_have_results(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "httpx")  # the SDK's HTTP client logs each answer
     pids = (server.pid, server.engine_pid)
     with tinker.ServiceClient(base_url=server.url) as service:
@@ -41,11 +41,11 @@ def test_all_are_answered(server: LiveServer, caplog: pytest.LogCaptureFixture) 
         params = types.SamplingParams(max_tokens=64, stop=[])
         client.sample(types.ModelInput.from_ints([1]), 1, params).result()
         before = [resident_bytes(pid) for pid in pids]
-        begun = time.monotonic()
+        started = time.monotonic()
         prompts = [types.ModelInput.from_ints([1 + index % 200] * 50) for index in range(NUM_SAMPLES)]
         pending = [client.sample(prompt, 1, params) for prompt in prompts]
         assert all(len(each.result().sequences[0].tokens) == 64 for each in pending)
-        elapsed = time.monotonic() - begun
+        elapsed = time.monotonic() - started
     growth = [after - was for after, was in zip(map(resident_bytes, pids), before, strict=True)]
     print(f"{NUM_SAMPLES} samples in {elapsed:.1f} s; API and engine grew by {[num // 2**20 for num in growth]} MiB")
     assert max(growth) < MAX_GROWTH_BYTES

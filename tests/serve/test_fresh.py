@@ -1,4 +1,4 @@
-"""`serve --fresh`: what it says, what it leaves behind, and what stays."""
+"""`serve --fresh` abandons the models of a data directory and keeps its checkpoints."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_server import LiveServer, ServerFailed
+from tests.support.live_server import LiveServer, ServerFailed
 
 FAKE = ("--base-model", "fake", "--backend", "fake")
 OTHER_BASE = (*FAKE, "--backend-config.vocab-size", "300")
@@ -26,7 +26,7 @@ def logprobs(training: tinker.TrainingClient) -> list[float]:
 
 
 def failure(url: str, model_id: str) -> str:
-    """Ask for a step of a model, and wait for what is said."""
+    """Request an optim_step of a model and return the failure."""
     with httpx.Client(base_url=f"{url}/api/v1", timeout=60) as client:
         asked = client.post("/optim_step", json={"model_id": model_id, "adam_params": {}}).json()
         answer = client.post("/retrieve_future", json={"request_id": asked["request_id"]}).json()
@@ -34,7 +34,7 @@ def failure(url: str, model_id: str) -> str:
         return answer["error"]
 
 
-def test_a_fresh_start_says_what_it_leaves_and_brings_back_nothing_but_what_was_saved(tmp_path: Path) -> None:
+def test_fresh_start_reports_abandoned_models_and_keeps_checkpoints(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     with LiveServer(data_dir, flags=FAKE) as server, tinker.ServiceClient(base_url=server.url) as service:
         training = service.create_lora_training_client("fake", rank=4, seed=1).result()
@@ -47,11 +47,11 @@ def test_a_fresh_start_says_what_it_leaves_and_brings_back_nothing_but_what_was_
     with pytest.raises(ServerFailed, match=rf"1 models in this data directory, the first {model_id}.*add --fresh"):
         LiveServer(data_dir, flags=OTHER_BASE)
     with LiveServer(data_dir, flags=(*OTHER_BASE, "--fresh")) as server:
-        told = server.wait_for(FRESH)
-        assert told.startswith(f"fresh start: 1 models in training are left behind ({model_id}); 1 named checkpoints (")
-        assert told.endswith(" MB) stay and can be loaded")
+        lines = server.wait_for(FRESH)
+        assert lines.startswith(f"fresh start: 1 models in training are abandoned ({model_id}); 1 named checkpoints (")
+        assert lines.endswith(" MB) remain and can be loaded")
 
     with LiveServer(data_dir, flags=(*FAKE, "--fresh")) as server, tinker.ServiceClient(base_url=server.url) as service:
-        assert server.wait_for(FRESH).startswith("fresh start: 0 models in training are left behind; 1 named")
+        assert server.wait_for(FRESH).startswith("fresh start: 0 models in training are abandoned; 1 named")
         assert "was left behind by a start with --fresh" in failure(server.url, model_id)
         assert logprobs(service.create_training_client_from_state(saved).result()) == expected

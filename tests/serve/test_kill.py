@@ -1,4 +1,4 @@
-"""The engine is killed in the middle of supervised training on the JAX backend: the SDK's loop never notices."""
+"""Supervised training on the JAX backend is bit-equal when the engine is killed."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import tinker
 from tinker import types
 
 from skyrl_tx.quickstart.questions import load_excerpt
-from skyrl_tx.testing.live_server import LiveServer
+from tests.support.live_server import LiveServer
 
 NUM_STEPS = 10
 BATCH_SIZE = 4
@@ -26,7 +26,7 @@ def served(data_dir: Path, *flags: str) -> LiveServer:
 
 
 def train(url: str, after_step: Callable[[int], None]) -> list[float]:
-    """Run supervised training on GSM8K, a step ahead of its results, as recipes do; return losses and a last check."""
+    """Run pipelined supervised training on GSM8K; return the losses and a sample's logprobs."""
     service = tinker.ServiceClient(base_url=url)
     training = service.create_lora_training_client("tiny", rank=8, seed=1).result()
     tokenizer = training.get_tokenizer()
@@ -66,17 +66,17 @@ def datum(tokens: list[int]) -> types.Datum:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What the run gives where nothing happens."""
+    """Return the losses of a run without kills."""
     with served(tmp_path_factory.mktemp("calm")) as server:
         return train(server.url, lambda step: None)
 
 
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--snapshot-effects", "4")],
+    [(), ("--snapshot-interval-requests", "4")],
     ids=["replayed from the beginning", "replayed from a snapshot"],
 )
-def test_a_killed_engine_changes_no_bit(tmp_path: Path, undisturbed: list[float], flags: tuple[str, ...]) -> None:
+def test_engine_kill_changes_no_bit(tmp_path: Path, undisturbed: list[float], flags: tuple[str, ...]) -> None:
     with served(tmp_path / "data", *flags) as server:
 
         def kill_now_and_then(step: int) -> None:

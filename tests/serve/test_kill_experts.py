@@ -1,4 +1,4 @@
-"""The engine is killed while it trains a mixture of experts: no bit changes, and no step is compiled again."""
+"""Training of a mixture of experts is bit-equal when the engine is killed, and no step is compiled again."""
 
 import os
 import re
@@ -10,8 +10,8 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_server import LiveServer
 from skyrl_tx.testing.tiny_models import write_model
+from tests.support.live_server import LiveServer
 
 NUM_STEPS, KILL_AFTER = 4, 2
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
@@ -32,8 +32,8 @@ def datum(draw: np.random.Generator) -> types.Datum:
 
 
 def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
-    """Train a little, sample a little; return every loss, the norms and the log-probabilities of the sample."""
-    flags = ("--base-model", str(model), "--served-model-name", "experts", "--snapshot-effects", "3")
+    """Train and sample; return the losses, the gradient norms and the sample's logprobs."""
+    flags = ("--base-model", str(model), "--served-model-name", "experts", "--snapshot-interval-requests", "3")
     with LiveServer(data_dir, flags=flags, ready_within_s=120.0) as server:
         service = tinker.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client("experts", rank=4, seed=1).result()
@@ -53,15 +53,15 @@ def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
 
 
 def compiled_under(cache: Path) -> set[str]:
-    """Return the names of all programs there, but for the broadcasts with which a restored state is filled up."""
+    """Return the names of all compiled programs, except the broadcasts of a restore."""
     return {program.name for program in cache.rglob("*-cache") if not program.name.startswith("jit_broadcast_in_dim-")}
 
 
-def test_a_killed_engine_changes_no_bit_and_compiles_no_step(tmp_path: Path) -> None:
+def test_engine_kill_changes_no_bit_and_compiles_nothing_again(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "Qwen3MoeForCausalLM", std=0.2, tied_embeddings=False)
     undisturbed = train(model, tmp_path / "calm", kill=False)
     compiled = compiled_under(tmp_path / "cache")
-    assert any("accumulate" in program for program in compiled), "every compilation leaves its program here"
+    assert any("accumulate" in program for program in compiled), "the cache has every compiled program"
     assert train(model, tmp_path / "disturbed", kill=True) == undisturbed
     assert compiled_under(tmp_path / "cache") == compiled
     assert len(undisturbed) == 2 * NUM_STEPS + 6 and np.isfinite(undisturbed).all()

@@ -1,4 +1,4 @@
-"""`skyrl-tx serve` on PostgreSQL: several APIs, one engine, kills, and a database that goes away and comes back."""
+"""`skyrl-tx serve` on PostgreSQL: several APIs, one engine, kills and database outages."""
 
 import os
 import re
@@ -15,12 +15,12 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.testing.live_server import LiveServer, ServerFailed
-from skyrl_tx.testing.postgresql_server import PASSWORD, PostgresqlServer
+from tests.support.live_server import LiveServer, ServerFailed
+from tests.support.postgresql_server import PASSWORD, PostgresqlServer
 
 FAKE = ("--base-model", "fake", "--backend", "fake")
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
-STARTS_AGAIN = re.compile(r"the engine starts again when it is back")
+WAITS_FOR_DATABASE = re.compile(r"the engine restarts when the database is available")
 NUM_STEPS = 8
 
 
@@ -33,7 +33,7 @@ def datum(seed: int) -> types.Datum:
 
 
 def train(url: str, seed: int, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
-    """A run: its losses, and the log-probabilities of a sample from what was learned."""
+    """Train; return the losses, and the logprobs of a sample."""
     training = tinker.ServiceClient(base_url=url).create_lora_training_client("fake", rank=8, seed=seed).result()
     seen: list[float] = []
     for step in range(NUM_STEPS):
@@ -48,8 +48,8 @@ def train(url: str, seed: int, after_step: Callable[[int], None] = lambda step: 
     return [*seen, *(sequence.logprobs or [])]
 
 
-def beside(work: Callable[[], list[float]]) -> Future[list[float]]:
-    """Run a client on a thread that no failing test waits for."""
+def in_background(work: Callable[[], list[float]]) -> Future[list[float]]:
+    """Run a client on a daemon thread."""
     outcome: Future[list[float]] = Future()
 
     def run() -> None:
@@ -64,13 +64,13 @@ def beside(work: Callable[[], list[float]]) -> Future[list[float]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    """What two runs give on SQLite where nothing happens."""
+    """Return the numbers of two undisturbed runs on SQLite."""
     with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         return [train(server.url, seed) for seed in (1, 2)]
 
 
 def check_they_are_one(first: LiveServer, second: LiveServer) -> None:
-    """What one API was told the other knows, and what was sent to both is one request."""
+    """Check that both APIs serve the same data, and that a request sent to both runs once."""
 
     def call(url: str, endpoint: str, **body: object) -> dict[str, str]:
         return httpx.post(f"{url}/api/v1/{endpoint}", json=body, timeout=40).json()
@@ -87,7 +87,8 @@ def check_they_are_one(first: LiveServer, second: LiveServer) -> None:
     assert listed[0] == listed[1] and len(listed[0]["training_runs"]) == 3
 
 
-def test_two_apis_serve_one_engine_that_is_killed(
+@pytest.mark.slow
+def test_two_apis_with_an_engine_that_is_killed(
     tmp_path: Path, postgresql_url: str, undisturbed: list[list[float]]
 ) -> None:
     flags = (*FAKE, "--database-url", postgresql_url)
@@ -100,11 +101,11 @@ def test_two_apis_serve_one_engine_that_is_killed(
             if step == 3:
                 os.kill(server.engine_pid, signal.SIGKILL)
 
-        runs = [beside(lambda: train(server.url, 1, kill_once)), beside(lambda: train(second.url, 2))]
+        runs = [in_background(lambda: train(server.url, 1, kill_once)), in_background(lambda: train(second.url, 2))]
         assert [run.result(60) for run in runs] == undisturbed
         server.wait_for(ENGINE_STARTED, times=2)
         check_they_are_one(server, second)
-        with pytest.raises(ServerFailed, match="an engine is at work on this database"):
+        with pytest.raises(ServerFailed, match="an engine is already running on this database"):
             LiveServer(tmp_path, flags=(*flags, "--fresh"))
         assert second.stop() == server.stop() == 0
         for log in (server.log, second.log):
@@ -113,24 +114,25 @@ def test_two_apis_serve_one_engine_that_is_killed(
 
 
 @pytest.mark.slow
-def test_a_database_that_goes_away_and_comes_back_is_a_pause(tmp_path: Path, undisturbed: list[list[float]]) -> None:
+@pytest.mark.postgres
+def test_database_outage_pauses_the_server(tmp_path: Path, undisturbed: list[list[float]]) -> None:
     with PostgresqlServer() as database:
         flags = (*FAKE, "--database-url", database.new_database())
         with LiveServer(tmp_path, flags=flags) as server:
             api = httpx.Client(base_url=f"{server.url}/api/v1", timeout=40, headers={"X-API-Key": "tml-local"})
             reached: list[int] = []
-            run = beside(lambda: train(server.url, 1, reached.append))
+            run = in_background(lambda: train(server.url, 1, reached.append))
             while len(reached) < 3:
                 time.sleep(0.01)
             database.stop()
             unwell = api.get("healthz")
             assert unwell.status_code == 503, server.log
-            assert "it cannot be reached now" in unwell.json()["detail"]
+            assert "it cannot be reached" in unwell.json()["detail"]
             waiting = api.post("retrieve_future", json={"request_id": "any"})
             assert waiting.status_code == 408
-            assert "it cannot be reached now" in waiting.json()["queue_state_reason"]
+            assert "it cannot be reached" in waiting.json()["queue_state_reason"]
             assert api.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}).status_code == 503
-            server.wait_for(STARTS_AGAIN)
+            server.wait_for(WAITS_FOR_DATABASE)
             assert not run.done()
             database.start()
             assert run.result(60) == undisturbed[0]

@@ -1,4 +1,4 @@
-"""`skyrl-tx serve` as its users meet it: a command, two processes, signals, and the real SDK on the other side."""
+"""`skyrl-tx serve` as a command with two processes, signals and the real SDK."""
 
 import os
 import re
@@ -16,9 +16,9 @@ import tinker
 from tinker import types
 
 from skyrl_tx import __version__
-from skyrl_tx.testing.database_look import rows
-from skyrl_tx.testing.live_server import LiveServer, ServerFailed
-from skyrl_tx.testing.waiting import until
+from tests.support.database_rows import rows
+from tests.support.live_server import LiveServer, ServerFailed
+from tests.support.waiting import until
 
 FAKE = ("--base-model", "fake", "--backend", "fake")
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
@@ -44,7 +44,7 @@ def datum(seed: int) -> types.Datum:
 
 
 def train(training: tinker.TrainingClient, steps: range) -> Iterator[float]:
-    """One step of supervised training a turn, as recipes do it; yield its loss."""
+    """Yield the loss of each step of supervised training."""
     for step in steps:
         passed = training.forward_backward([datum(step % 3), datum(step % 5)], "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=0.05))
@@ -54,7 +54,7 @@ def train(training: tinker.TrainingClient, steps: range) -> Iterator[float]:
 
 @pytest.fixture(scope="module")
 def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What the run gives where nothing happens."""
+    """Return the losses of an undisturbed run."""
     with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         losses = list(train(training_client(server.url), range(NUM_STEPS)))
     assert losses[-1] < losses[0]
@@ -79,21 +79,26 @@ def test_train_sample_stop(server: LiveServer, tmp_path: Path) -> None:
     engine = server.engine_pid
     assert server.stop() == 0
     assert is_gone(engine)
-    assert "engine stopped in good order" in server.log
+    assert "engine stopped cleanly" in server.log
     assert "ERROR" not in server.log and "Traceback" not in server.log
 
 
-def test_the_first_lines_say_what_is_served_and_how_to_connect(server: LiveServer, tmp_path: Path) -> None:
+def test_log_starts_with_the_model_and_the_url(server: LiveServer, tmp_path: Path) -> None:
     server.wait_for(re.compile(r"(tinker\.ServiceClient)"))
-    for told in (f"skyrl_tx {__version__}", "devices: fake", "model: fake, 65,536 parameters", str(tmp_path / "data")):
-        assert told in server.log
+    for output in (
+        f"skyrl_tx {__version__}",
+        "devices: fake",
+        "model: fake, 65,536 parameters",
+        str(tmp_path / "data"),
+    ):
+        assert output in server.log
     code = "\n".join(line.split(" serve ")[1].strip() for line in server.log.splitlines() if "tinker" in line)
     names: dict[str, tinker.ServiceClient] = {}
     exec(code, names)
     assert names["service"].create_lora_training_client("fake", rank=8).result().model_id
 
 
-def test_a_run_goes_on_after_the_server_was_started_anew(tmp_path: Path, undisturbed_losses: list[float]) -> None:
+def test_run_continues_bit_equal_after_a_server_restart(tmp_path: Path, undisturbed_losses: list[float]) -> None:
     half = NUM_STEPS // 2
     with LiveServer(tmp_path, flags=FAKE) as server:
         training = training_client(server.url)
@@ -105,7 +110,7 @@ def test_a_run_goes_on_after_the_server_was_started_anew(tmp_path: Path, undistu
     assert losses == undisturbed_losses
 
 
-def test_checkpoints_and_when_they_end_outlive_the_server(tmp_path: Path) -> None:
+def test_checkpoints_and_their_expiry_outlive_the_server(tmp_path: Path) -> None:
     with LiveServer(tmp_path, flags=FAKE) as server:
         training = training_client(server.url)
         list(train(training, range(2)))
@@ -125,7 +130,7 @@ def checkpoints_of(url: str, model_id: str) -> list[types.Checkpoint]:
     return rest.list_checkpoints(model_id).result().checkpoints
 
 
-def test_a_run_goes_on_after_its_engine_was_killed(server: LiveServer, undisturbed_losses: list[float]) -> None:
+def test_run_continues_bit_equal_after_an_engine_kill(server: LiveServer, undisturbed_losses: list[float]) -> None:
     losses: list[float] = []
     for loss in train(training_client(server.url), range(NUM_STEPS)):
         losses.append(loss)
@@ -136,13 +141,13 @@ def test_a_run_goes_on_after_its_engine_was_killed(server: LiveServer, undisturb
     assert server.log.count("connect with") == 1
 
 
-def test_the_engine_dies_with_its_parent(server: LiveServer) -> None:
+def test_engine_exits_with_its_parent(server: LiveServer) -> None:
     engine = server.engine_pid
     server.signal(signal.SIGKILL)
     until(lambda: is_gone(engine))
 
 
-def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+def test_second_signal_exits_at_once(tmp_path: Path) -> None:
     slow = (*FAKE, "--backend-config.step-delay-s", "300")
     with LiveServer(tmp_path, flags=slow) as server:
         training_client(server.url).forward([datum(0)], "cross_entropy")
@@ -154,28 +159,27 @@ def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
         until(lambda: is_gone(server.engine_pid))
 
 
-@pytest.mark.parametrize("shared", ["data directory", "port"])
-def test_a_second_server_says_what_is_taken(server: LiveServer, tmp_path: Path, shared: str) -> None:
+def test_second_server_names_the_resource_in_use(server: LiveServer, tmp_path: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
-    if shared == "data directory":
-        flags, told = ["--data-dir", str(tmp_path / "data"), "--port", "0"], str(tmp_path / "data")
-    else:
-        flags, told = ["--data-dir", str(tmp_path / "other"), "--port", port], f"127.0.0.1:{port}"
-    command = [sys.executable, "-m", "skyrl_tx", "serve", *FAKE, *flags]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert second.returncode == 1
-    assert told in second.stderr
-    assert len(second.stderr.splitlines()) == 1
+    for data_dir, second_port, output in (
+        (tmp_path / "data", "0", str(tmp_path / "data")),
+        (tmp_path / "other", port, f"127.0.0.1:{port}"),
+    ):
+        command = [sys.executable, "-m", "skyrl_tx", "serve", *FAKE, "--data-dir", str(data_dir), "--port", second_port]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 1
+        assert output in second.stderr
+        assert len(second.stderr.splitlines()) == 1
 
 
 @pytest.fixture
 def third_backend(tmp_path: Path) -> Path:
-    """A backend of somebody else's: a distribution of its own, installed into a directory."""
+    """Install a third-party backend, as its own distribution, into a directory."""
     package = tmp_path / "site" / "counting_backend"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
         textwrap.dedent('''
-            """A backend that is not ours."""
+            """A third-party backend."""
             from pydantic import BaseModel, ConfigDict, Field
             from skyrl_tx.contract.backend import BackendSpec
 
@@ -193,8 +197,8 @@ def third_backend(tmp_path: Path) -> Path:
     (package / "backend.py").write_text(
         textwrap.dedent("""
             from dataclasses import replace
-            from skyrl_tx.backends.fake.backend import FakeBackend
-            from skyrl_tx.backends.fake.config import FakeConfig
+            from skyrl_tx.testing.fake.backend import FakeBackend
+            from skyrl_tx.testing.fake.config import FakeConfig
             from skyrl_tx.contract.errors import UserError
 
             class CountingBackend(FakeBackend):
@@ -215,7 +219,7 @@ def third_backend(tmp_path: Path) -> Path:
     return tmp_path / "site"
 
 
-def test_a_backend_from_another_distribution_serves(tmp_path: Path, third_backend: Path) -> None:
+def test_backend_of_another_distribution_serves(tmp_path: Path, third_backend: Path) -> None:
     flags = ("--base-model", "fake", "--backend", "counting", "--backend-config.first-token", "7")
     environment = os.environ | {"PYTHONPATH": str(third_backend)}
     with LiveServer(tmp_path / "data", flags=flags, environment=environment) as server:
@@ -223,7 +227,7 @@ def test_a_backend_from_another_distribution_serves(tmp_path: Path, third_backen
         assert len(list(train(training_client(server.url), range(2)))) == 2
 
 
-def test_a_model_that_cannot_be_loaded_is_told_once(tmp_path: Path, third_backend: Path) -> None:
+def test_model_load_error_is_reported_once(tmp_path: Path, third_backend: Path) -> None:
     flags = ("--base-model", "nowhere", "--backend", "counting")
     environment = os.environ | {"PYTHONPATH": str(third_backend)}
     with pytest.raises(ServerFailed) as failure:
@@ -235,7 +239,7 @@ def test_a_model_that_cannot_be_loaded_is_told_once(tmp_path: Path, third_backen
 
 
 @pytest.mark.slow
-def test_the_built_in_model_is_served_by_the_jax_backend(tmp_path: Path) -> None:
+def test_jax_backend_serves_the_built_in_model(tmp_path: Path) -> None:
     with LiveServer(tmp_path / "data", flags=("--base-model", "tiny"), ready_within_s=120.0) as server:
         service = tinker.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client("tiny", rank=8).result()

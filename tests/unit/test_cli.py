@@ -1,4 +1,4 @@
-"""The command line: where settings come from, which wins, and what a wrong one is told."""
+"""The command line: sources of settings, their precedence, and error messages."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ FAKE = ["--base-model", "m", "--backend", "fake"]
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _isolated_data_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
 
 
@@ -25,7 +25,7 @@ def test_defaults_are_local_and_private(tmp_path: Path) -> None:
     assert settings.served_model_name is None
 
 
-def test_the_default_backend_is_jax_and_its_flags_come_without_importing_jax() -> None:
+def test_default_backend_is_jax_and_its_flags_need_no_import_of_jax() -> None:
     code = (
         "import sys; from skyrl_tx.cli import read_settings; s = read_settings('serve', ['--base-model', 'm']);"
         "print(s.backend, type(s.backend_config).__name__, 'jax' in sys.modules)"
@@ -34,7 +34,7 @@ def test_the_default_backend_is_jax_and_its_flags_come_without_importing_jax() -
     assert shown.split() == ["jax", "JaxConfig", "False"]
 
 
-def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence_is_flags_environment_file_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
         "backend: fake\nport: 1\nhost: ::1\nbase_model: from-file\nbackend_config: {vocab_size: 7, eos_token_id: 3}\n"
@@ -50,7 +50,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("name", ["SKYRL_TX_BACKEND", "file"])
-def test_the_backend_may_come_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     arguments = ["--base-model", "m", "--backend-config.vocab-size", "9"]
     if name == "file":
         (tmp_path / "a.yaml").write_text("backend: fake\n")
@@ -63,9 +63,9 @@ def test_the_backend_may_come_from_anywhere(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["--backend", "fake"], "--base-model is needed"),
+        (["--backend", "fake"], "--base-model is required"),
         ([*FAKE, "--port", "many"], "--port 'many'"),
         ([*FAKE, "--port", "70000"], "--port '70000'"),
         ([*FAKE, "--backend-config.vocab-size", "x"], "--backend-config.vocab-size 'x'"),
@@ -74,10 +74,10 @@ def test_the_backend_may_come_from_anywhere(tmp_path: Path, monkeypatch: pytest.
         ([*FAKE, "--config", "/nowhere/a.yaml"], "/nowhere/a.yaml: No such file"),
     ],
 )
-def test_a_wrong_setting_is_named(arguments: list[str], told: str) -> None:
+def test_error_names_an_invalid_setting(arguments: list[str], message: str) -> None:
     with pytest.raises(SettingsError) as error:
         read_settings("serve", arguments)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -88,16 +88,16 @@ def test_a_wrong_setting_is_named(arguments: list[str], told: str) -> None:
         *(("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("example.org", False)),
     ],
 )
-def test_loopback_is_told_from_what_others_reach(host: str, is_loopback: bool) -> None:
+def test_loopback_addresses(host: str, is_loopback: bool) -> None:
     assert read_settings("serve", [*FAKE, "--host", host]).for_api().is_loopback == is_loopback
 
 
-def test_no_auth_opens_any_address() -> None:
+def test_no_auth_allows_any_address() -> None:
     assert read_settings("serve", [*FAKE, "--host", "0.0.0.0", "--no-auth"]).no_auth
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("prot: 1\n", "--prot: there is no such setting"),
         ("backend_config: {vocab: 1}\n", "--backend-config.vocab"),
@@ -105,35 +105,35 @@ def test_no_auth_opens_any_address() -> None:
         ("a: [\n", "not YAML"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_error_names_an_invalid_file(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(text)
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=message):
         read_settings("serve", [*FAKE, "--config", str(file)])
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("SKYRL_TX_PROT", "SKYRL_TX_PROT"), ("SKYRL_TX_BACKEND_CONFIG__VOCAB", "--backend-config.vocab")],
 )
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:
+def test_error_names_an_invalid_environment_variable(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
     monkeypatch.setenv(name, "1")
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=message):
         read_settings("serve", FAKE)
 
 
-def test_an_unknown_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_an_unknown_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         read_settings("serve", [*FAKE, "--prot", "1"])
     assert "--prot" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["server"]) == 2
     assert "'server'" in capsys.readouterr().err
 
 
-def test_help_names_every_command_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     page = capsys.readouterr().out
     assert all(command in page for command in ("serve", "api", "engine", "quickstart"))
@@ -147,6 +147,14 @@ def test_help_names_every_command_and_every_flag(capsys: pytest.CaptureFixture[s
     assert "None" not in page
 
 
-def test_version_is_shown_by_both_names() -> None:
+def test_version() -> None:
     shown = subprocess.run([sys.executable, "-m", "skyrl_tx", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout == f"skyrl-tx {__version__}\n"
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "tinker"])
+def test_quickstart_names_its_extra(package: str) -> None:
+    code = f"import sys; sys.modules['{package}'] = None; from skyrl_tx.cli import main; sys.exit(main(['quickstart']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (f"skyrl-tx quickstart: {package} is not installed: pip install 'skyrl_tx[quickstart]'\n")

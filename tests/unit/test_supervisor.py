@@ -1,4 +1,4 @@
-"""When the engine is started again, when not, and how both halves end."""
+"""Restarts of the engine process."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,119 +7,126 @@ from dataclasses import dataclass, field
 import pytest
 
 from skyrl_tx import supervisor
-from skyrl_tx.engine_process import EngineEnd, EngineReady
-from skyrl_tx.listening import CannotServe
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.engine_process import EngineEnd
+from skyrl_tx.process_setup import CannotServe
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
-from skyrl_tx.supervisor import EngineKeeper, Restarts
+from skyrl_tx.supervisor import EngineSupervisor, RestartPolicy
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
 
-READY = EngineReady(num_parameters=1, devices=("cpu",))
+READY = FakeBackend("tiny", FakeConfig()).start()
 CRASH = EngineEnd(message="killed by SIGKILL", is_final=False)
-REFUSAL = EngineEnd(message="no such model", is_final=True)
+CANNOT_START = EngineEnd(message="no such model", is_final=True)
 
 
 @dataclass
-class Life:
-    """An engine that gets ready or not, and ends as told, or when asked to."""
+class FakeProcess:
+    """An engine process that may become ready, and that ends in a given way or on request."""
 
     ready: bool
     end: EngineEnd | None
     pid: int = 1
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def live(self, on_ready: Callable[[EngineReady], None]) -> EngineEnd:
+    async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         if self.ready:
             on_ready(READY)
         if self.end is None:
-            await self.asked.wait()
+            await self.stop_requested.wait()
         return self.end or EngineEnd(message="exited with status 0", is_final=False)
 
-    def ask_to_stop(self) -> None:
-        self.asked.set()
+    def request_stop(self) -> None:
+        self.stop_requested.set()
 
     def kill(self) -> None:
-        self.asked.set()
+        self.stop_requested.set()
 
 
 @dataclass
-class Story:
-    lives: list[Life]
+class Scenario:
+    """A sequence of engine processes, and whether each made progress."""
+
+    processes: list[FakeProcess]
     progressed: list[bool]
-    greetings: int = 0
+    num_ready: int = 0
 
-    def greet(self, ready: EngineReady) -> None:
+    def on_ready(self, ready: Capabilities) -> None:
         assert ready == READY
-        self.greetings += 1
+        self.num_ready += 1
 
-    def keeper(self, max_starts: int) -> EngineKeeper:
-        lives, progressed = iter(self.lives), iter(self.progressed)
-        return EngineKeeper(
-            lambda: next(lives),
-            Restarts(max_starts, first_delay_s=0.001),
-            on_ready=self.greet,
+    def supervisor(self, max_starts: int) -> EngineSupervisor:
+        processes, progressed = iter(self.processes), iter(self.progressed)
+        return EngineSupervisor(
+            lambda: next(processes),
+            RestartPolicy(max_starts, first_delay_s=0.001),
+            on_ready=self.on_ready,
             has_progressed=lambda since: next(progressed),
         )
 
 
-def test_delays_double_up_to_a_limit_and_start_over_after_progress() -> None:
-    restarts = Restarts(20)
+def test_delays_double_up_to_a_limit_and_reset_after_progress() -> None:
+    restarts = RestartPolicy(20)
     delays = [restarts.next_delay_s(made_progress=False) for _ in range(9)]
     assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
     assert restarts.next_delay_s(made_progress=True) == 0.25
 
 
-def test_it_gives_up_after_so_many_starts_without_progress() -> None:
-    story = Story([Life(True, CRASH)] * 5, [False, True, False, False])
-    with pytest.raises(CannotServe, match=r"keeps dying.*SIGKILL"):
-        asyncio.run(story.keeper(3).run())
-    assert story.greetings == 1
+def test_gives_up_after_the_limit_of_starts_without_progress() -> None:
+    scenario = Scenario([FakeProcess(True, CRASH)] * 5, [False, True, False, False])
+    with pytest.raises(CannotServe, match=r"crashes repeatedly.*SIGKILL"):
+        asyncio.run(scenario.supervisor(3).run())
+    assert scenario.num_ready == 1
 
 
-def test_a_refusal_at_the_first_start_is_final_and_told_as_it_is() -> None:
+def test_a_failure_of_the_first_start_is_final() -> None:
     with pytest.raises(CannotServe, match=r"^no such model$"):
-        asyncio.run(Story([Life(False, REFUSAL)], []).keeper(5).run())
+        asyncio.run(Scenario([FakeProcess(False, CANNOT_START)], []).supervisor(5).run())
 
 
-def test_a_crash_at_the_first_start_is_tried_again() -> None:
+def test_a_crash_during_the_first_start_is_retried() -> None:
     async def run() -> None:
-        last = Life(True, None)
-        keeper = Story([Life(False, CRASH), last], [False]).keeper(5)
-        running = asyncio.create_task(keeper.run())
-        while not keeper.is_ready:
+        last = FakeProcess(True, None)
+        engine = Scenario([FakeProcess(False, CRASH), last], [False]).supervisor(5)
+        running = asyncio.create_task(engine.run())
+        while not engine.was_ready:
             await asyncio.sleep(0)
-        keeper.stop()
+        engine.stop()
         await running
 
     asyncio.run(run())
 
 
-def test_a_refusal_after_the_engine_was_ready_once_is_tried_again() -> None:
-    story = Story([Life(True, CRASH), Life(False, REFUSAL), Life(True, CRASH)], [True, False, False])
-    with pytest.raises(CannotServe, match="keeps dying"):
-        asyncio.run(story.keeper(3).run())
+def test_a_failed_start_is_retried_after_the_engine_was_ready() -> None:
+    scenario = Scenario(
+        [FakeProcess(True, CRASH), FakeProcess(False, CANNOT_START), FakeProcess(True, CRASH)], [True, False, False]
+    )
+    with pytest.raises(CannotServe, match="crashes repeatedly"):
+        asyncio.run(scenario.supervisor(3).run())
 
 
-def test_stopping_while_waiting_to_start_again_starts_no_more() -> None:
+def test_stop_during_the_restart_delay() -> None:
     async def run() -> None:
-        keeper = EngineKeeper(
-            lambda: Life(True, CRASH),
-            Restarts(5, first_delay_s=60),
-            on_ready=story.greet,
+        engine = EngineSupervisor(
+            lambda: FakeProcess(True, CRASH),
+            RestartPolicy(5, first_delay_s=60),
+            on_ready=scenario.on_ready,
             has_progressed=lambda _: False,
         )
-        running = asyncio.create_task(keeper.run())
-        while not keeper.is_ready:
+        running = asyncio.create_task(engine.run())
+        while not engine.was_ready:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
-        keeper.stop()
+        engine.stop()
         await asyncio.wait_for(running, 5)
 
-    story = Story([], [])
+    scenario = Scenario([], [])
     asyncio.run(run())
 
 
-def keeper_told(monkeypatch: pytest.MonkeyPatch, *answers: bool | StoreError) -> EngineKeeper:
-    """Of engines that crash, on a database that answers so when it is asked for progress."""
-    monkeypatch.setattr(supervisor, "_DATABASE_AGAIN_S", 0.001)
+def crashing_engine(monkeypatch: pytest.MonkeyPatch, *answers: bool | StoreError) -> EngineSupervisor:
+    """Return a supervisor of crashing engines; `answers` are the database's replies to the question for progress."""
+    monkeypatch.setattr(supervisor, "_DATABASE_RETRY_S", 0.001)
     left = iter(answers)
 
     def has_progressed(_since: float) -> bool:
@@ -128,18 +135,20 @@ def keeper_told(monkeypatch: pytest.MonkeyPatch, *answers: bool | StoreError) ->
             raise answer
         return answer
 
-    restarts = Restarts(2, first_delay_s=0.001)
-    return EngineKeeper(lambda: Life(True, CRASH), restarts, on_ready=lambda _: None, has_progressed=has_progressed)
+    restarts = RestartPolicy(2, first_delay_s=0.001)
+    return EngineSupervisor(
+        lambda: FakeProcess(True, CRASH), restarts, on_ready=lambda _: None, has_progressed=has_progressed
+    )
 
 
 @pytest.mark.parametrize("kind", [StoreUnreachable, StoreBlocked])
-def test_a_database_that_cannot_be_asked_for_now_is_no_engines_fault(monkeypatch, caplog, kind) -> None:
-    away = [kind("database: not now")] * 3
-    with pytest.raises(CannotServe, match="keeps dying"):
-        asyncio.run(keeper_told(monkeypatch, *away, False, *away, False, False).run())
-    assert caplog.text.count("not now") == 2, "said once for each time"
+def test_exits_while_the_database_is_unavailable_do_not_count(monkeypatch, caplog, kind) -> None:
+    unavailable = [kind("database: not now")] * 3
+    with pytest.raises(CannotServe, match="crashes repeatedly"):
+        asyncio.run(crashing_engine(monkeypatch, *unavailable, False, *unavailable, False, False).run())
+    assert caplog.text.count("not now") == 2, "logged once per outage"
 
 
-def test_a_database_that_fails_for_good_ends_the_server_in_words(monkeypatch) -> None:
+def test_a_database_failure_ends_the_server_with_its_message(monkeypatch) -> None:
     with pytest.raises(CannotServe, match=r"^database x: it is damaged$"):
-        asyncio.run(keeper_told(monkeypatch, StoreError("database x: it is damaged")).run())
+        asyncio.run(crashing_engine(monkeypatch, StoreError("database x: it is damaged")).run())

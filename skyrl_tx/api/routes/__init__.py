@@ -1,1 +1,1 @@
-"""The endpoints, grouped as the SDK's resources are."""
+"""The endpoints, grouped like the SDK's resources."""

@@ -1,30 +1,22 @@
-"""Training runs and their checkpoints, as the management client sees them."""
+"""Endpoints that list and change training runs and their checkpoints."""
 
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Literal
 
 from fastapi import APIRouter
 from sqlmodel import Session
 
-from skyrl_tx.api import lookup
+from skyrl_tx.api import access
 from skyrl_tx.api.context import AccessScope, Call, Incoming, Limit, Offset
-from skyrl_tx.api.errors import bad_request, not_found
-from skyrl_tx.api.schemas.weights import (
-    Checkpoint,
-    CheckpointsAnswer,
-    Cursor,
-    TrainingRun,
-    TrainingRunsAnswer,
-    TtlRequest,
-)
-from skyrl_tx.api.translate.checks import ttl
-from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, checkpoint_name
+from skyrl_tx.api.errors import not_found
+from skyrl_tx.api.schemas import weights as schemas
+from skyrl_tx.api.schemas.base import utc_time
+from skyrl_tx.api.validation import check_ttl
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.store import checkpoints, models
-from skyrl_tx.store.tables import CheckpointRow
+from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 router = APIRouter()
 
@@ -42,43 +34,45 @@ def list_runs(
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
-) -> TrainingRunsAnswer:
-    """A page of the caller's runs, the last used first; `accessible`: also what others published, for admins all."""
-    is_wide = access_scope == "accessible"
-    owner = call.caller.reach if is_wide else call.caller.owner
+) -> schemas.TrainingRunsResponse:
+    """List the caller's training runs, the last used first; `accessible` adds runs with published checkpoints."""
+    is_wide = access_scope == "accessible"  # for an admin: the runs of all owners
+    owner = call.caller.owner_filter if is_wide else call.caller.owner
     now = time.time()
 
-    def work(tx: Session) -> TrainingRunsAnswer:
+    def work(tx: Session) -> schemas.TrainingRunsResponse:
         published_at = now if is_wide else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
-        runs = [_run(*lookup.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
-        return TrainingRunsAnswer(training_runs=runs, cursor=Cursor(offset=offset, limit=limit, total_count=total))
+        runs = [_run(*access.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
+        return schemas.TrainingRunsResponse(
+            training_runs=runs, cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total)
+        )
 
     return call.store.read(work)
 
 
 @router.get("/training_runs/{run_id}")
-def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") -> TrainingRun:
-    """One run, with the metadata it was made with; what the caller may read exists, whatever the scope."""
-    return _run(*call.store.read(lambda tx: lookup.readable_run(tx, call.caller, ModelId(run_id), time.time())))
+def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.TrainingRun:
+    """Describe one training run."""
+    return _run(*call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time())))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-def list_checkpoints_of_run(run_id: str, call: Incoming) -> CheckpointsAnswer:
-    """All checkpoints of one run; of another's run, those that are published."""
-    _, found = call.store.read(lambda tx: lookup.readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return CheckpointsAnswer(checkpoints=[_checkpoint(checkpoint) for checkpoint in found])
+def list_checkpoints_of_run(run_id: str, call: Incoming) -> schemas.CheckpointsResponse:
+    """List the checkpoints of one run; of another owner's run only the published ones."""
+    *_, found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return schemas.CheckpointsResponse(checkpoints=[_checkpoint(checkpoint) for checkpoint in found])
 
 
 @router.get("/checkpoints")
-def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> CheckpointsAnswer:
-    """A page of the caller's checkpoints, newest first."""
+def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> schemas.CheckpointsResponse:
+    """List the caller's checkpoints, the newest first."""
 
-    def work(tx: Session) -> CheckpointsAnswer:
+    def work(tx: Session) -> schemas.CheckpointsResponse:
         rows, total = checkpoints.list_owned(tx, call.caller.owner, limit, offset, time.time())
-        return CheckpointsAnswer(
+        return schemas.CheckpointsResponse(
             checkpoints=[_checkpoint(row) for row in rows],
-            cursor=Cursor(offset=offset, limit=limit, total_count=total),
+            cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total),
         )
 
     return call.store.read(work)
@@ -86,22 +80,14 @@ def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=HTTPStatus.NO_CONTENT)
 def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None:
-    """Remove a checkpoint; samplers made from it go on."""
-
-    def work(tx: Session) -> None:
-        checkpoints.delete(tx, _existing(tx, call, run_id, kind, name))
-
-    call.store.write(work)
+    """Delete a checkpoint; samplers made from it keep working."""
+    call.store.write(lambda tx: checkpoints.delete(tx, _existing(tx, call, run_id, kind, name)))
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
 def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
-    """Give a checkpoint a lifetime from now on, or take it away."""
-    seconds = call.body.model(TtlRequest).ttl_seconds
-    try:
-        ttl(seconds, "ttl_seconds")
-    except UserError as error:
-        raise bad_request(error.message) from error
+    """Set a checkpoint's lifetime, counted from now, or remove it."""
+    seconds = check_ttl(call.body.model(schemas.TtlRequest).ttl_seconds, "ttl_seconds")
 
     def work(tx: Session) -> None:
         path = _existing(tx, call, run_id, kind, name)
@@ -113,64 +99,55 @@ def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]
 
 @router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
 def publish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
-    """Let everyone read a checkpoint by its path; of no effect where it is so already, as the client retries a 409."""
+    """Publish a checkpoint, so that every caller can read it by its path."""
+    # Publishing twice is no error, because the client retries a 409.
     call.store.write(lambda tx: checkpoints.set_public(tx, _existing(tx, call, run_id, kind, name), True))
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
 def unpublish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
-    """Keep a checkpoint to its owner again; what others made of it stays theirs."""
+    """Unpublish a checkpoint; copies of other owners stay."""
     call.store.write(lambda tx: checkpoints.set_public(tx, _existing(tx, call, run_id, kind, name), False))
     return {}
 
 
 def _existing(tx: Session, call: Call, run_id: str, kind: str, name: str) -> CheckpointPath:
-    """Find one of the caller's checkpoints by the parts of its URL."""
-    row = lookup.model(tx, call.caller, ModelId(run_id))
-    if kind not in list(CheckpointKind):
-        raise bad_request(f"checkpoint kind {kind[:80]!r} is not one of {', '.join(CheckpointKind)}")
-    try:
-        path = CheckpointPath(row.model_id, CheckpointKind(kind), checkpoint_name(name))
-    except UserError as error:
-        raise bad_request(error.message) from error
+    """Return the path of one of the caller's checkpoints. Raises UserError or ApiError 404 if there is none."""
+    row = access.model(tx, call.caller, ModelId(run_id))
+    path = CheckpointPath.of_parts(row.model_id, kind, name)
     if checkpoints.get(tx, path, time.time()) is None:
         raise not_found(f"checkpoint {path} does not exist")
     return path
 
 
-def _run(run: lookup.Run, saved: Sequence[CheckpointRow]) -> TrainingRun:
-    row = run.model
-    return TrainingRun(
+def _run(row: ModelRow, owner: str, saved: Sequence[CheckpointRow]) -> schemas.TrainingRun:
+    return schemas.TrainingRun(
         training_run_id=row.model_id,
         base_model=row.base_model,
-        model_owner=run.owner,
+        model_owner=owner,
         corrupted=row.status == "failed",
-        lora_rank=lookup.spec_of(row).lora.rank,
-        last_request_time=_time(row.last_request_at),
+        lora_rank=access.spec_of(row).lora.rank,
+        last_request_time=utc_time(row.last_request_at),
         last_checkpoint=_last(saved, CheckpointKind.TRAINING),
         last_sampler_checkpoint=_last(saved, CheckpointKind.SAMPLER),
         user_metadata=None if row.user_metadata is None else dict(row.user_metadata),
     )
 
 
-def _last(saved: Sequence[CheckpointRow], kind: CheckpointKind) -> Checkpoint | None:
+def _last(saved: Sequence[CheckpointRow], kind: CheckpointKind) -> schemas.Checkpoint | None:
     return next((_checkpoint(row) for row in reversed(saved) if row.kind == kind), None)
 
 
-def _checkpoint(row: CheckpointRow) -> Checkpoint:
+def _checkpoint(row: CheckpointRow) -> schemas.Checkpoint:
     path = row.path
-    return Checkpoint(
+    return schemas.Checkpoint(
         checkpoint_id=path.checkpoint_id,
         checkpoint_type=_TYPES[path.kind],
-        time=_time(row.created_at),
+        time=utc_time(row.created_at),
         tinker_path=str(path),
         size_bytes=row.size_bytes,
         public=row.public,
         user_metadata=None if row.user_metadata is None else dict(row.user_metadata),
-        expires_at=None if row.expires_at is None else _time(row.expires_at),
+        expires_at=None if row.expires_at is None else utc_time(row.expires_at),
     )
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

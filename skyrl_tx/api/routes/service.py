@@ -1,58 +1,76 @@
-"""Flags, capabilities, health, telemetry."""
+"""Endpoints for client flags, capabilities, health, telemetry, and those that Tinker has and this server has not."""
 
 from http import HTTPStatus
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Response
 
-from skyrl_tx.api.context import ApiContext, Incoming, parts_of
-from skyrl_tx.api.schemas.service import (
-    CapabilitiesAnswer,
-    ClientConfigAnswer,
-    DynamicConfigAnswer,
-    HealthAnswer,
-    SupportedModel,
-    TelemetryAnswer,
-)
+from skyrl_tx.api.context import ApiContext, Incoming, get_context
+from skyrl_tx.api.errors import not_found
+from skyrl_tx.api.schemas import service as schemas
 from skyrl_tx.store import engine_state
 
 router = APIRouter()
 
 
 @router.post("/client/config")
-def client_config(call: Incoming) -> ClientConfigAnswer:
-    """Flags, the same for all: each release takes those that it knows, and these suit every release."""
-    return ClientConfigAnswer()
+def client_config(call: Incoming) -> schemas.ClientConfigResponse:
+    """Return the client flags, which are equal for all SDK releases."""
+    return schemas.ClientConfigResponse()
 
 
 @router.post("/client/dynamic_config")
-def dynamic_config(call: Incoming) -> DynamicConfigAnswer:
-    """Flags that may change while a client runs."""
-    return DynamicConfigAnswer()
+def dynamic_config(call: Incoming) -> dict[str, int | bool]:
+    """Return the client flags that the SDK refreshes."""
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 @router.get("/get_server_capabilities")
-def capabilities(call: Incoming) -> CapabilitiesAnswer:
-    """Which base models there are; the context length once the engine has said it."""
+def capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
+    """List the base models that this server serves, with their context length."""
     state = call.store.read(engine_state.get)
     context_length = None if state is None else cast(int | None, state.capabilities.get("max_context_length"))
     names = call.settings.offered_names
-    return CapabilitiesAnswer(
-        supported_models=[SupportedModel(model_name=name, max_context_length=context_length) for name in names]
-    )
+    models = [schemas.SupportedModel(model_name=name, max_context_length=context_length) for name in names]
+    return {"supported_models": models}
 
 
-@router.get("/healthz", response_model_exclude_none=True)
-def health(parts: Annotated[ApiContext, Depends(parts_of)], response: Response) -> HealthAnswer:
-    """Whether work is being done, for whoever asks; the API half is up when this answers at all."""
-    trouble = parts.engine.trouble()
-    if trouble is None:
-        return HealthAnswer(status="ok")
+@router.get("/healthz")
+def health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
+    """Report health: 200 while the engine executes requests, 503 with the reason otherwise."""
+    problem = context.engine.problem()
+    if problem is None:
+        return {"status": "ok"}
     response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
-    return HealthAnswer(status="waiting", detail=trouble)
+    return {"status": "waiting", "detail": problem}
 
 
 @router.post("/telemetry")
-def telemetry(call: Incoming) -> TelemetryAnswer:
-    """Take telemetry of any shape and drop it; a client in trouble waits for this answer."""
-    return TelemetryAnswer()
+def telemetry(call: Incoming) -> dict[str, str]:
+    """Accept telemetry and discard it."""
+    return {"status": "accepted"}
+
+
+# The endpoints below are not supported. They return 404: the SDK retries other statuses for minutes (0.38,
+# execute_with_retries).
+
+
+@router.get("/audit", include_in_schema=False)
+def audit(call: Incoming) -> None:
+    """Refuse: there is no audit log."""
+    raise not_found("the audit log is not offered by this server; see its log on standard error")
+
+
+@router.get("/sessions/{session_id}/trace_export", include_in_schema=False)
+def trace_export(session_id: str, call: Incoming) -> None:
+    """Refuse: there are no traces."""
+    raise not_found("trace export is not offered by this server")
+
+
+@router.post("/create_custom_loss", include_in_schema=False)
+def create_custom_loss(call: Incoming) -> None:
+    """Refuse: custom losses run in the client; the flag that would upload them is off."""
+    raise not_found(
+        "custom losses on the server are not offered; forward_backward_custom with a Python function runs the loss "
+        "in the client, with the same gradients"
+    )

@@ -1,34 +1,35 @@
-"""Client sessions."""
+"""Endpoints for client sessions and their search."""
 
 import time
+from collections.abc import Collection
 from http import HTTPStatus
+from itertools import islice
+from typing import get_args
 
 from fastapi import APIRouter
 from sqlmodel import Session
 
-from skyrl_tx.api import lookup
+from skyrl_tx.api import access
+from skyrl_tx.api.authentication import USER_URN, Principal
 from skyrl_tx.api.context import AccessScope, Incoming, Limit, Offset
 from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.schemas.service import (
-    CreateSessionAnswer,
-    CreateSessionRequest,
-    FinishRequest,
-    HeartbeatAnswer,
-    HeartbeatRequest,
-    ProjectRequest,
-    SessionAnswer,
-    SessionsAnswer,
-)
+from skyrl_tx.api.schemas import service as schemas
+from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store import models, samplers, sessions
+from skyrl_tx.store import checkpoints, models, samplers, sessions
+from skyrl_tx.store.checkpoints import StorageUsage
+from skyrl_tx.store.tables import SessionRow
 
 router = APIRouter()
 
+_ACTIVE_S = 600.0
+"""The time since the last heartbeat for which a session counts as active. The SDK sends one every 10 s."""
 
-@router.post("/create_session", response_model_exclude_none=True)
-def create_session(call: Incoming) -> CreateSessionAnswer:
-    """Begin a session, once: a repetition, told by its idempotency key, gives the same."""
-    request = call.body.model(CreateSessionRequest)
+
+@router.post("/create_session")
+def create_session(call: Incoming) -> dict[str, str]:
+    """Create a session; a retry with the same idempotency key returns the first one."""
+    request = call.body.model(schemas.CreateSessionRequest)
     session_id = call.session_id("session")
 
     def work(tx: Session) -> SessionId:
@@ -46,32 +47,32 @@ def create_session(call: Incoming) -> CreateSessionAnswer:
             now=time.time(),
         )
 
-    return CreateSessionAnswer(session_id=call.store.write(work))
+    return {"type": "create_session", "session_id": call.store.write(work)}
 
 
 @router.post("/session_heartbeat")
-def heartbeat(call: Incoming) -> HeartbeatAnswer:
-    """Keep a session; 410 tells the client that it has finished, and to stop."""
-    session_id = SessionId(call.body.model(HeartbeatRequest).session_id)
+def heartbeat(call: Incoming) -> dict[str, str]:
+    """Record a heartbeat of a session; 410 if it has finished."""
+    session_id = SessionId(call.body.model(schemas.HeartbeatRequest).session_id)
 
     def work(tx: Session) -> None:
-        row = lookup.session(tx, call.caller, session_id)
+        row = access.session(tx, call.caller, session_id)
         if row.finished_at is not None:
             raise ApiError(HTTPStatus.GONE, f"session {session_id!r} has finished ({row.finish_reason})")
         sessions.heartbeat(tx, session_id, time.time())
 
     call.store.write(work)
-    return HeartbeatAnswer()
+    return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish")
 def finish(session_id: str, call: Incoming) -> dict[str, str]:
-    """End a session; the first reason stays."""
-    request = call.body.model(FinishRequest)
+    """Finish a session; a later call does not change the reason."""
+    request = call.body.model(schemas.FinishRequest)
     reason = request.reason.type + (f": {request.detail}" if request.detail else "")
 
     def work(tx: Session) -> None:
-        row = lookup.session(tx, call.caller, SessionId(session_id))
+        row = access.session(tx, call.caller, SessionId(session_id))
         sessions.finish(tx, row.session_id, reason, time.time())
 
     call.store.write(work)
@@ -81,22 +82,22 @@ def finish(session_id: str, call: Incoming) -> dict[str, str]:
 @router.get("/sessions")
 def list_sessions(
     call: Incoming, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
-) -> SessionsAnswer:
-    """A page of the caller's sessions, newest first; `accessible`: to an admin, everyone's."""
-    owner = call.caller.reach if access_scope == "accessible" else call.caller.owner
-    return SessionsAnswer(sessions=[*call.store.read(lambda tx: sessions.list_ids(tx, owner, limit, offset))])
+) -> dict[str, list[str]]:
+    """List the caller's sessions, the newest first; `accessible` lists all owners' sessions for an admin."""
+    owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
+    return {"sessions": [*call.store.read(lambda tx: sessions.list_ids(tx, owner, limit, offset))]}
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "owned") -> SessionAnswer:
-    """What was made in one session; what the caller may read exists, whatever the scope."""
+def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.SessionResponse:
+    """Describe one session: its training runs and samplers."""
 
-    def work(tx: Session) -> SessionAnswer:
-        row = lookup.session(tx, call.caller, SessionId(session_id))
-        return SessionAnswer(
+    def work(tx: Session) -> schemas.SessionResponse:
+        row = access.session(tx, call.caller, SessionId(session_id))
+        return schemas.SessionResponse(
             training_run_ids=[model.model_id for model in models.of_session(tx, row.session_id)],
             sampler_ids=[*samplers.ids_of_session(tx, row.session_id)],
-            user_metadata={name: str(value) for name, value in row.user_metadata.items()},
+            user_metadata=_metadata(row),
             display_name=row.display_name,
         )
 
@@ -105,12 +106,106 @@ def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "ow
 
 @router.put("/sessions/{session_id}/project")
 def set_project(session_id: str, call: Incoming) -> dict[str, str]:
-    """Move a session, and with it what was made in it, into a project."""
-    project_id = call.body.model(ProjectRequest).project_id
+    """Move a session, with its runs and checkpoints, into a project."""
+    project_id = call.body.model(schemas.ProjectRequest).project_id
 
     def work(tx: Session) -> None:
-        row = lookup.session(tx, call.caller, SessionId(session_id))
+        row = access.session(tx, call.caller, SessionId(session_id))
         sessions.set_project(tx, row.session_id, project_id)
 
     call.store.write(work)
     return {}
+
+
+@router.post("/sessions/search", response_model_exclude_none=True)
+def search(call: Incoming) -> schemas.SessionSearchResponse:
+    """Search sessions, the newest first."""
+    request = call.body.model(schemas.SessionSearchRequest)
+    owners = _owners(call.caller, request.owner)
+    now = time.time()
+
+    def work(tx: Session) -> schemas.SessionSearchResponse:
+        rows = sessions.iterate(tx, owners, request.project_ids, _position(tx, request.cursor))
+        found = [*islice((row for row in rows if _matches(row, request, now)), request.limit + 1)]
+        page = found[: request.limit]
+        stored = checkpoints.usage_of_sessions(tx, [row.session_id for row in page], now)
+        return schemas.SessionSearchResponse(
+            sessions=[_summary(row, stored.get(row.session_id, StorageUsage()), now) for row in page],
+            next_cursor=schemas.SearchCursor(
+                last_created_at=utc_time(page[-1].created_at), last_session_id=page[-1].session_id
+            )
+            if len(found) > len(page)
+            else None,
+        )
+
+    return call.store.read(work)
+
+
+def _owners(caller: Principal, asked: schemas.SearchOwner) -> Collection[str] | None:
+    """Return the owners whose sessions are searched; None for all owners."""
+    match asked.type:
+        case "own":
+            return [caller.owner]
+        case "accessible":
+            return None if caller.is_admin else [caller.owner]
+        case "user":
+            return [owner for urn in asked.owner_urns if caller.may_see(owner := urn.removeprefix(USER_URN))]
+
+
+def _position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:
+    """Return the position after which a page starts. The time comes from the row, because JSON rounds it."""
+    if cursor is None:
+        return None
+    last = sessions.get(tx, SessionId(cursor.last_session_id))
+    created_at = cursor.last_created_at.timestamp() if last is None else last.created_at
+    return created_at, SessionId(cursor.last_session_id)
+
+
+def _matches(row: SessionRow, request: schemas.SessionSearchRequest, now: float) -> bool:
+    metadata = _metadata(row)
+    if any(metadata.get(name) != value for name, value in request.user_metadata.items()):
+        return False
+    if request.statuses is not None:
+        status = _status(row, now)
+        if not any(_has_status(status, wanted) for wanted in request.statuses):
+            return False
+    if request.session_id is None and request.display_name is None:
+        return True
+    name = (row.display_name or "").lower()
+    is_named = request.display_name is not None and all(word in name for word in request.display_name.lower().split())
+    return is_named or row.session_id == request.session_id
+
+
+def _has_status(status: schemas.ClientFinished | schemas.Active | None, wanted: schemas.StatusQuery) -> bool:
+    if status is None or status.type != wanted.type:
+        return False
+    return (
+        wanted.reasons is None or not isinstance(status, schemas.ClientFinished) or status.reason.type in wanted.reasons
+    )
+
+
+def _status(row: SessionRow, now: float) -> schemas.ClientFinished | schemas.Active | None:
+    if row.finished_at is None:
+        return schemas.Active() if row.last_heartbeat_at > now - _ACTIVE_S else None
+    reason, _, detail = (row.finish_reason or "").partition(": ")
+    if reason not in get_args(schemas.FinishReasonType):
+        return None
+    return schemas.ClientFinished(reason=schemas.FinishReason.model_validate({"type": reason}), detail=detail or None)
+
+
+def _summary(row: SessionRow, stored: StorageUsage, now: float) -> schemas.SessionSummary:
+    return schemas.SessionSummary(
+        session_id=row.session_id,
+        created_at=utc_time(row.created_at),
+        owner=f"{USER_URN}{row.owner}",
+        project_id=row.project_id or "",
+        status=_status(row, now),
+        checkpoints_count=stored.num_checkpoints,
+        display_name=row.display_name,
+        user_metadata=_metadata(row),
+        checkpoint_storage_bytes=stored.num_bytes,
+    )
+
+
+def _metadata(row: SessionRow) -> dict[str, str]:
+    return {name: str(value) for name, value in row.user_metadata.items()}

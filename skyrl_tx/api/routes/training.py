@@ -1,153 +1,102 @@
-"""Making, training and describing models."""
-
-from collections.abc import Callable
-from typing import TypeVar
+"""Endpoints that create, train and describe models."""
 
 from fastapi import APIRouter
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from skyrl_tx.api import lookup, submission
+from skyrl_tx.api import access, submission
 from skyrl_tx.api.context import Call, Incoming
 from skyrl_tx.api.errors import bad_request
 from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.schemas.addresses import CreationAddress, ModelAddress
-from skyrl_tx.api.schemas.base import WireModel
-from skyrl_tx.api.schemas.training import (
-    CreateModelRequest,
-    ForwardBackwardRequest,
-    ForwardRequest,
-    GetInfoAnswer,
-    GetInfoRequest,
-    ModelData,
-    OptimizerAnswer,
-    OptimStepRequest,
-    Promise,
-    UnloadModelRequest,
-)
-from skyrl_tx.api.submission import Encoded, NewModel
+from skyrl_tx.api.schemas import training as schemas
+from skyrl_tx.api.schemas.base import CreationIds, ModelRequestIds
+from skyrl_tx.api.submission import Submission, submit, submit_json
 from skyrl_tx.api.translate import training
-from skyrl_tx.api.translate.translated import Translated, rejected, translated
 from skyrl_tx.api.wire import parse
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.contract.ids import ModelId
 
 router = APIRouter()
 
-SchemaT = TypeVar("SchemaT", bound=WireModel)
-
 
 @router.post("/create_model", response_model_exclude_none=True)
-def create_model(call: Incoming) -> Promise:
-    """Queue the making of a fresh adapter."""
+def create_model(call: Incoming) -> schemas.FutureHandle:
+    """Queue the creation of a model with a new LoRA adapter."""
     value = call.body.mapping()
-    address = parse(CreationAddress, value)
-    session_id = SessionId(address.session_id)
-    request = translated(
+    ids = parse(CreationIds, value)
+    create = submission.from_json(
         "create_model",
-        CreateModelRequest,
+        schemas.CreateModelRequest,
         value,
         lambda schema: training.create_model(schema, call.settings),
         call.check_unknown,
     )
-    made = request.request
-    model = None
-    if isinstance(made, requests.CreateModel):
-        model = NewModel(base_model=made.base_model, spec=made.spec, user_metadata=address.user_metadata)
-    encoded = Encoded.of(request)
-    return call.store.write(
-        lambda tx: submission.creation(tx, call.caller, session_id, address.model_seq_id, encoded, model)
-    )
+    return call.store.write(lambda tx: submission.creation(tx, call, ids, create))
 
 
 @router.post("/forward_backward", response_model_exclude_none=True)
-def forward_backward(call: Incoming) -> Promise:
-    """Queue a training pass; in protobuf it may be one without gradients."""
+def forward_backward(call: Incoming) -> schemas.FutureHandle:
+    """Queue a forward/backward request, in protobuf or JSON."""
     if call.body.is_protobuf:
         return _forward_backward_protobuf(call)
-    return _submit_json(
+    return submit_json(
         call,
         "model_pass",
-        ForwardBackwardRequest,
-        lambda schema: training.pass_from_json(schema.forward_backward_input, _dense_limit(call), backward=True),
+        schemas.ForwardBackwardRequest,
+        lambda schema: training.pass_from_json(
+            schema.forward_backward_input, call.settings.max_request_bytes, backward=True
+        ),
         backward=True,
     )
 
 
 @router.post("/forward", response_model_exclude_none=True)
-def forward(call: Incoming) -> Promise:
-    """Queue a pass without gradients (SDK up to 0.24)."""
-    return _submit_json(
+def forward(call: Incoming) -> schemas.FutureHandle:
+    """Queue a forward request without gradients, in JSON (SDK up to 0.24)."""
+    return submit_json(
         call,
         "model_pass",
-        ForwardRequest,
-        lambda schema: training.pass_from_json(schema.forward_input, _dense_limit(call), backward=False),
+        schemas.ForwardRequest,
+        lambda schema: training.pass_from_json(schema.forward_input, call.settings.max_request_bytes, backward=False),
     )
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
-def optim_step(call: Incoming) -> Promise:
+def optim_step(call: Incoming) -> schemas.FutureHandle:
     """Queue an optimizer step."""
-    return _submit_json(call, "optim_step", OptimStepRequest, training.optim_step)
+    return submit_json(call, "optim_step", schemas.OptimStepRequest, training.optim_step)
 
 
 @router.post("/unload_model", response_model_exclude_none=True)
-def unload_model(call: Incoming) -> Promise:
-    """Queue the end of a model (SDK up to 0.25)."""
-    unload = Translated.exactly(requests.UnloadModel())
-    return _submit_json(call, "unload_model", UnloadModelRequest, lambda schema: unload)
+def unload_model(call: Incoming) -> schemas.FutureHandle:
+    """Queue the removal of a model (SDK up to 0.25)."""
+    unload = Submission.of(requests.UnloadModel())
+    return submit_json(call, "unload_model", schemas.UnloadModelRequest, lambda schema: unload)
 
 
 @router.post("/get_info", response_model_exclude_none=True)
-def get_info(call: Incoming) -> GetInfoAnswer:
-    """Describe a model; the client takes its tokenizer and base model from here."""
-    model_id = ModelId(call.body.model(GetInfoRequest).model_id)
-    row = call.store.read(lambda tx: lookup.model(tx, call.caller, model_id))
-    spec = lookup.spec_of(row)
-    return GetInfoAnswer(
+def get_info(call: Incoming) -> schemas.GetInfoResponse:
+    """Describe a model: its base model, tokenizer and LoRA rank."""
+    model_id = ModelId(call.body.model(schemas.GetInfoRequest).model_id)
+    row = call.store.read(lambda tx: access.model(tx, call.caller, model_id))
+    spec = access.spec_of(row)
+    return schemas.GetInfoResponse(
         model_id=model_id,
-        model_data=ModelData(model_name=row.base_model, tokenizer_id=call.settings.client_tokenizer_id),
+        model_data=schemas.ModelData(model_name=row.base_model, tokenizer_id=call.settings.client_tokenizer_id),
         model_name=row.base_model,
         lora_rank=spec.lora.rank,
-        optimizer_config=OptimizerAnswer(type=spec.optimizer),
+        optimizer_config=schemas.OptimizerConfig(type=spec.optimizer),
     )
 
 
-def _forward_backward_protobuf(call: Call) -> Promise:
+def _forward_backward_protobuf(call: Call) -> schemas.FutureHandle:
     message = call.body.message(wire_pb2.ForwardBackwardRequest)
     if message.seq_id < 0:
         raise bad_request(f"seq_id {message.seq_id}: must not be negative")
     for field in UnknownFieldSet(message):
-        call.parts.unknown_fields.note(f"ForwardBackwardRequest.{field.field_number}", call.sdk_version)
+        call.context.unknown_fields.log(f"ForwardBackwardRequest.{field.field_number}", call.sdk_version)
     try:
-        request = training.pass_from_proto(message, _dense_limit(call))
+        model_pass = training.pass_from_proto(message, call.settings.max_request_bytes)
     except UserError as error:
-        request = rejected("model_pass", error.message, backward=not message.forward_only)
-    return _submit(call, ModelId(message.model_id), message.seq_id, request)
-
-
-def _dense_limit(call: Call) -> int:
-    """Sparse tensors of one request get no more memory than dense ones could have had."""
-    return call.settings.max_request_bytes
-
-
-def _submit_json(
-    call: Call,
-    kind: str,
-    schema: type[SchemaT],
-    translate: Callable[[SchemaT], Translated],
-    *,
-    backward: bool = False,
-) -> Promise:
-    value = call.body.mapping()
-    address = parse(ModelAddress, value)
-    request = translated(kind, schema, value, translate, call.check_unknown, backward=backward)
-    return _submit(call, ModelId(address.model_id), address.seq_id, request)
-
-
-def _submit(call: Call, model_id: ModelId, seq_id: int | None, request: Translated) -> Promise:
-    recalled = call.parts.recall.complete(call.store, call.caller, request)
-    encoded, used = Encoded.of(recalled.request), recalled.sequence_ids
-    return call.store.write(
-        lambda tx: submission.to_model(tx, call.caller, model_id, seq_id, encoded, call.idempotency_key, used)
-    )
+        model_pass = Submission.rejected("model_pass", error.message, backward=not message.forward_only)
+    return submit(call, ModelRequestIds(model_id=message.model_id, seq_id=message.seq_id), model_pass)

@@ -1,1 +1,1 @@
-"""The wire as pydantic models: what clients send and what they get."""
+"""Pydantic models of requests and responses."""

@@ -1,64 +1,77 @@
-"""What all schemas of requests share: unknown fields are kept, so that they can be refused or logged."""
+"""Base classes and ids of all schemas. Requests keep unknown fields, so that they can be refused or logged."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from datetime import UTC, datetime
+from typing import Annotated, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-"""An integer that everything it may come to can hold: the codec, NumPy, the database. JSON itself knows no bound."""
+"""An integer of 64 bits, which the codec, NumPy and the database can store. JSON itself has no bound."""
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
-"""A client's count of its requests; clones of a sampling client count from multiples of a billion."""
+"""A sequence number of a client; clones of a sampling client start at multiples of a billion."""
 
 
 class WireModel(BaseModel):
-    """An object as a client sends it.
+    """An object of a request.
 
-    SDK releases add fields and send their defaults, so unknown ones are kept in `model_extra` and never an error by
-    themselves. Where `changes_maths` is set, one that asks for anything is refused (see `refused_fields`).
-    Python's JSON may hold NaN and infinities: no field takes them.
+    SDK releases add fields and send their defaults, so unknown fields are kept in `model_extra` and are no error by
+    themselves. Where `changes_maths` is true, an unknown field that is set is refused (`validation.UnknownFields`).
+    Python's JSON parser accepts NaN and infinity; no field does.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), allow_inf_nan=False)
     changes_maths: ClassVar[bool] = False
 
 
-class Answer(BaseModel):
-    """An object as a client gets it."""
+class Response(BaseModel):
+    """An object of a response."""
 
     model_config = ConfigDict(protected_namespaces=())
 
 
-def unknown_fields(model: WireModel, path: str = "") -> Iterator[tuple[str, object, bool]]:
-    """Give each unknown field of an object and those within: its path, its value, whether it may change the maths.
+def _values_as_text(value: object) -> object:
+    """Convert metadata to the form in which clients read it: values other than text become JSON."""
+    if not isinstance(value, dict):
+        return value
+    metadata = cast(dict[str, object], value)
+    return {
+        name: part if isinstance(part, str) else msgspec.json.encode(part).decode() for name, part in metadata.items()
+    }
 
-    Lists are not entered: what data consist of is checked where they are translated.
+
+Metadata = Annotated[dict[str, str] | None, BeforeValidator(_values_as_text)]
+
+
+class ModelRequestIds(WireModel):
+    """The model and the sequence number of a request. `type` is a constant of the SDK.
+
+    Ids are parsed before everything else: without them there is no future that could report an error.
     """
-    for name, value in (model.model_extra or {}).items():
-        yield f"{path}{name}", value, model.changes_maths
-    for name in model.model_fields_set:
-        value: object = getattr(model, name, None)
-        if isinstance(value, WireModel):
-            yield from unknown_fields(value, f"{path}{name}.")
+
+    model_id: str
+    seq_id: SeqId | None = None
+    type: str | None = None
 
 
-def asks_for_nothing(value: object) -> bool:
-    """Whether an unknown field's value is what a release would send for "off"."""
-    return value is None or value in (False, 0, "") or value == [] or value == {}
+class CreationIds(WireModel):
+    """The session and number of a model to create, and its metadata."""
+
+    session_id: str
+    model_seq_id: SeqId
+    user_metadata: Metadata = None
 
 
-def first_error(error: ValidationError) -> str:
-    """Name the first field that does not fit, and the value it has."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "body"
-    if first["type"] == "missing":
-        return f"{where}: missing"
-    if first["type"] == "finite_number":
-        return f"{where} {shown(first['input'])}: must be a finite number"
-    return f"{where}: {first['msg']}, not {shown(first['input'])}"
+class SampleRequestIds(WireModel):
+    """The sampling session and the sequence number of a prompt; or the weights, without a sampling session."""
+
+    sampling_session_id: str | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    seq_id: SeqId | None = None
+    num_samples: Int = 1
 
 
-def shown(value: object) -> str:
-    """A value as an error message quotes it: short, whatever was sent."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
+def utc_time(seconds: float) -> datetime:
+    """Convert seconds since the epoch to a time that JSON shows in UTC."""
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,4 +1,4 @@
-"""Tokens and tensors in JSON, as SDKs up to 0.24 send them for training and all of them for sampling."""
+"""Schemas of tokens and tensors: in JSON for training up to SDK 0.24, and for sampling in all releases."""
 
 from typing import Literal
 
@@ -8,9 +8,9 @@ from skyrl_tx.api.schemas.base import Int, WireModel
 
 
 class Chunk(WireModel):
-    """A piece of a model input.
+    """A chunk of a model input.
 
-    Releases up to 0.16 send no `type`; the fields that are there tell the kinds apart, so all are optional.
+    SDKs up to 0.16 send no `type`; the fields that are set identify it, so all fields are optional.
     """
 
     changes_maths = True
@@ -24,13 +24,13 @@ class Chunk(WireModel):
 
 
 class ModelInput(WireModel):
-    """What a model reads."""
+    """A model input as a list of chunks."""
 
     chunks: list[Chunk]
 
 
 class TensorData(WireModel):
-    """A tensor as a flat list; with both index lists set, compressed sparse rows."""
+    """A tensor as a flat list; with both index lists it is in compressed sparse row form."""
 
     changes_maths = True
     data: list[int] | list[float]
@@ -38,6 +38,9 @@ class TensorData(WireModel):
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
+
+
+SpanSource = Literal["prompt_tokens", "sampled_tokens"]
 
 
 class TokenRun(WireModel):
@@ -49,10 +52,17 @@ class TokenRun(WireModel):
 
 
 class ProvenanceSpan(WireModel):
-    """Where a run of tokens came from, one of the two; only `stable_reinforce` reads it."""
+    """A provenance span: one of the two fields says which sequence the tokens came from."""
 
     prompt_tokens: TokenRun | None = None
     sampled_tokens: TokenRun | None = None
+
+    @property
+    def source(self) -> SpanSource | None:
+        """The field that is set; None if it is not exactly one."""
+        if (self.prompt_tokens is None) == (self.sampled_tokens is None):
+            return None
+        return "sampled_tokens" if self.prompt_tokens is None else "prompt_tokens"
 
 
 class Datum(WireModel):

@@ -1,13 +1,13 @@
-"""Drawing tokens."""
+"""Schemas of sampling sessions and samples."""
 
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import Answer, Int, SeqId, WireModel
+from skyrl_tx.api.schemas.base import Int, Response, SampleRequestIds, SeqId, WireModel
 from skyrl_tx.api.schemas.inputs import ModelInput, TensorData
 
 
 class SamplingParams(WireModel):
-    """How to draw."""
+    """Sampling parameters."""
 
     changes_maths = True
     max_tokens: Int | None = None
@@ -18,16 +18,11 @@ class SamplingParams(WireModel):
     top_p: float = 1.0
 
 
-class SampleRequest(WireModel):
-    """One prompt and what to report of it."""
+class SampleRequest(SampleRequestIds):
+    """One prompt with sampling parameters and prompt options."""
 
-    num_samples: Int = 1
     prompt: ModelInput
     sampling_params: SamplingParams
-    base_model: str | None = None
-    model_path: str | None = None
-    sampling_session_id: str | None = None
-    seq_id: SeqId | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Int | None = 0
     topk_sample_logprobs: Int | None = 0
@@ -39,7 +34,7 @@ class SampleRequest(WireModel):
 
 
 class CreateSamplingSessionRequest(WireModel):
-    """Weights to sample from: the base model, or those at a `tinker://` path."""
+    """The weights of a new sampling session: the base model, or those at a `tinker://` path."""
 
     session_id: str
     sampling_session_seq_id: SeqId
@@ -48,29 +43,22 @@ class CreateSamplingSessionRequest(WireModel):
     type: str | None = None
 
 
-class CreateSamplingSessionAnswer(Answer):
-    """A sampling session exists."""
-
-    type: Literal["create_sampling_session"] = "create_sampling_session"
-    sampling_session_id: str
-
-
 class JoinSamplingSessionRequest(WireModel):
-    """A copy of a sampling client begins, in another process."""
+    """A copy of a sampling client in another process."""
 
     sampling_session_id: str
     type: str | None = None
 
 
-class JoinSamplingSessionAnswer(Answer):
-    """The copy numbers its requests from so many billions."""
+class JoinSamplingSessionResponse(Response):
+    """The number of the copy; its sequence numbers start at this multiple of a billion."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
 
 
-class SamplerAnswer(Answer):
-    """What a sampling session samples from."""
+class SamplerResponse(Response):
+    """The base model and checkpoint of a sampling session."""
 
     sampler_id: str
     base_model: str

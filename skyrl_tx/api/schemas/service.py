@@ -1,21 +1,17 @@
-"""Sessions, flags, health."""
+"""Schemas of sessions, the session search, client flags, health, futures, API keys and storage."""
 
-from typing import Literal
+from datetime import datetime
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
-from skyrl_tx.api.schemas.addresses import Metadata
-from skyrl_tx.api.schemas.base import Answer, WireModel
+from skyrl_tx.api.schemas.base import Metadata, Response, WireModel
 
-
-class ClientConfigRequest(WireModel):
-    """Who is asking for flags."""
-
-    sdk_version: str | None = None
+FinishReasonType = Literal["success", "errored", "interrupted"]
 
 
-class ClientConfigAnswer(Answer):
-    """The flags that this server sets, right for every release; the SDK has defaults for the rest."""
+class ClientConfigResponse(Response):
+    """The client flags that this server sets, equal for every release; the SDK has defaults for others."""
 
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
@@ -27,15 +23,8 @@ class ClientConfigAnswer(Answer):
     sample_join_sampling_session: bool = True
 
 
-class DynamicConfigAnswer(Answer):
-    """Flags that the SDK asks for again and again."""
-
-    refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = True
-
-
 class CreateSessionRequest(WireModel):
-    """A client process begins."""
+    """A new session of a client process."""
 
     tags: list[str] = Field(default_factory=list[str])
     user_metadata: Metadata = None
@@ -45,50 +34,34 @@ class CreateSessionRequest(WireModel):
     type: str | None = None
 
 
-class CreateSessionAnswer(Answer):
-    """A session exists; messages are logged by the client."""
-
-    type: Literal["create_session"] = "create_session"
-    session_id: str
-    info_message: str | None = None
-    warning_message: str | None = None
-    error_message: str | None = None
-
-
 class HeartbeatRequest(WireModel):
-    """A session is still wanted."""
+    """A heartbeat of a session."""
 
     session_id: str
     type: str | None = None
 
 
-class HeartbeatAnswer(Answer):
-    """Heard."""
-
-    type: Literal["session_heartbeat"] = "session_heartbeat"
-
-
 class FinishReason(WireModel):
-    """How a client process ended."""
+    """The reason why a client process ended."""
 
-    type: Literal["success", "errored", "interrupted"]
+    type: FinishReasonType
 
 
 class FinishRequest(WireModel):
-    """A session ends."""
+    """The end of a session."""
 
     reason: FinishReason
     detail: str | None = None
 
 
 class ProjectRequest(WireModel):
-    """Where a session belongs; projects are names, made by being used."""
+    """The project of a session. A project is a name and needs no creation."""
 
     project_id: str = Field(min_length=1, max_length=200)
 
 
-class SupportedModel(Answer):
-    """A name that may be given as `base_model`."""
+class SupportedModel(Response):
+    """A base model that clients may request."""
 
     model_name: str
     max_context_length: int | None = None
@@ -96,33 +69,8 @@ class SupportedModel(Answer):
     sampleable: bool = True
 
 
-class CapabilitiesAnswer(Answer):
-    """What this server serves."""
-
-    supported_models: list[SupportedModel]
-
-
-class HealthAnswer(Answer):
-    """`ok`, or which half is not; `detail` is for people."""
-
-    status: str
-    detail: str | None = None
-
-
-class TelemetryAnswer(Answer):
-    """Telemetry is taken and dropped."""
-
-    status: Literal["accepted"] = "accepted"
-
-
-class SessionsAnswer(Answer):
-    """A page of sessions."""
-
-    sessions: list[str]
-
-
-class SessionAnswer(Answer):
-    """What was made in a session; the client reads metadata as text."""
+class SessionResponse(Response):
+    """The runs and samplers of a session; metadata values are text."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -131,14 +79,14 @@ class SessionAnswer(Answer):
 
 
 class RetrieveFutureRequest(WireModel):
-    """A poll for a result."""
+    """A long poll for one result."""
 
     request_id: str
     allow_metadata_only: bool | None = None
 
 
 class SamplingSessionTarget(WireModel):
-    """The samples of one client: of the one that began the sampling session (0), or of a copy."""
+    """The samples of one client: of the creator of the sampling session (0), or of a copy."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
@@ -146,7 +94,7 @@ class SamplingSessionTarget(WireModel):
 
 
 class RetrieveFuturesRequest(WireModel):
-    """A poll for news of many results; those retrieved were noted when they were."""
+    """A long poll for completed samples. `retrieved_request_ids` is ignored: fetches are recorded already."""
 
     target: SamplingSessionTarget
     prev_cursor: int = Field(default=0, ge=0, lt=2**63)
@@ -154,28 +102,120 @@ class RetrieveFuturesRequest(WireModel):
     retrieved_request_ids: list[str] = Field(default_factory=list[str])
 
 
-class CompletionAnswer(Answer):
-    """One request that has its result."""
+class Completion(Response):
+    """A request that completed."""
 
     state: Literal["finished", "failed"]
     request_id: str
     response_payload_uncompressed_size: int | None = None
 
 
-class RetrieveFuturesAnswer(Answer):
-    """What was answered since the cursor of the last poll, and the cursor for the next."""
+class RetrieveFuturesResponse(Response):
+    """The requests that completed after the cursor, and the cursor of the next poll."""
 
-    completions: list[CompletionAnswer]
+    completions: list[Completion]
     cursor: int
 
 
 class CancelFutureRequest(WireModel):
-    """A result that is wanted no more."""
+    """A request to cancel a sample."""
 
     request_id: str
 
 
-class CancelFutureAnswer(Answer):
-    """Heard; there may have been nothing left to cancel."""
+class SearchOwner(WireModel):
+    """The owners to search: the caller, all that the caller may see, or the listed ones."""
 
-    type: Literal["cancel_future"] = "cancel_future"
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field(default_factory=list[str], max_length=10)
+
+
+class StatusQuery(WireModel):
+    """A status to search for; `reasons` applies to `client_finished`."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[FinishReasonType] | None = None
+
+
+class SearchCursor(WireModel):
+    """The last session of the previous page."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(WireModel):
+    """Search conditions: `session_id` and `display_name` are alternatives, all others must hold."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = Field(default_factory=dict[str, str])
+    display_name: str | None = None
+    owner: SearchOwner = Field(default_factory=SearchOwner)
+    statuses: list[StatusQuery] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SearchCursor | None = None
+
+
+class ClientFinished(Response):
+    """The status of a session that its client finished."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reason: FinishReason
+    detail: str | None = None
+
+
+class Active(Response):
+    """The status of a session with a recent heartbeat."""
+
+    type: Literal["active"] = "active"
+
+
+class SessionSummary(Response):
+    """A session that was found; without a status if its heartbeats stopped."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: ClientFinished | Active | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(Response):
+    """A page of sessions; the last page has no cursor."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SearchCursor | None = None
+
+
+class KeyResponse(Response):
+    """A description of the caller's API key. `details` has the name of the organization and the owner as `email`."""
+
+    key_id: int
+    name: str
+    note: str
+    details: dict[str, dict[str, str]]
+
+
+class StoredItem(Response):
+    """The storage of one owner's checkpoints in one project."""
+
+    project_id: str | None
+    org_user_urn: str
+    user_email: str | None = None
+    user_name: str
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+    estimated_monthly_cost_usd: float = 0.0
+
+
+class StorageResponse(Response):
+    """The storage of checkpoints by project and owner."""
+
+    effective_rate_usd_per_gigabyte_month: float = 0.0
+    data: list[StoredItem]

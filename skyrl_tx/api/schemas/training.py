@@ -1,13 +1,13 @@
-"""Making models and training them."""
+"""Schemas of model creation and training."""
 
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import Answer, Int, SeqId, WireModel
+from skyrl_tx.api.schemas.base import CreationIds, Int, ModelRequestIds, Response, WireModel
 from skyrl_tx.api.schemas.inputs import Datum
 
 
 class LoraConfig(WireModel):
-    """Which adapter to train."""
+    """The LoRA adapter to train."""
 
     changes_maths = True
     rank: Int
@@ -18,26 +18,23 @@ class LoraConfig(WireModel):
 
 
 class OptimizerConfig(WireModel):
-    """The optimizer that a model keeps for life."""
+    """The optimizer of a model."""
 
     changes_maths = True
     type: str = "adamw"
 
 
-class CreateModelRequest(WireModel):
-    """A fresh adapter."""
+class CreateModelRequest(CreationIds):
+    """A request for a model with a new LoRA adapter."""
 
-    session_id: str
-    model_seq_id: SeqId
     base_model: str
-    user_metadata: dict[str, object] | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig | None = None
     type: str | None = None
 
 
 class AdamParams(WireModel):
-    """One step's hyper-parameters; a release that does not know one does not send it, and None is NaN or infinity."""
+    """AdamW hyper-parameters. A release that does not know one does not send it; null stands for NaN or infinity."""
 
     changes_maths = True
     learning_rate: float | None = None
@@ -48,18 +45,15 @@ class AdamParams(WireModel):
     grad_clip_norm: float | None = None
 
 
-class OptimStepRequest(WireModel):
-    """One optimizer step; `optimizer_params` are those of another optimizer than AdamW."""
+class OptimStepRequest(ModelRequestIds):
+    """One optimizer step; `optimizer_params` belongs to other optimizers than AdamW."""
 
-    model_id: str
-    seq_id: SeqId | None = None
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, object] | None = None
-    type: str | None = None
 
 
 class PassInput(WireModel):
-    """What `forward` and `forward_backward` run on."""
+    """The data and loss of a forward or forward/backward request."""
 
     changes_maths = True
     data: list[Datum]
@@ -67,53 +61,39 @@ class PassInput(WireModel):
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class ForwardBackwardRequest(WireModel):
-    """A training pass in JSON (SDK up to 0.24)."""
+class ForwardBackwardRequest(ModelRequestIds):
+    """A forward/backward request in JSON (SDK up to 0.24)."""
 
-    model_id: str
-    seq_id: SeqId | None = None
     forward_backward_input: PassInput
 
 
-class ForwardRequest(WireModel):
-    """A pass without gradients in JSON (SDK up to 0.24)."""
+class ForwardRequest(ModelRequestIds):
+    """A forward request in JSON (SDK up to 0.24)."""
 
-    model_id: str
-    seq_id: SeqId | None = None
     forward_input: PassInput
 
 
-class UnloadModelRequest(WireModel):
-    """The end of a model."""
-
-    model_id: str
-    seq_id: SeqId | None = None
-    type: str | None = None
+class UnloadModelRequest(ModelRequestIds):
+    """A request to remove a model."""
 
 
 class GetInfoRequest(WireModel):
-    """A question about a model."""
+    """A request for a description of a model."""
 
     model_id: str
     type: str | None = None
 
 
-class ModelData(Answer):
-    """Names of a model; the SDK makes the tokenizer from `tokenizer_id`."""
+class ModelData(Response):
+    """The names of a model; the SDK loads the tokenizer from `tokenizer_id`."""
 
     arch: str | None = None
     model_name: str
     tokenizer_id: str
 
 
-class OptimizerAnswer(Answer):
-    """The optimizer of a model."""
-
-    type: str = "adamw"
-
-
-class GetInfoAnswer(Answer):
-    """What a training client knows of its model."""
+class GetInfoResponse(Response):
+    """A description of a model."""
 
     type: Literal["get_info"] = "get_info"
     model_id: str
@@ -121,11 +101,11 @@ class GetInfoAnswer(Answer):
     model_name: str
     is_lora: bool = True
     lora_rank: int
-    optimizer_config: OptimizerAnswer
+    optimizer_config: OptimizerConfig
 
 
-class Promise(Answer):
-    """Acknowledges a request; its result comes from `retrieve_future`."""
+class FutureHandle(Response):
+    """The future of a queued request; `retrieve_future` returns its result."""
 
     request_id: str
     model_id: str | None = None

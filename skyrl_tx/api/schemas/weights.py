@@ -1,50 +1,42 @@
-"""Keeping weights and taking them up again."""
+"""Schemas of saves, loads, checkpoints and training runs."""
 
 from datetime import datetime
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import Answer, Int, SeqId, WireModel
-from skyrl_tx.api.schemas.training import OptimizerAnswer, OptimizerConfig
+from skyrl_tx.api.schemas.base import Int, ModelRequestIds, Response, SeqId, WireModel
+from skyrl_tx.api.schemas.training import OptimizerConfig
 
 
-class SaveWeightsRequest(WireModel):
-    """Keep weights and optimizer under a name."""
+class SaveRequest(ModelRequestIds):
+    """The name and the lifetime of what is saved."""
 
-    model_id: str
     path: str | None = None
-    seq_id: SeqId | None = None
     ttl_seconds: Int | None = None
+
+
+class SaveWeightsRequest(SaveRequest):
+    """A save of weights and optimizer under a name."""
+
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    type: str | None = None
 
 
-class SaveWeightsForSamplerRequest(WireModel):
-    """Keep weights to sample from, under a name or as a sampling session."""
+class SaveWeightsForSamplerRequest(SaveRequest):
+    """A save of weights to sample from: under a name, or as an ephemeral sampler."""
 
-    model_id: str
-    path: str | None = None
     sampling_session_seq_id: SeqId | None = None
     kind: str = "snapshot"
-    seq_id: SeqId | None = None
-    ttl_seconds: Int | None = None
     user_metadata: dict[str, str] | None = None
-    type: str | None = None
 
 
-class SaveWeightsExternalRequest(WireModel):
-    """Keep weights for download, each file encrypted if there are recipients."""
+class SaveWeightsExternalRequest(SaveRequest):
+    """A save of weights for download; each file is encrypted if there are recipients."""
 
-    model_id: str
-    path: str | None = None
-    seq_id: SeqId | None = None
-    ttl_seconds: Int | None = None
     age_encryption_recipients: list[str] | None = None
-    type: str | None = None
 
 
 class LoadWeightsRequest(WireModel):
-    """Put a checkpoint into a model (`model_id`), or make a model from it (`session_id`, `model_seq_id`)."""
+    """A load into a model (`model_id`), or the creation of a model from a checkpoint (`session_id`, `model_seq_id`)."""
 
     model_id: str | None = None
     seq_id: SeqId | None = None
@@ -60,13 +52,13 @@ class LoadWeightsRequest(WireModel):
 
 
 class WeightsInfoRequest(WireModel):
-    """A question about a checkpoint."""
+    """A request for a description of a checkpoint."""
 
     tinker_path: str
 
 
-class WeightsInfoAnswer(Answer):
-    """What SDKs up to 0.36 build the model from before they load a checkpoint into it."""
+class WeightsInfoResponse(Response):
+    """A description of a checkpoint's model."""
 
     base_model: str
     is_lora: bool = True
@@ -74,11 +66,11 @@ class WeightsInfoAnswer(Answer):
     train_unembed: bool
     train_mlp: bool
     train_attn: bool
-    optimizer_config: OptimizerAnswer
+    optimizer_config: OptimizerConfig
 
 
 class CopyWeightsRequest(WireModel):
-    """Have a checkpoint again: in a project, or as a model of a session (`session_id`, `model_seq_id`)."""
+    """A copy of a checkpoint: into a project, or to a model of a session (`session_id`, `model_seq_id`)."""
 
     source_path: str
     session_id: str | None = None
@@ -88,35 +80,29 @@ class CopyWeightsRequest(WireModel):
     weights_access_token: str | None = None
 
 
-class CopyWeightsAnswer(Answer):
-    """Where the copy is."""
-
-    tinker_path: str
-
-
 class TtlRequest(WireModel):
-    """A new lifetime for a checkpoint from now on; null: for ever."""
+    """A new lifetime of a checkpoint from now on; null is unlimited."""
 
     ttl_seconds: Int | None
 
 
-class ExternalWeightsUrlsAnswer(Answer):
-    """Where each file of external weights can be had, without a key, until `expires`."""
+class ExternalWeightsUrlsResponse(Response):
+    """Signed URLs of the files of external weights, which need no API key and are valid until `expires`."""
 
     urls: dict[str, str]
     expires: datetime
 
 
-class Cursor(Answer):
-    """A place in a list."""
+class Cursor(Response):
+    """The position of a page in a list."""
 
     offset: int
     limit: int
     total_count: int
 
 
-class Checkpoint(Answer):
-    """A saved set of weights."""
+class Checkpoint(Response):
+    """A checkpoint as the management client shows it."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -128,15 +114,15 @@ class Checkpoint(Answer):
     expires_at: datetime | None = None
 
 
-class CheckpointsAnswer(Answer):
+class CheckpointsResponse(Response):
     """A list of checkpoints."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
 
 
-class TrainingRun(Answer):
-    """A model as the management client sees it."""
+class TrainingRun(Response):
+    """A model as the management client shows it."""
 
     training_run_id: str
     base_model: str
@@ -150,7 +136,7 @@ class TrainingRun(Answer):
     user_metadata: dict[str, str] | None = None
 
 
-class TrainingRunsAnswer(Answer):
+class TrainingRunsResponse(Response):
     """A list of training runs."""
 
     training_runs: list[TrainingRun]

@@ -1,5 +1,5 @@
-"""Schemas to `contract.requests`: the only place where the two meet.
+"""Translates schemas to `contract.requests`; no other package knows both.
 
-Checks what needs no knowledge of the backend; raises UserError naming the field and its value. Random choices that the
-client left open are drawn here, so that what is stored is complete.
+Checks what needs no knowledge of the backend, and raises UserError naming the field and its value. Draws the seeds
+that the client left open, so that a stored request is complete.
 """

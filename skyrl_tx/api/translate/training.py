@@ -1,41 +1,40 @@
-"""Making models, training passes, optimizer steps."""
+"""Model creation, training data, forward/backward requests and optimizer steps: from the wire to the contract."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.schemas.base import shown
+from skyrl_tx.api.schemas.inputs import Chunk, Datum, ModelInput
 from skyrl_tx.api.schemas.training import AdamParams, CreateModelRequest, OptimizerConfig, OptimStepRequest, PassInput
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.api.tensors import DenseBudget
+from skyrl_tx.api.submission import Submission
+from skyrl_tx.api.tensors import DenseBudget, from_bytes, from_json, from_numbers, from_proto
 from skyrl_tx.api.translate import provenance
-from skyrl_tx.api.translate.checks import finite, require, seed
-from skyrl_tx.api.translate.inputs import datum_from_json, datum_from_proto, refuse_unknown
-from skyrl_tx.api.translate.translated import Translated
+from skyrl_tx.api.validation import finite, finite_array, is_off, refuse_extra, require, seed_or_random, shown
 from skyrl_tx.contract import requests
+from skyrl_tx.contract.arrays import Int32Array, NumberArray
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import LossConfigValue, OptimizerParams
 
 _ADAM = tuple(AdamParams.model_fields)
 
 
-def create_model(request: CreateModelRequest, settings: ApiSettings) -> Translated:
-    """A fresh adapter; its seed is drawn when the client gave none."""
+def create_model(request: CreateModelRequest, settings: ApiSettings) -> Submission:
+    """Translate `create_model`. Draws the adapter's seed if the client gave none."""
     base_model = settings.known_model_name(request.base_model)
     lora = request.lora_config
     if lora is None:
         raise UserError("lora_config: missing; this server trains LoRA adapters only")
-    require(lora.rank >= 1, f"lora_config.rank {lora.rank}: must be at least 1")
-    require(
-        lora.train_attn or lora.train_mlp or lora.train_unembed,
-        "lora_config: at least one of train_attn, train_mlp and train_unembed must be true",
-    )
-    drawn = requests.CreateModel(
+    create = requests.CreateModel(
         base_model=base_model,
         spec=requests.ModelSpec(
             lora=requests.LoraSpec(
                 rank=lora.rank,
-                seed=seed(lora.seed, "lora_config.seed"),
+                seed=seed_or_random(lora.seed, "lora_config.seed"),
                 train_attn=lora.train_attn,
                 train_mlp=lora.train_mlp,
                 train_unembed=lora.train_unembed,
@@ -43,20 +42,21 @@ def create_model(request: CreateModelRequest, settings: ApiSettings) -> Translat
             optimizer=optimizer_kind(request.optimizer_config),
         ),
     )
-    if lora.seed is not None:
-        return Translated.exactly(drawn)
-    return Translated(drawn, replace(drawn, spec=replace(drawn.spec, lora=replace(drawn.spec.lora, seed=0))))
+    as_sent = create
+    if lora.seed is None:
+        as_sent = replace(create, spec=replace(create.spec, lora=replace(create.spec.lora, seed=0)))
+    return Submission.of(create, as_sent=as_sent, base_model=base_model)
 
 
 def optimizer_kind(config: OptimizerConfig | None) -> str:
-    """Return the optimizer's name; AdamW is the only one."""
+    """Return the optimizer's name. Raises UserError for another one than AdamW."""
     kind = "adamw" if config is None else config.type
     require(kind == "adamw", f"optimizer_config.type {shown(kind)}: this server offers 'adamw' only")
     return kind
 
 
-def optim_step(request: OptimStepRequest) -> Translated:
-    """One AdamW step; fields that the client does not send have the SDK's defaults."""
+def optim_step(request: OptimStepRequest) -> Submission:
+    """Translate one AdamW step. Fields that the client does not send have the SDK's defaults."""
     if request.optimizer_params is not None:
         kind = request.optimizer_params.get("type")
         raise UserError(f"optimizer_params.type {shown(kind)}: this server offers 'adamw', through adam_params")
@@ -66,48 +66,41 @@ def optim_step(request: OptimStepRequest) -> Translated:
     given = {
         name: _number(getattr(adam, name), f"adam_params.{name}") for name in _ADAM if name in adam.model_fields_set
     }
-    params = OptimizerParams(**given)
-    for name, value in (("beta1", params.beta1), ("beta2", params.beta2)):
-        require(0 <= value < 1, f"adam_params.{name} {value}: must be in [0, 1)")
-    for name, value in (("eps", params.eps), ("grad_clip_norm", params.grad_clip_norm)):
-        require(value >= 0, f"adam_params.{name} {value}: must not be negative")
-    return Translated.exactly(requests.OptimStep(params=params))
+    return Submission.of(requests.OptimStep(params=OptimizerParams(**given)))
 
 
 def _number(value: float | None, where: str) -> float:
-    """Return a finite number. The SDK writes NaN and infinity as null: taken for absent, they would be the default."""
+    """Return a finite number. The SDK writes NaN and infinity as null, which must not become the default."""
     if value is None:
         raise UserError(f"{where} null: must be a finite number (NaN and infinity arrive as null)")
     return finite(value, where)
 
 
-def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: int) -> Translated:
-    """A training pass as SDKs from 0.25 on send it."""
+def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: int) -> Submission:
+    """Translate a forward/backward request of SDKs from 0.25 on."""
     budget = DenseBudget(max_dense_bytes)
     config: dict[str, LossConfigValue] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         refuse_unknown(value, f"loss_fn_config[{shown(name)}]")
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     data = (datum_from_proto(datum, budget, f"data[{index}]") for index, datum in enumerate(message.data))
-    made = _model_pass(data, message.loss_fn, config, backward=not message.forward_only)
-    if message.loss_fn != provenance.NEEDS_PROVENANCE:
-        return made
-    return replace(made, provenance=tuple(map(provenance.from_proto, message.data)))
+    request = _model_pass(data, message.loss_fn, config, backward=not message.forward_only)
+    spans = map(provenance.of, message.data) if provenance.is_needed(request.loss) else ()
+    return Submission.of(request, provenance=tuple(spans))
 
 
-def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) -> Translated:
-    """A training pass as SDKs up to 0.24 send it."""
+def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) -> Submission:
+    """Translate a forward/backward request of SDKs up to 0.24."""
     budget = DenseBudget(max_dense_bytes)
     data = (datum_from_json(datum, budget, f"data[{index}]") for index, datum in enumerate(request.data))
-    made = _model_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
-    if request.loss_fn != provenance.NEEDS_PROVENANCE:
-        return made
-    return replace(made, provenance=tuple(map(provenance.from_json, request.data)))
+    model_pass = _model_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
+    spans = map(provenance.of, request.data) if provenance.is_needed(model_pass.loss) else ()
+    return Submission.of(model_pass, provenance=tuple(spans))
 
 
 def _model_pass(
     data: Iterable[requests.Datum], loss: str, config: dict[str, LossConfigValue], *, backward: bool
-) -> Translated:
+) -> requests.ModelPass:
     for name, value in config.items():
         if not isinstance(value, str):
             finite(value, f"loss_fn_config[{shown(name)}]")
@@ -115,4 +108,68 @@ def _model_pass(
         data=tuple(data), loss=loss, loss_config=dict(sorted(config.items())), backward=backward
     )
     require(len(request.data) > 0, "data: holds no datum")
-    return Translated.exactly(request)
+    return request
+
+
+def datum_from_proto(message: wire_pb2.Datum, budget: DenseBudget, where: str) -> requests.Datum:
+    """Read one training sequence without its provenance spans."""
+    runs: list[NumberArray] = []
+    for index, chunk in enumerate(message.model_input):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise _unsupported(kind or "unknown", f"{where}.model_input[{index}]")
+        runs.append(from_bytes(chunk.encoded_text.tokens, "int32", f"{where}.model_input[{index}].tokens"))
+    inputs: dict[str, NumberArray] = {}
+    for name, tensor in sorted(message.loss_fn_inputs.items()):
+        inner = f"{where}.loss_fn_inputs[{shown(name)}]"
+        refuse_unknown(tensor, inner)
+        inputs[name] = finite_array(from_proto(tensor, budget, inner), inner)
+    return requests.Datum(tokens=_joined(runs, where), loss_inputs=inputs)
+
+
+def datum_from_json(datum: Datum, budget: DenseBudget, where: str) -> requests.Datum:
+    """Read one training sequence without its provenance spans."""
+    inputs: dict[str, NumberArray] = {}
+    for name, tensor in sorted(datum.loss_fn_inputs.items()):
+        inner = f"{where}.loss_fn_inputs[{shown(name)}]"
+        refuse_extra(tensor, f"{inner}.")
+        inputs[name] = finite_array(from_json(tensor, budget, inner), inner)
+    return requests.Datum(tokens=tokens_from_json(datum.model_input, where), loss_inputs=inputs)
+
+
+def tokens_from_json(model_input: ModelInput, where: str) -> Int32Array:
+    """Concatenate the text chunks of a model input to tokens [T]. Raises UserError for other chunks."""
+    runs: list[NumberArray] = []
+    for index, chunk in enumerate(model_input.chunks):
+        inner = f"{where}.chunks[{index}]"
+        kind = _chunk_kind(chunk)
+        if kind != "encoded_text" or chunk.tokens is None:
+            raise _unsupported(kind, inner)
+        refuse_extra(chunk, f"{inner}.")
+        runs.append(from_numbers(chunk.tokens, "int32", f"{inner}.tokens"))
+    return _joined(runs, where)
+
+
+def refuse_unknown(message: Message, where: str) -> None:
+    """Raise UserError for an unknown protobuf field that is set."""
+    for field in UnknownFieldSet(message):
+        if not is_off(field.data) and field.data != b"":
+            raise UserError(f"{where}: field number {field.field_number} is not known to this server")
+
+
+def _chunk_kind(chunk: Chunk) -> str:
+    """Return a chunk's type, from its fields where the client names none (SDK up to 0.16)."""
+    if chunk.type is not None:
+        return chunk.type
+    by_field = {"encoded_text": chunk.tokens, "image_asset_pointer": chunk.location, "image": chunk.data}
+    return next((kind for kind, value in by_field.items() if value is not None), "dmel" if chunk.dmel else "unknown")
+
+
+def _unsupported(kind: str, where: str) -> UserError:
+    return UserError(f"{where}: chunks of type {shown(kind)} are not offered, this server reads text only")
+
+
+def _joined(runs: Sequence[NumberArray], where: str) -> Int32Array:
+    tokens = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int32), *runs])
+    require(tokens.size > 0, f"{where}: holds no tokens")
+    return tokens

@@ -1,19 +1,19 @@
-"""Keeping weights and taking them up again."""
+"""Saves and loads of weights: from the wire to the contract."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from skyrl_tx import age
-from skyrl_tx.api.schemas.base import shown
-from skyrl_tx.api.schemas.weights import (
-    LoadWeightsRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
+from sqlmodel import Session
+
+from skyrl_tx import artifacts
+from skyrl_tx.api import access
+from skyrl_tx.api.authentication import Principal
+from skyrl_tx.api.schemas import weights as schemas
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.api.translate.checks import require, ttl
+from skyrl_tx.api.submission import Submission
 from skyrl_tx.api.translate.training import optimizer_kind
-from skyrl_tx.api.translate.translated import Translated
+from skyrl_tx.api.validation import check_ttl, require, shown
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import (
@@ -26,80 +26,82 @@ from skyrl_tx.contract.ids import (
 )
 
 _INFLIGHT = "inflight"
-_NOT_LOOKED_UP = requests.ModelSpec(lora=requests.LoraSpec(rank=1, seed=0))
+_DIGEST_SPEC = requests.ModelSpec(lora=requests.LoraSpec(rank=1, seed=0))
+"""Stands for a checkpoint's spec in the idempotency digest of a load. Digests are stored, so it never changes."""
 
 
-def save_weights(request: SaveWeightsRequest) -> Translated:
-    """Weights and optimizer under a name."""
-    if request.path is None:
-        raise UserError("path: missing; a training checkpoint needs a name")
-    return Translated.exactly(
-        requests.SaveWeights(
-            kind=CheckpointKind.TRAINING.value,
-            name=checkpoint_name(request.path),
-            ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
-            overwrite=request.overwrite,
-            user_metadata=request.user_metadata,
-        )
-    )
+def save_weights(request: schemas.SaveWeightsRequest) -> Submission:
+    """Translate a save of a training checkpoint: weights and optimizer under a name."""
+    require(request.path is not None, "path: missing; a training checkpoint needs a name")
+    save = _save(request, CheckpointKind.TRAINING)
+    return Submission.of(replace(save, overwrite=request.overwrite, user_metadata=request.user_metadata))
 
 
-def save_weights_for_sampler(request: SaveWeightsForSamplerRequest, session_id: SessionId) -> Translated:
-    """Weights to sample from: under a name, or as a sampling session of the model's session."""
+def save_weights_for_sampler(request: schemas.SaveWeightsForSamplerRequest, session_id: SessionId) -> Submission:
+    """Translate a save to sample from: a named checkpoint, or an ephemeral sampler of the model's session."""
     is_inflight = request.kind == _INFLIGHT
     require(is_inflight or request.kind == "snapshot", f"kind {shown(request.kind)}: must be 'snapshot' or 'inflight'")
     require(
         not is_inflight or request.path is None,
         f"kind 'inflight': path {shown(request.path)} names weights that never change; leave it out",
     )
-    if request.path is None and request.sampling_session_seq_id is None:
-        raise UserError("path: missing, and sampling_session_seq_id too; one of them must name what is saved")
+    as_sent = _save(request, CheckpointKind.SAMPLER)
+    as_sent = replace(as_sent, is_inflight=is_inflight, user_metadata=request.user_metadata)
+    if request.path is not None:
+        return Submission.of(as_sent)
     seq_id = request.sampling_session_seq_id
-    save = requests.SaveWeights(
-        kind=CheckpointKind.SAMPLER.value,
-        name=None if request.path is None else checkpoint_name(request.path),
-        sampling_session_id=(
-            sampling_session_id(session_id, seq_id) if request.path is None and seq_id is not None else None
-        ),
-        is_inflight=is_inflight,
-        ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
-        user_metadata=request.user_metadata,
-    )
-    # A client that sends it again counts on: the session is the one of the first (SDK 0.38, training_client.py).
-    return Translated(save, identity=replace(save, sampling_session_id=None))
+    if seq_id is None:
+        raise UserError("path: missing, and sampling_session_seq_id too; one of them must name what is saved")
+    # A retrying client increments sampling_session_seq_id: the session is that of the first POST (SDK 0.38,
+    # training_client.py).
+    save = replace(as_sent, sampling_session_id=sampling_session_id(session_id, seq_id))
+    return Submission.of(save, as_sent=as_sent)
 
 
-def save_weights_external(request: SaveWeightsExternalRequest) -> Translated:
-    """Weights for download, under a name."""
-    if request.path is None:
-        raise UserError("path: missing; external weights need a name")
+def save_weights_external(request: schemas.SaveWeightsExternalRequest) -> Submission:
+    """Translate a save for download, under a name."""
+    require(request.path is not None, "path: missing; external weights need a name")
     recipients = tuple(request.age_encryption_recipients or ())
-    age.check_recipients(recipients, "age_encryption_recipients")
-    return Translated.exactly(
-        requests.SaveWeights(
-            kind=CheckpointKind.EXTERNAL.value,
-            name=checkpoint_name(request.path),
-            ttl_s=ttl(request.ttl_seconds, "ttl_seconds"),
-            age_recipients=recipients,
-        )
+    artifacts.parse_recipients(recipients, "age_encryption_recipients")  # so that the client gets the error
+    return Submission.of(replace(_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
+
+
+def _save(request: schemas.SaveRequest, kind: CheckpointKind) -> requests.SaveWeights:
+    return requests.SaveWeights(
+        kind=kind.value,
+        name=None if request.path is None else checkpoint_name(request.path),
+        ttl_s=check_ttl(request.ttl_seconds, "ttl_seconds"),
     )
 
 
-def load_weights(request: LoadWeightsRequest, settings: ApiSettings) -> requests.LoadWeights:
-    """A load whose checkpoint is still to be looked up; what is found there is no part of the identity."""
+def load_weights(
+    tx: Session, readers: Sequence[Principal], request: schemas.LoadWeightsRequest, settings: ApiSettings, now: float
+) -> Submission:
+    """Translate a load, and find its checkpoint in the transaction that stores the request.
+
+    The digest covers the path and not the checkpoint's content, so a retry gives the first future even if the
+    checkpoint was replaced or deleted since.
+    """
     optimizer_kind(request.optimizer_config)
-    return requests.LoadWeights(
-        path=str(training_path(request.path)),
-        artifact_id=ArtifactId(""),
-        spec=_NOT_LOOKED_UP,
+    path = training_path(request.path)
+    load = partial(
+        requests.LoadWeights,
+        path=str(path),
         optimizer=request.optimizer,
         create=request.model_id is None,
         base_model=None if request.base_model is None else settings.known_model_name(request.base_model),
     )
+    as_sent = load(artifact_id=ArtifactId(""), spec=_DIGEST_SPEC)
+    try:
+        checkpoint, maker = access.saved_weights(tx, readers, path, now)
+    except UserError as error:
+        return Submission.rejected("load_weights", error.message, as_sent=as_sent)
+    request_to_store = load(artifact_id=checkpoint.artifact_id, spec=access.spec_of(maker))
+    return Submission.of(request_to_store, as_sent=as_sent, base_model=maker.base_model)
 
 
 def training_path(text: str) -> CheckpointPath:
-    """Read the path of a checkpoint that can be trained on."""
+    """Parse the path of a checkpoint that can be trained on."""
     path = CheckpointPath.parse(text)
     require(
         path.kind is CheckpointKind.TRAINING,
@@ -109,7 +111,7 @@ def training_path(text: str) -> CheckpointPath:
 
 
 def sampler_path(text: str) -> CheckpointPath:
-    """Read the path of a checkpoint that can be sampled from."""
+    """Parse the path of a checkpoint that can be sampled from."""
     path = CheckpointPath.parse(text)
     require(
         path.kind is CheckpointKind.SAMPLER,

@@ -1,4 +1,4 @@
-"""The JAX backend's entry point. Importing it imports no JAX."""
+"""The entry point of the JAX backend. Importing it does not import JAX."""
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec

@@ -1,4 +1,4 @@
-"""The JAX backend's settings."""
+"""The settings of the JAX backend."""
 
 import os
 from pathlib import Path
@@ -12,17 +12,20 @@ def _default_compile_cache() -> Path:
 
 
 class MeshConfig(BaseModel):
-    """How many ways the model is cut; the product is the number of devices, all of which are used."""
+    """The size of each mesh axis. The product is the number of devices, all of which are used."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    fsdp: int = Field(default=1, gt=0, description="Ways that rows are cut, and all weights for storage.")
-    tp: int = Field(default=1, gt=0, description="Ways that heads, feed-forwards and the vocabulary are cut.")
-    ep: int = Field(default=1, gt=0, description="Ways that experts are spread, and rows cut further.")
+    fsdp: int = Field(default=1, gt=0)
+    """FSDP degree: shards batch rows and parameter storage."""
+    tp: int = Field(default=1, gt=0)
+    """Tensor parallel degree: shards heads, feed-forward layers and the vocabulary."""
+    ep: int = Field(default=1, gt=0)
+    """Expert parallel degree: shards experts and batch rows."""
 
     @property
     def num_devices(self) -> int:
-        """How many devices that takes."""
+        """The number of devices of the mesh."""
         return self.fsdp * self.tp * self.ep
 
     def __str__(self) -> str:
@@ -30,90 +33,62 @@ class MeshConfig(BaseModel):
 
 
 class JaxConfig(BaseModel):
-    """What the operator may choose; lengths and budgets count tokens."""
+    """The operator's settings. Lengths and budgets count tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    load_format: Literal["auto", "dummy"] = Field(
-        default="auto", description="'auto' reads the checkpoint's weights; 'dummy' makes some up, for measuring speed."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto",
-        description="Type of the base weights; 'auto': bfloat16 on accelerators, float32 on CPU. "
-        "Adapters, gradients and moments are float32 always.",
-    )
-    max_context_length: int | None = Field(
-        default=None,
-        gt=1,
-        description="Longest sequence, prompt and continuation; unset: what the model allows. "
-        "Never more than max_sample_tokens.",
-    )
-    compile_cache_dir: Path | None = Field(
-        default_factory=_default_compile_cache,
-        description="Where compiled programs are kept, so that a restart need not compile again; null: nowhere.",
-    )
-    warmup: bool = Field(
-        default=False,
-        description="Compile every common shape before the server is ready, not on first use: minutes, once per cache.",
-    )
+    load_format: Literal["auto", "dummy"] = "auto"
+    """'auto' reads the checkpoint's weights; 'dummy' generates random weights, to measure speed."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the base weights; 'auto': bfloat16 on accelerators, float32 on CPU.
+    Adapters, gradients and optimizer moments are always float32."""
+    max_context_length: int | None = Field(default=None, gt=1)
+    """Longest sequence, prompt and new tokens. Unset: the model's limit. Never more than max_sample_tokens."""
+    compile_cache_dir: Path | None = Field(default_factory=_default_compile_cache)
+    """Directory of compiled programs, which a restart reads instead of compiling; null: none."""
+    warmup: bool = False
+    """Compile every common shape before the server is ready, not on first use.
+    Takes minutes with an empty compile_cache_dir."""
 
-    mesh: MeshConfig = Field(default_factory=MeshConfig, description="Devices: unset, the first that JAX sees.")
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    """Mesh of devices. Unset: the first device."""
 
     # Training
-    max_lora_adapters: int | None = Field(
-        default=None,
-        gt=0,
-        description="Models resident for training at once; others wait on disk. Room that is not in use costs nothing. "
-        "Unset: what the memory allows for models of rank max_lora_rank, at most 64.",
-    )
-    max_lora_rank: int = Field(default=64, gt=0, description="Largest LoRA rank a client may ask for.")
-    micro_batch_tokens: int | None = Field(
-        default=None,
-        gt=0,
-        description="Tokens computed at once in training, padding included, on all devices; bounds memory. Unset: what "
-        "the device's memory allows, 1024 on CPU. Another value, other bits.",
-    )
-    max_pass_tokens: int = Field(
-        default=65536, gt=0, description="Tokens of all requests that one training pass should take together."
-    )
-    remat: bool | None = Field(
-        default=None,
-        description="Compute each layer twice in training rather than keep its activations: less memory. Unset: where "
-        "few tokens would fit otherwise, and never on CPU.",
-    )
+    max_lora_adapters: int | None = Field(default=None, gt=0)
+    """Models in training on the device at the same time; others are evicted to disk.
+    A model takes memory when it is created. Unset: what fits for models of rank max_lora_rank, at most 64."""
+    max_lora_rank: int = Field(default=64, gt=0)
+    """Highest LoRA rank that a client may request."""
+    micro_batch_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of a micro-batch in training, padding included, on all devices; bounds memory.
+    Unset: what fits, 1024 on CPU. Changing this value changes results bitwise."""
+    max_pass_tokens: int = Field(default=65536, gt=0)
+    """Tokens of all requests that one training pass may batch together."""
+    remat: bool | None = None
+    """Rematerialize layers in the backward pass instead of keeping their activations: less memory, more time. Unset:
+    only where few tokens would fit otherwise, and never on CPU."""
 
     # Sampling
-    max_sampler_adapters: int = Field(
-        default=16, gt=0, description="Frozen adapters resident for sampling at once, the base model not counted."
-    )
-    sample_slots: int = Field(default=32, gt=0, description="Samples that are decoded side by side.")
-    max_sample_tokens: int | None = Field(
-        default=None,
-        gt=0,
-        description="Prompt and new tokens in the key/value cache at once, over all samples. Unset: what the device's "
-        "memory allows, at most 65536 on CPU. Another value, other shapes.",
-    )
-    prefix_cache_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens of prompts that are kept for those that begin alike; 0: none. Unset: a quarter of "
-        "max_sample_tokens.",
-    )
-    decode_slice_tokens: int = Field(
-        default=16, gt=0, description="Tokens decoded for each sample before training gets its turn."
-    )
-    prefill_tokens: int = Field(
-        default=2048,
-        gt=0,
-        description="Prompt tokens computed before running samples get their turn, padding included.",
-    )
-    prefill_chunk_tokens: int = Field(
-        default=256,
-        ge=32,
-        description="Prompt tokens computed at once, a power of two. Prompts that begin alike share whole chunks, that "
-        "is 128 tokens, 256, 512 … up to that many, then so many each time.",
-    )
-    max_topk_logprobs: int = Field(default=20, ge=0, description="Largest top-k of log-probabilities to report.")
+    max_sampler_adapters: int = Field(default=16, gt=0)
+    """Adapters loaded for sampling at the same time, without the base model."""
+    sample_slots: int = Field(default=32, gt=0)
+    """KV cache slots: samples that are decoded at the same time."""
+    max_sample_tokens: int | None = Field(default=None, gt=0)
+    """Prompt and new tokens in the KV cache, over all slots.
+    Unset: what fits, at most 65536 on CPU. Changing this value compiles other programs."""
+    prefix_cache_tokens: int | None = Field(default=None, ge=0)
+    """Tokens in the prefix cache, which stores recent prompts for later ones with an equal beginning; 0: none.
+    Unset: a quarter of max_sample_tokens."""
+    decode_slice_tokens: int = Field(default=16, gt=0)
+    """Tokens decoded for each sample before the next training step may run."""
+    prefill_tokens: int = Field(default=2048, gt=0)
+    """Prompt tokens computed between two decode slices, padding included."""
+    prefill_chunk_tokens: int = Field(default=256, ge=32)
+    """Size of a prefill chunk, a power of two.
+    Prompts with equal beginnings share whole chunks, which end at 128, 256, 512 … tokens up to this size, then at its
+    multiples."""
+    max_topk_logprobs: int = Field(default=20, ge=0)
+    """Largest top-k of log-probabilities that a client may request."""
 
     @field_validator("prefill_chunk_tokens")
     @classmethod

@@ -1,13 +1,14 @@
-"""How many tokens are computed and kept at once, in training and in sampling: from a model of the device's memory.
+"""Plans memory: the size of micro-batches, the KV cache, the adapter pool, and the number of models in training.
 
-What the backward pass keeps is not guessed: the forward pass is traced without being run, at two lengths, and the
-arrays that it hands on are counted. The difference is what a token costs; weights, handed on whole, fall out of it.
+The memory that the backward pass needs is measured, not guessed: the forward pass is traced without being run, at two
+lengths, and the bytes of the arrays that it passes on are counted. The difference is the cost of a token; weights,
+which both traces pass on whole, cancel out.
 """
 
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,40 +16,50 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.adapters import padded_rank
-from skyrl_tx.backends.jax.chunks import Chunks
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
+from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.contract.errors import CapacityError
-from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
+from skyrl_tx.layers.remat import RematPolicy
 
-UNKNOWN_MEMORY_TOKENS = 1024  # of a micro-batch where the device does not tell its memory, as no CPU does
-SHARE = 0.5  # of what is free beside weights, cache and prompts; the rest is for models in training and fragmentation
-SAMPLE_SHARE = 0.5  # of what is free beside weights, for the keys and values of samples and of prompts
-POOL_SHARE = 0.05  # of the same, for frozen adapters from the start; more samplers in use take more
-FEWEST_PLACES = 4  # of which one is the base model's
-MODEL_SHARE = (
-    0.4  # of what is free beside weights, cache and prompts, for all that models in training have of their own
-)
-MOST_MODELS = 64  # a team's; more would seldom be in use at once
-UNKNOWN_SAMPLE_TOKENS = 65536  # in the cache where the device does not tell its memory, if the host has that much
-FEWEST, MOST = 256, 16384  # tokens of each device in a micro-batch
-ENOUGH = 4096  # with that many and no second computation of layers, a device has enough to do
-RANK = 32  # tinker/lib/public_interfaces/service_client.py, create_lora_training_client
+TRAINING_SHARE = 0.5
+"""Share of the memory left by weights, KV cache and prompts that a micro-batch may take; models need the rest."""
+SAMPLE_SHARE = 0.5
+"""Share of the memory left by weights that keys and values of samples and prompts may take."""
+POOL_SHARE = 0.05
+"""Share of the memory left by weights that the adapter pool takes at start-up; it grows when more samplers are used."""
+MODEL_SHARE = 0.4
+"""Share of the memory left by weights, KV cache and prompts for the state of models in training."""
+
+MIN_ADAPTER_SLOTS = 4
+"""Adapter slots for sampling at start-up, at least; one of them is the base model's."""
+MAX_MODELS = 64
+"""Models in training at the same time, at most, unless configured; a larger team seldom uses more."""
+DEFAULT_MICRO_BATCH_TOKENS = 1024
+"""Tokens of a micro-batch on a device that does not report its memory, as CPUs do not."""
+DEFAULT_SAMPLE_TOKENS = 65536
+"""Positions of the KV cache on a device that does not report its memory, if the host has as much."""
+MIN_TOKENS, MAX_TOKENS = 256, 16384
+"""Bounds of the tokens of each device in a micro-batch."""
+SUFFICIENT_TOKENS = 4096
+"""Tokens without rematerialization that keep a device busy; with fewer, layers are rematerialized."""
+RANK = 32
+"""The SDK's default rank (tinker/lib/public_interfaces/service_client.py, create_lora_training_client)."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What bounds the memory of a micro-batch."""
+    """The settings that bound the memory of a micro-batch."""
 
     micro_batch_tokens: int  # on all devices together, padding included
     remat: bool
 
     def smaller(self) -> Iterator["MemoryPlan"]:
-        """Yield what to try, in turn, when this was too much."""
+        """Yield plans to try, in this order, when the device has too little memory for this one."""
         tokens = self.micro_batch_tokens // 2
         while tokens > 0:
             yield replace(self, micro_batch_tokens=tokens)
@@ -57,60 +68,45 @@ class MemoryPlan:
             yield replace(self, remat=True)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRoom:
-    """Positions that have keys and values at once, on all devices together.
-
-    Those of samples are there from the start. Prompts take theirs as they come, the least recently used of those that
-    are only kept making room: for the longest there may be and one that a step computes whole, at least.
-    """
-
-    tokens: int
-    prompt_tokens: int
-    prefix_tokens: int  # of prompts that are only kept
-    max_length: int  # of one sample, prompt and new tokens
-    prompt_bytes: int = 0  # what prompts take of each device
-
-
 class Memory:
-    """The plan in force. It only ever shrinks: what did not fit, where less did, is not tried again in this process."""
+    """The memory plan in force. It only shrinks during the life of the process."""
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.plan = plan
 
     def shrink(self, plan: MemoryPlan) -> None:
-        """Keep to a plan that helped, unless another pass has shown since that less is needed."""
+        """Adopt a smaller plan with which a pass succeeded, unless the plan in force is smaller already."""
         self.plan = min(self.plan, plan, key=lambda each: (each.micro_batch_tokens, not each.remat))
-        log.warning("from now on %s, as that helped", self.plan)
+        log.warning("all passes now use %s", self.plan)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes of one device, by trace."""
+    """Bytes that training needs on each device, by trace."""
 
     fixed: int
-    token: int  # with what products gave kept
+    token: int  # with the results of matrix products kept for the backward pass
     token_with_remat: int
 
 
 def is_exhausted(error: Exception) -> bool:
-    """Return whether a device, or the host for it, had no memory left."""
+    """Return whether a device, or the host on its behalf, ran out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def no_memory(purpose: str, error: Exception) -> CapacityError:
-    """Return what the caller is told of an exhausted device; the log has the device's own words."""
+    """Return the client's error for an exhausted device, and log the device's own message."""
     log.error("no memory left for %s: %s", purpose, error)
     return CapacityError(
-        f"the device has no memory left for {purpose}: nothing was changed. A start with a lower "
+        f"the device has no memory left for {purpose}. State is unchanged. Restart with a lower "
         "--backend-config.max-lora-adapters, --backend-config.max-lora-rank or --backend-config.max-sample-tokens "
-        "leaves it more"
+        "to free memory"
     )
 
 
 @contextmanager
-def said_if_exhausted(purpose: str) -> Iterator[None]:
-    """Raise CapacityError where the device has no memory left for what is done inside."""
+def capacity_errors(purpose: str) -> Generator[None]:
+    """Raise CapacityError when the device runs out of memory inside the context."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -119,49 +115,49 @@ def said_if_exhausted(purpose: str) -> Iterator[None]:
         raise
 
 
-def choose(
-    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, promised: int = 0
+def plan_training_memory(
+    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, reserved: int = 0
 ) -> MemoryPlan:
-    """Return the plan for this device, and say why; the flags, where given, have the last word.
+    """Return the memory plan for this device, and log its reason. Configured values take precedence.
 
-    To be asked once weights and cache are on the device, of which so many bytes are promised to others.
+    Call it when weights and KV cache are on the device. `reserved` bytes of each device are kept free.
     """
     tokens, remat = config.micro_batch_tokens, config.remat
     free = free_bytes(params)
     if free is None:
-        reason = "the device does not tell its memory"
-        plan = MemoryPlan(tokens or UNKNOWN_MEMORY_TOKENS, bool(remat))
+        reason = "the device does not report its memory"
+        plan = MemoryPlan(tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(remat))
     else:
         costs = costs_of(params, model)
-        free -= promised
+        free -= reserved
         plan = plan_for(free, costs, config, num_shards=params.layout.num_shards("batch"))
         cost = costs.token_with_remat if plan.remat else costs.token
         reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
-    told = [name for name, value in (("micro_batch_tokens", tokens), ("remat", remat)) if value is not None]
+    configured = [name for name, value in (("micro_batch_tokens", tokens), ("remat", remat)) if value is not None]
     log.info(
         "micro-batches of %d tokens, %s: %s%s",
         plan.micro_batch_tokens,
-        "layers computed twice" if plan.remat else "results of products kept",
+        "layers rematerialized" if plan.remat else "results of matrix products kept",
         reason,
-        f" ({' and '.join(told)} as told)" if told else "",
+        f" ({' and '.join(configured)} configured)" if configured else "",
     )
     return plan
 
 
 def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
-    """Return the plan for so many free bytes of each device, of which there are `num_shards` with rows of their own."""
+    """Return the memory plan for `free` bytes of each device and `num_shards` shards of the batch."""
 
     def tokens_of(cost: int) -> int:
-        fitting = (SHARE * free - costs.fixed) / cost
-        return min(max(1 << int(math.log2(max(fitting, 1))), FEWEST), MOST)
+        fitting = (TRAINING_SHARE * free - costs.fixed) / cost
+        return min(max(1 << int(math.log2(max(fitting, 1))), MIN_TOKENS), MAX_TOKENS)
 
-    remat = tokens_of(costs.token) < ENOUGH if config.remat is None else config.remat
+    remat = tokens_of(costs.token) < SUFFICIENT_TOKENS if config.remat is None else config.remat
     fitting = tokens_of(costs.token_with_remat) if remat else tokens_of(costs.token)
     return MemoryPlan(config.micro_batch_tokens or fitting * num_shards, remat)
 
 
 def free_bytes(params: models.DecoderParams) -> int | None:
-    """Return what the fullest of the devices has left; None when they do not tell."""
+    """Return the free memory of the fullest device; None when devices do not report their memory."""
     found: list[int] = []
     for device in params.embed.devices():
         stats = device.memory_stats()
@@ -171,133 +167,135 @@ def free_bytes(params: models.DecoderParams) -> int | None:
     return min(found)
 
 
-def sample_room(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleRoom:
-    """Return the room for samples, and say why; the flags, where given, have the last word.
+def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:
+    """Return the memory for keys and values, and log its reason. Configured values take precedence.
 
-    To be asked once weights are on the device. Never more than all slots could use.
+    Call it when the weights are on the device. The KV cache is never larger than all slots can use.
     """
     layout, dtype = params.layout, params.embed.dtype
     kv_heads = model.num_kv_heads // math.gcd(layout.num_shards("kv_heads"), model.num_kv_heads)
-    rows = layout.num_shards("batch")  # a prompt is one row, which is not cut
+    shards = layout.num_shards("batch")  # of the KV cache; a prompt is a single row, which is not sharded
     free = free_bytes(params)
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
         free = _free_on_host(params)
-        most = min(most, UNKNOWN_SAMPLE_TOKENS)
-        kv_heads, rows = model.num_kv_heads, 1  # all devices are this host
+        most = min(most, DEFAULT_SAMPLE_TOKENS)
+        kv_heads, shards = model.num_kv_heads, 1  # all devices share the host's memory
     token = 2 * model.num_layers * kv_heads * model.head_dim * dtype.itemsize
-    room = _largest_room(int(SAMPLE_SHARE * max(free, 0) / token), rows, most, config, model)
+    memory = _largest_sample_memory(int(SAMPLE_SHARE * max(free, 0) / token), shards, most, config, model)
     log.info(
-        "samples of %d tokens at once%s, and prompts of %d: %.1f GiB are free, a token takes %.1f KiB",
-        room.tokens,
-        " (as told)" if config.max_sample_tokens else "",
-        room.prompt_tokens,
+        "KV cache of %d tokens%s, and prompts of %d: %.1f GiB are free, a token takes %.1f KiB",
+        memory.tokens,
+        " (configured)" if config.max_sample_tokens else "",
+        memory.prompt_tokens,
         free / 2**30,
         token / 2**10,
     )
-    return replace(room, prompt_bytes=room.prompt_tokens * token)
+    return replace(memory, prompt_bytes=memory.prompt_tokens * token)
 
 
-def _largest_room(fitting: int, rows: int, most: int, config: JaxConfig, model: models.ModelConfig) -> SampleRoom:
-    """Return what a device takes that has room for so many positions, and one of `rows` parts of each sample's."""
+def _largest_sample_memory(
+    fitting: int, shards: int, most: int, config: JaxConfig, model: models.ModelConfig
+) -> SampleMemory:
+    """Return the largest memory for `fitting` positions of a device, which has one of `shards` shards of the cache."""
     if config.max_sample_tokens:
-        return _room_beside(config.max_sample_tokens, config, model)
-    room = _room_beside(max(min(_rounded_down(fitting * rows), most), 1), config, model)
-    while room.tokens > 1 and room.tokens / rows + room.prompt_tokens > fitting:
-        room = _room_beside(_rounded_down(room.tokens - 1), config, model)
-    return room
+        return _sample_memory(config.max_sample_tokens, config, model)
+    memory = _sample_memory(max(min(_rounded_down(fitting * shards), most), 1), config, model)
+    while memory.tokens > 1 and memory.tokens / shards + memory.prompt_tokens > fitting:
+        memory = _sample_memory(_rounded_down(memory.tokens - 1), config, model)
+    return memory
 
 
-def _room_beside(tokens: int, config: JaxConfig, model: models.ModelConfig) -> SampleRoom:
-    """Return the room for prompts that goes with so many tokens of samples."""
+def _sample_memory(tokens: int, config: JaxConfig, model: models.ModelConfig) -> SampleMemory:
+    """Return the memory of a KV cache of `tokens` positions, with prompt buffers of a suitable size."""
     context = model.max_context_length
     max_length = min(context, config.max_context_length or context, tokens)
-    chunks = Chunks.of(config, max_length)
+    shapes = PrefillShapes.of(config, max_length)
     prefix_tokens = tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens
-    needed = chunks.longest + chunks.room_of(min(config.prefill_tokens, max_length))
-    return SampleRoom(tokens, max(prefix_tokens, needed), prefix_tokens, max_length)
+    needed = shapes.longest + shapes.buffer_length(min(config.prefill_tokens, max_length))
+    return SampleMemory(config.sample_slots, tokens, max(prefix_tokens, needed), prefix_tokens, max_length)
 
 
-def model_room(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, promised: int = 0) -> int:
-    """Return how many models may be in training at once, and say why; the flag, where given, has the last word.
+def max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, reserved: int = 0) -> int:
+    """Return how many models may be in training at the same time, and log the reason.
 
-    To be asked once weights and cache are on the device, of which so many bytes are promised to others. A model takes
-    memory when it is made, and for its own rank: weights, gradient and two moments. Here all are of the highest rank
-    that a client may ask for, and whole on one device, though `tp` may cut them.
+    A configured number takes precedence. Call it when weights and KV cache are on the device. `reserved` bytes of each
+    device are kept free. A model takes memory when it is created, for its own rank: weights, gradient and two moments.
+    This estimate assumes the highest rank that a client may ask for, unsharded.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free, cost = max(_free(params) - promised, 0), 4 * _adapter_bytes(model, padded_rank(config.max_lora_rank))
-    fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, has the new state of one beside the old
-    room = max(1, min(fitting, MOST_MODELS))
+    free, cost = max(_free(params) - reserved, 0), 4 * _adapter_bytes(model, padded_rank(config.max_lora_rank))
+    fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, needs the new and the old state of one model
+    found = max(1, min(fitting, MAX_MODELS))
     log.info(
-        "%d models in training at once: %.1f GiB are free, one of rank %d takes %.1f MiB",
-        room,
+        "%d models in training at the same time: %.1f GiB are free, a model of rank %d takes %.1f MiB",
+        found,
         free / 2**30,
         config.max_lora_rank,
         cost / 2**20,
     )
-    return room
+    return found
 
 
-def sampler_places(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
-    """Return how many places for frozen adapters to lay out from the start, the base model's included.
+def num_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+    """Return how many adapter slots the sampler pool has at start-up, the base model's included.
 
-    Places for all that there may be, so that no program changes when another is loaded; or for what a share of the
-    memory holds at the default rank. To be asked once weights are on the device.
+    That is the configured maximum, so that no program is compiled again when a sampler is loaded, or what fits into
+    POOL_SHARE of the memory at the default rank. Call it when the weights are on the device.
     """
     fitting = int(POOL_SHARE * _free(params) / _adapter_bytes(model, min(RANK, config.max_lora_rank)))
-    return min(1 + config.max_sampler_adapters, max(fitting, FEWEST_PLACES))
+    return min(1 + config.max_sampler_adapters, max(fitting, MIN_ADAPTER_SLOTS))
 
 
 def _adapter_bytes(model: models.ModelConfig, rank: int) -> int:
-    """Return what an adapter takes."""
+    """Return the bytes of an adapter's weights."""
     weights = models.adapter_shapes(model, rank).weights
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 
 def _free(params: models.DecoderParams) -> int:
-    """Return what the fullest device has left, or the host where devices do not tell."""
-    told = free_bytes(params)
-    return _free_on_host(params) if told is None else told
+    """Return the free memory of the fullest device, or of the host when devices do not report theirs."""
+    reported = free_bytes(params)
+    return _free_on_host(params) if reported is None else reported
 
 
 def _free_on_host(params: models.DecoderParams) -> int:
-    """Return what the host has beside the weights, which decoding has by layer once more."""
+    """Return the host's memory less the weights, of which decoding holds a second copy split by layer."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))
     return max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0)
 
 
 def _rounded_down(size: int) -> int:
-    """Return `size` to three bits, so that a little less memory at the next start makes no other shapes."""
+    """Return `size` rounded down to three bits, so that slightly less memory at a restart changes no shapes."""
     step = 1 << max(size.bit_length() - 3, 0)
     return size // step * step
 
 
 def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
-    """Return what training takes beside what lies on the device already. Heads that `tp` cuts are counted whole."""
+    """Return the bytes that training needs on each device in addition to the weights; heads count as unsharded."""
 
-    def of_token(kept: Kept) -> int:
-        short, long = (bytes_kept(params, config, length, kept) for length in (512, 1024))
+    def of_token(policy: RematPolicy) -> int:
+        short, long = (bytes_kept(params, config, length, policy) for length in (512, 1024))
         return (long - short) // (512 * params.layout.num_shards("batch"))
 
-    one_layer = of_token(Kept.ALL) // config.num_layers  # what a layer's own backward pass holds besides
+    one_layer = of_token(RematPolicy.NONE) // config.num_layers  # held during one layer's backward pass
     logits = CHUNK * config.vocab_size * 4
     merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
     return Costs(
         fixed=3 * logits + merged,
-        token=of_token(Kept.PRODUCTS) + one_layer,
-        token_with_remat=of_token(Kept.INPUTS) + one_layer,
+        token=of_token(RematPolicy.SAVE_MATMULS) + one_layer,
+        token_with_remat=of_token(RematPolicy.FULL) + one_layer,
     )
 
 
-def bytes_kept(params: models.DecoderParams, config: models.ModelConfig, length: int, kept: Kept) -> int:
-    """Return what the forward pass hands to the backward pass, by trace: one row a shard, weights counted too."""
+def bytes_kept(params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy) -> int:
+    """Return the bytes that the forward pass keeps for the backward pass, weights included, for one row per shard."""
 
     def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
         def hidden_of(weights: AdapterWeights) -> jax.Array:
             own, start_BT = Adapter(weights, scale), jnp.zeros_like(tokens_BT)
-            return models.forward(params, config, tokens_BT, own, start_BT=start_BT, kept=kept)
+            return models.forward(params, config, tokens_BT, own, start_BT=start_BT, remat=policy)
 
         return jax.vjp(hidden_of, weights)
 

@@ -1,8 +1,9 @@
-"""Devices, and where arrays live on them: the one table from logical axes to the axes of the mesh.
+"""The device mesh, and the table of logical axes that says how arrays are sharded over it.
 
-Rows are cut over `fsdp` and `ep`; so are the weights that all of them need, which each layer gathers before it uses
-them. Heads, feed-forwards and vocabulary are cut over `tp`, experts over `ep`. Adapters, gradients and moments lie
-as the maps that they adapt, ranks whole; the key/value cache as heads and rows.
+Batch rows are sharded over `fsdp` and `ep`. Weights that all rows need are sharded over `fsdp` for storage, and each
+layer gathers them before use. Heads, feed-forward layers and vocabulary are sharded over `tp`, experts over `ep`.
+Adapters, gradients and moments are sharded like the linear maps that they adapt, with whole ranks; the KV cache like
+heads and rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,36 +33,36 @@ RULES: Mapping[Axis, tuple[str, ...]] = {
     "expert_batch": ("fsdp",),
 }
 
-Place = Callable[[Any], Any]
-"""Put a tree of host arrays on the devices."""
+Placement = Callable[[Any], Any]
+"""A function that puts a tree of host arrays on the devices."""
 
 
 class MeshError(ValueError):
-    """A mesh that these devices, or this model, cannot have; the message names the axis and the sizes."""
+    """The mesh does not fit the devices or the model. The message names the axis and the sizes."""
 
 
 def make_layout(config: MeshConfig) -> Layout:
-    """Return the mesh over the devices that JAX sees, or over the first when none is asked for; with the table."""
+    """Return a layout over all devices that JAX sees, or over the first device for a mesh of size 1."""
     devices, wanted = jax.devices(), config.num_devices
     if wanted not in (1, len(devices)):
-        raise MeshError(f"{config} takes {wanted} devices, and there are {len(devices)}")
+        raise MeshError(f"{config} needs {wanted} devices, but there are {len(devices)}")
     axes = config.model_dump()
     mesh = Mesh(np.array(devices[:wanted]).reshape(tuple(axes.values())), tuple(axes))
     return Layout(mesh, tuple(RULES.items()))
 
 
 def check_divides(layout: Layout, config: ModelConfig) -> None:
-    """Raise MeshError unless the mesh cuts every part of the model evenly."""
+    """Raise MeshError unless every mesh axis divides the sizes that it shards."""
     if config.experts is None and layout.num_shards("expert") > 1:
-        raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; cut it over fsdp and tp")
+        raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; shard it over fsdp and tp")
     for axis, name, size in _sizes(config):
         if size % layout.num_shards(axis):
-            cut = ", ".join(f"{each}={layout.mesh.shape[each]}" for each in RULES[axis] if layout.mesh)
-            raise MeshError(f"{cut} does not divide {name} = {size} of the model")
+            degrees = ", ".join(f"{each}={layout.mesh.shape[each]}" for each in RULES[axis] if layout.mesh)
+            raise MeshError(f"{degrees} does not divide {name} = {size} of the model")
 
 
 def _sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
-    """Yield the logical axes that a mesh may cut, with what config.json calls them. Heads are never cut in two."""
+    """Yield the logical axes that a mesh may shard, with their names in config.json and sizes. Heads stay whole."""
     yield "embed", "hidden_size", config.hidden_size
     yield "heads", "num_attention_heads", config.num_heads
     yield "kv_heads", "num_key_value_heads", config.num_kv_heads
@@ -73,15 +74,15 @@ def _sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
         yield "expert", "num_experts", config.experts.routing.num_experts
 
 
-def place(layout: Layout, parameter: Parameter) -> NamedSharding:
-    """Return where a base parameter lives."""
+def parameter_sharding(layout: Layout, parameter: Parameter) -> NamedSharding:
+    """Return the sharding of a base parameter."""
     return layout.sharding(parameter.axes, parameter.shape)
 
 
-def adapter_place(layout: Layout, config: ModelConfig, *, is_pool: bool = False) -> Place:
-    """Return how trees of adapters are put on the devices: pairs like their maps, all else whole.
+def adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool = False) -> Placement:
+    """Return the placement of adapters: LoRA pairs are sharded like their linear maps, all else is replicated.
 
-    Pairs are found by their names, so a tree may hold moments or a gradient. In a pool a leading dim counts adapters.
+    Pairs are found by name, so a tree may also hold moments or a gradient. A pool has a leading dim of adapter slots.
     """
     axes = adapter_axes(config)
     assert layout.mesh is not None
@@ -98,7 +99,7 @@ def adapter_place(layout: Layout, config: ModelConfig, *, is_pool: bool = False)
 
 
 def constrain_adapter(layout: Layout, config: ModelConfig, weights: AdapterWeights) -> AdapterWeights:
-    """Return what is computed for an adapter, in the places of the adapter."""
+    """Constrain computed adapter weights, or a gradient, to the sharding of the adapter."""
     axes = adapter_axes(config)
     return {
         name: LoraPair(a=layout.constrain(pair.a, *axes[name][0]), b=layout.constrain(pair.b, *axes[name][1]))
@@ -107,7 +108,7 @@ def constrain_adapter(layout: Layout, config: ModelConfig, weights: AdapterWeigh
 
 
 def choose_dtype(config: JaxConfig, layout: Layout) -> jnp.dtype:
-    """Return the type of the base weights."""
+    """Return the dtype of the base weights."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     assert layout.mesh is not None

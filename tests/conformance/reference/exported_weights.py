@@ -1,4 +1,4 @@
-"""Runs in the torch environment: adapters that peft made, and what peft and transformers make of exported weights.
+"""Make peft adapters and compute logprobs of exported weights with peft and transformers, in the torch environment.
 
     python exported_weights.py JOBS.json
 

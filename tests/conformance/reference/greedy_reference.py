@@ -1,8 +1,8 @@
-"""Runs in the torch environment: greedy continuations by transformers' `generate`, in batches of equal length.
+"""Compute greedy continuations with transformers' `generate` in batches of equal length, in the torch environment.
 
     python greedy_reference.py MODEL_DIRECTORY...
 
-Reads `prompts.npz` beside each model, an array [N, T] for each length, and writes `greedy.npz`, [N, NEW] for each.
+Reads `prompts.npz` in each directory, with an array [N, T] per length, and writes `greedy.npz`, with [N, NEW] for each.
 """
 
 import sys
@@ -20,9 +20,9 @@ def main(directory: Path) -> None:
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     made = {}
     for name, prompts in np.load(directory / "prompts.npz").items():
-        asked = torch.tensor(prompts)
-        answered = model.generate(input_ids=asked, attention_mask=torch.ones_like(asked), **settings)
-        made[name] = answered[:, asked.shape[1] :].numpy()
+        input_ids = torch.tensor(prompts)
+        output_ids = model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+        made[name] = output_ids[:, input_ids.shape[1] :].numpy()
     np.savez(directory / "greedy.npz", **made)
 
 

@@ -1,8 +1,8 @@
-"""Runs in the torch environment: what peft makes of an adapter directory, saved for comparison.
+"""Compute the logprobs of an adapter directory with peft, in the torch environment.
 
     python peft_adapter.py MODEL_DIRECTORY ADAPTER_DIRECTORY
 
-Reads `inputs.npz` beside the model and writes `peft.npz` beside the adapter.
+Reads `inputs.npz` in the model directory and writes `peft.npz` in the adapter directory.
 """
 
 import sys

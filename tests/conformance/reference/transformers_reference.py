@@ -1,9 +1,9 @@
-"""Runs in the torch environment: what transformers, peft and torch compute, saved for comparison.
+"""Compute reference results with transformers, peft and torch, in the torch environment.
 
     python transformers_reference.py MODEL_DIRECTORY...
 
-Reads `inputs.npz` beside each model and writes `reference.npz`. Names of adapter arrays in the output are those of the
-modules in the checkpoint, such as `model.layers.0.self_attn.q_proj`, with peft's orientation: A [R, in], B [out, R].
+Reads `inputs.npz` in each directory and writes `reference.npz`. Adapter arrays are named by the modules in the
+checkpoint, such as `model.layers.0.self_attn.q_proj`, with peft's orientation: A [R, in], B [out, R].
 """
 
 import sys
@@ -59,7 +59,7 @@ def main(directory: Path) -> None:
 
 
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
-    """Put adapters on all linear maps but routers: with peft, and by hand where it has none of one map alone."""
+    """Put adapters on all linear maps except routers: with peft, or by hand where peft does not support it."""
     is_tied, by_hand = model.config.tie_word_embeddings, []
     maps = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     if any(hasattr(layer.mlp, "experts") for layer in model.model.layers):  # peft would fuse gates with up-projections
@@ -78,7 +78,7 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Update(torch.nn.Module):
-    """The update of one linear map, by hand."""
+    """The LoRA update of one linear map."""
 
     def __init__(self, size_in: int, size_out: int):
         super().__init__()
@@ -90,7 +90,7 @@ class Update(torch.nn.Module):
 
 
 class AdaptedMap(Update):
-    """A linear map with its update."""
+    """A linear map with its LoRA update."""
 
     def __init__(self, base: torch.nn.Linear):
         super().__init__(base.in_features, base.out_features)
@@ -101,7 +101,7 @@ class AdaptedMap(Update):
 
 
 class AdaptedExperts(torch.nn.Module):
-    """The experts of a layer, each of its maps with an update of its own."""
+    """The experts of a layer, with a LoRA update for each map of each expert."""
 
     def __init__(self, base: torch.nn.Module):
         super().__init__()
@@ -128,16 +128,16 @@ class AdaptedExperts(torch.nn.Module):
 
 
 def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
-    """Continue each row's first tokens greedily, past any end of sequence."""
+    """Decode greedily from the first tokens of each row, ignoring end-of-sequence tokens."""
     prompts = tokens[:, :PROMPT]
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **settings)[:, PROMPT:].numpy()
 
 
 def plain(name: str) -> str:
-    """Cut `base_model.model.X.lora_A.default.weight` down to `X.lora_A`."""
+    """Convert `base_model.model.X.lora_A.default.weight` to `X.lora_A`."""
     name = name.removeprefix("base_model.model.")
-    if name in ("lm_head.lora_A", "lm_head.lora_B"):  # the tied one, by hand: in files it has a name of its own
+    if name in ("lm_head.lora_A", "lm_head.lora_B"):  # tied embeddings: files use another name
         return name.replace("lm_head", "model.unembed_tokens")
     return name.removesuffix(".default.weight")
 

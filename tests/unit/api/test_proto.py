@@ -20,7 +20,7 @@ def fields_of(message: object) -> dict[int, tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("name", sorted(set(tinker_public_pb2.DESCRIPTOR.message_types_by_name) - NOT_ON_THE_WIRE))
-def test_every_message_of_the_sdk_has_the_same_fields_here(name: str) -> None:
+def test_messages_have_the_fields_of_the_sdk(name: str) -> None:
     theirs = tinker_public_pb2.DESCRIPTOR.message_types_by_name[name]
     ours = wire_pb2.DESCRIPTOR.message_types_by_name.get(name)
     if ours is None:
@@ -31,12 +31,12 @@ def test_every_message_of_the_sdk_has_the_same_fields_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(tinker_public_pb2.DESCRIPTOR.enum_types_by_name))
-def test_every_enum_of_the_sdk_has_the_same_values_here(name: str) -> None:
+def test_enums_have_the_values_of_the_sdk(name: str) -> None:
     theirs, ours = EnumDescriptorProto(), EnumDescriptorProto()
     tinker_public_pb2.DESCRIPTOR.enum_types_by_name[name].CopyToProto(theirs)
     wire_pb2.DESCRIPTOR.enum_types_by_name[name].CopyToProto(ours)
     assert {value.name: value.number for value in ours.value} == {value.name: value.number for value in theirs.value}
 
 
-def test_importing_the_messages_warns_of_nothing() -> None:
+def test_importing_messages_emits_no_warning() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", "import skyrl_tx.api.proto.wire_pb2"], check=True)

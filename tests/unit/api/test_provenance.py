@@ -1,4 +1,4 @@
-"""Spans resolved: what is filled in, and what is refused with the span's name."""
+"""Spans resolved: what is fill_recorded in, and what is refused with the span's name."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from skyrl_tx.api.schemas import inputs
-from skyrl_tx.api.translate.provenance import Provenance, Span, filled, from_json
+from skyrl_tx.api.translate.provenance import Provenance, Span, fill_recorded, of
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass
-from skyrl_tx.store.stability import Recorded
+from skyrl_tx.store.stability import SampledLogprobs
 
 RECORDED = {
-    "first": Recorded(2, np.array([-0.1, -0.2, -0.3], np.float32)),
-    "second": Recorded(7, np.array([-0.4, -0.5], np.float32)),
+    "first": SampledLogprobs(2, np.array([-0.1, -0.2, -0.3], np.float32)),
+    "second": SampledLogprobs(7, np.array([-0.4, -0.5], np.float32)),
 }
 
 
@@ -25,7 +25,7 @@ def sampled(sequence_id: str, offset: int, length: int) -> Span:
     return Span("sampled_tokens", sequence_id, offset, length)
 
 
-# Two turns: a prompt of 2, 3 tokens drawn, 2 more of the environment, 2 drawn; targets are one ahead of the input.
+# Two turns: 2 prompt tokens, 3 sampled, 2 of the environment, 2 sampled. Targets are one ahead of the input.
 INPUT = (prompt("first", 0, 2), sampled("first", 0, 3), prompt("second", 5, 2), sampled("second", 0, 1))
 TARGETS = (prompt("first", 1, 1), sampled("first", 0, 3), prompt("second", 5, 2), sampled("second", 0, 2))
 
@@ -36,18 +36,18 @@ def one_pass(length: int = 8, **loss_inputs: Any) -> ModelPass:
     return ModelPass(data=(datum,), loss="stable_reinforce", loss_config={}, backward=True)
 
 
-def test_several_sequences_of_one_datum_are_laid_out_in_order() -> None:
+def test_spans_of_several_sequences_fill_a_datum_in_order() -> None:
     sent = one_pass(logprobs=[9.0] * 8, advantages=[0, 1, 1, 1, 0, 0, 2, 2])
-    (datum,) = filled(sent, [Provenance(INPUT, TARGETS)], RECORDED).data
+    (datum,) = fill_recorded(sent, [Provenance(INPUT, TARGETS)], RECORDED).data
     assert datum.loss_inputs["sampled"].tolist() == [0, 1, 1, 1, 0, 0, 1, 1]
     expected = np.array([0, -0.1, -0.2, -0.3, 0, 0, -0.4, -0.5], np.float32)
     np.testing.assert_array_equal(datum.loss_inputs["logprobs"], expected)
     assert sent.data[0].loss_inputs["logprobs"][0] == 9.0
 
 
-def test_spans_without_tokens_are_of_no_effect() -> None:
+def test_empty_spans_have_no_effect() -> None:
     targets = (prompt("first", 1, 0), sampled("first", 1, 2), sampled("second", 2, 0))
-    (datum,) = filled(one_pass(2), [Provenance((), targets)], RECORDED).data
+    (datum,) = fill_recorded(one_pass(2), [Provenance((), targets)], RECORDED).data
     assert datum.loss_inputs["logprobs"].tolist() == RECORDED["first"].logprobs[1:].tolist()
 
 
@@ -76,24 +76,24 @@ def test_spans_without_tokens_are_of_no_effect() -> None:
         ({"loss_inputs": (Span(None, "", 0, 0),)}, r"input_spans\[0\]: names neither prompt_tokens nor sampled_tokens"),
     ],
 )
-def test_what_is_not_true_is_refused_by_name(spans: dict[str, Any], message: str) -> None:
+def test_wrong_span_is_named(spans: dict[str, Any], message: str) -> None:
     provenance = Provenance(**{"model_input": INPUT, "loss_inputs": TARGETS} | spans)
     with pytest.raises(UserError, match=message):
-        filled(one_pass(), [provenance], RECORDED)
+        fill_recorded(one_pass(), [provenance], RECORDED)
 
 
-def test_an_advantage_where_nothing_was_sampled_is_refused() -> None:
+def test_advantage_at_unsampled_position_is_refused() -> None:
     sent = one_pass(advantages=[0, 1, 1, 1, 0, -3, 2, 2])
     with pytest.raises(UserError, match=r"data\[0\].loss_fn_inputs\['advantages'\]\[5\] -3.0: must be 0"):
-        filled(sent, [Provenance(INPUT, TARGETS)], RECORDED)
+        fill_recorded(sent, [Provenance(INPUT, TARGETS)], RECORDED)
 
 
-def test_the_mask_is_not_the_clients_to_send() -> None:
+def test_client_may_not_send_the_sampled_mask() -> None:
     with pytest.raises(UserError, match=r"data\[0\].loss_fn_inputs\['sampled'\]"):
-        filled(one_pass(sampled=[1] * 8), [Provenance(INPUT, TARGETS)], RECORDED)
+        fill_recorded(one_pass(sampled=[1] * 8), [Provenance(INPUT, TARGETS)], RECORDED)
 
 
-def test_json_has_the_form_of_protobuf() -> None:
+def test_json_spans_have_the_form_of_protobuf() -> None:
     run = {"sequence_id": "first", "offset": 1, "length": 2}
     datum = inputs.Datum.model_validate(
         {
@@ -101,4 +101,4 @@ def test_json_has_the_form_of_protobuf() -> None:
             "loss_fn_input_spans": [{"prompt_tokens": run}, {"sampled_tokens": run}, run],
         }
     )
-    assert from_json(datum) == Provenance((), (prompt("first", 1, 2), sampled("first", 1, 2), Span(None, "", 0, 0)))
+    assert of(datum) == Provenance((), (prompt("first", 1, 2), sampled("first", 1, 2), Span(None, "", 0, 0)))

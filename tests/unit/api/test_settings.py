@@ -10,7 +10,7 @@ def settings(**more: object) -> ApiSettings:
     return ApiSettings.model_validate({"data_dir": Path("data"), "base_model": "models/mine", **more})
 
 
-def test_every_name_of_a_model_means_the_public_one() -> None:
+def test_model_aliases_resolve_to_the_public_name() -> None:
     named = settings(served_model_name="org/model", served_model_aliases=["org/judge", "org/teacher"])
     for name in ("org/model", "models/mine", "org/judge", "org/teacher"):
         assert named.known_model_name(name) == "org/model"
@@ -18,6 +18,6 @@ def test_every_name_of_a_model_means_the_public_one() -> None:
     assert settings(served_model_aliases=["org/judge"]).known_model_name("org/judge") == "models/mine"
 
 
-def test_a_name_of_another_model_is_refused_with_those_that_are_served() -> None:
+def test_unknown_model_error_lists_served_names() -> None:
     with pytest.raises(UserError, match=r"'org/other'.*'models/mine', 'org/judge'"):
         settings(served_model_aliases=["org/judge"]).known_model_name("org/other")

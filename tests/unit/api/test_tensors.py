@@ -35,7 +35,7 @@ def csr(matrix: Any, **changes: Any) -> wire_pb2.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "int32"])
-def test_dense_tensors_come_as_they_are(dtype: str) -> None:
+def test_dense_tensors_round_trip(dtype: str) -> None:
     array = np.arange(6, dtype=dtype).reshape(2, 3)
     decoded = read(tensors.to_proto(array))
     assert decoded.dtype == array.dtype
@@ -53,7 +53,7 @@ def test_sparse_tensors_become_dense(matrix: Any) -> None:
     np.testing.assert_array_equal(read(csr(matrix)), matrix)
 
 
-def test_a_sparse_json_tensor_is_filled_with_what_was_asked() -> None:
+def test_unlisted_cells_of_a_sparse_tensor_have_the_fill_value() -> None:
     tensor = TensorData(
         data=[7, 8], dtype="int64", shape=[2, 3], sparse_crow_indices=[0, 1, 2], sparse_col_indices=[2, 0]
     )
@@ -70,7 +70,7 @@ def test_a_sparse_json_tensor_is_filled_with_what_was_asked() -> None:
         (wire_pb2.Tensor(dtype=wire_pb2.DTYPE_FLOAT32, dense=b"1234", shape=[-1, -1]), "shape"),
         (wire_pb2.Tensor(dtype=wire_pb2.DTYPE_FLOAT32, dense=b"", shape=[2**62, 4, 0, -3]), "shape"),
         (csr(np.eye(3, dtype=np.float32), shape=[3]), "two sizes"),
-        (csr(np.eye(3, dtype=np.float32), shape=[3, 2**60]), "more than this server makes dense"),
+        (csr(np.eye(3, dtype=np.float32), shape=[3, 2**60]), "exceeds the dense size that this server allows"),
         (csr(np.eye(3, dtype=np.float32), shape=[2**60, 3]), "row pointers"),
         (csr(np.zeros((1, 1), np.float32), shape=[1, 33_000_000]), "1 rows have at most 524288 columns"),
         (csr(np.eye(3, dtype=np.float32), crow_indices=np.array([0, 2, 1, 3])), "rise"),
@@ -81,7 +81,7 @@ def test_a_sparse_json_tensor_is_filled_with_what_was_asked() -> None:
             "rise",
         ),
         (wire_pb2.Tensor(dtype=wire_pb2.DTYPE_FLOAT32, shape=[0, 2**62, 2**62]), "too large"),
-        (csr(np.eye(0, dtype=np.float32), shape=[0, 2**63 - 1]), "more than this server makes dense"),
+        (csr(np.eye(0, dtype=np.float32), shape=[0, 2**63 - 1]), "exceeds the dense size that this server allows"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, 1, 3])), "column index"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, -1, 2])), "column index"),
         (csr(np.eye(3, dtype=np.float32), col_indices=np.array([0, 1])), "column indices"),
@@ -96,7 +96,7 @@ def test_broken_tensors_are_refused(message: wire_pb2.Tensor, text: str) -> None
         read(message)
 
 
-def test_many_small_claims_do_not_add_up_to_a_large_one() -> None:
+def test_dense_size_is_bounded_per_request() -> None:
     budget = tensors.DenseBudget(1000)
     message = csr(np.eye(2, dtype=np.float32), shape=[2, 100])
     tensors.from_proto(message, budget, "first")

@@ -29,12 +29,12 @@ def refused(status: int, text: str, broken: Body) -> None:
 
 @pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 300, b"\0" * LIMIT])
-def test_zstd_is_undone(data: bytes, stated: bool) -> None:
+def test_zstd_is_decompressed(data: bytes, stated: bool) -> None:
     assert body(compress(data, stated=stated), "zstd").data() == data
 
 
 @pytest.mark.parametrize("stated", [True, False])
-def test_a_bomb_is_refused(stated: bool) -> None:
+def test_zstd_bomb_is_refused(stated: bool) -> None:
     refused(413, "this server takes", body(compress(b"\0" * (LIMIT + 1), stated=stated), "zstd"))
     refused(413, "this server takes", body(compress(b"\0" * 200 * 2**20, stated=stated), "zstd"))
 
@@ -47,7 +47,7 @@ def test_broken_zstd_is_refused(stated: bool) -> None:
     refused(400, "not understood", body(b"", "gzip"))
 
 
-def test_a_frame_that_lies_about_its_size_is_refused() -> None:
+def test_frame_with_a_wrong_stated_size_is_refused() -> None:
     honest = compress(b"\0" * 70_000)
     stated = (70_000).to_bytes(4, "little")
     assert stated in honest
@@ -55,17 +55,17 @@ def test_a_frame_that_lies_about_its_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize("data", [b"{", b"[1]", b"null", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
-def test_what_is_no_json_object_is_refused(data: bytes) -> None:
+def test_other_json_than_objects_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as error:
         body(data).mapping()
     assert error.value.status == 400
 
 
-def test_an_absent_body_is_an_empty_object() -> None:
+def test_empty_body_is_an_empty_object() -> None:
     assert body(b"").mapping() == {}
 
 
-def test_a_field_that_does_not_fit_is_named() -> None:
+def test_first_wrong_field_is_named() -> None:
     with pytest.raises(ApiError, match=r"reason.type: .* not 'bored'"):
         body(b'{"reason": {"type": "bored"}}').model(FinishRequest)
     with pytest.raises(ApiError, match="reason: missing"):
@@ -92,13 +92,13 @@ def receive(pieces: Iterable[bytes]) -> Body:
     return received
 
 
-def test_a_body_is_joined() -> None:
+def test_body_parts_are_joined() -> None:
     received = receive([b"a", b"", b"bc"])
     assert received.raw == b"abc" and received.is_protobuf
     assert receive([b"x" * LIMIT]).raw == b"x" * LIMIT
 
 
-def test_a_body_over_the_limit_is_refused() -> None:
+def test_body_over_the_limit_is_refused() -> None:
     with pytest.raises(ApiError) as error:
         receive([b"x" * 1000] * 101)
     assert error.value.status == 413

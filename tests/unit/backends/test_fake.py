@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.backends.fake.bigram import fresh_adapter, gradient, log_softmax, logits
-from skyrl_tx.backends.fake.config import FakeConfig
-from skyrl_tx.backends.fake.losses import LOSSES
-from skyrl_tx.backends.fake.sampling import choose
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LoraSpec, PromptOptions, SamplingParams
+from skyrl_tx.losses import LOSSES
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.bigram import fresh_adapter, gradient, log_softmax, logits
+from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.testing.fake.losses import FUNCTIONS, evaluate
+from skyrl_tx.testing.fake.sampling import choose
 
 VOCAB = 8
 
@@ -22,14 +24,13 @@ def test_the_base_model_counts():
     assert np.exp(logprobs[1, 0]) == pytest.approx(1 / 2)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_gradients_match_finite_differences(name):
     draw = np.random.default_rng(0)
     adapter = fresh_adapter(LoraSpec(rank=2, seed=1), VOCAB)
     adapter.b_VR[:] = 0.1 * draw.standard_normal(adapter.b_VR.shape)
     tokens = draw.integers(0, VOCAB, 6, dtype=np.int32)
     targets = draw.integers(0, VOCAB, 6, dtype=np.int32)[:, None]
-    loss = LOSSES[name]
 
     def logprobs_of():
         all_logprobs = log_softmax(logits(tokens, adapter, VOCAB))
@@ -44,12 +45,12 @@ def test_gradients_match_finite_differences(name):
         "sampled": np.array([0.0, 1, 1, 1, 0, 1]),
     }
     all_logprobs, logprobs = logprobs_of()
-    config = dict(loss.spec.config) | ({"kl_coeff": 0.3} if name == "stable_reinforce" else {})
-    slope = loss.compute(logprobs, inputs, config).slope
-    found = gradient(tokens, targets, slope[:, None], all_logprobs, adapter)
+    config = dict(LOSS_SPECS[name].config) | ({"kl_coeff": 0.3} if name == "stable_reinforce" else {})
+    d_logprobs = evaluate(name, logprobs, inputs, config).d_logprobs
+    found = gradient(tokens, targets, d_logprobs[:, None], all_logprobs, adapter)
 
     def surrogate():
-        """What autodiff differentiates: detached factors are held at their value."""
+        """Return the function that autodiff differentiates, with detached factors held constant."""
         now = logprobs_of()[1]
         if name == "cispo":
             ratio = np.clip(np.exp(logprobs - inputs["logprobs"]), 0.0, 4.0)
@@ -63,7 +64,7 @@ def test_gradients_match_finite_differences(name):
             ratio = np.exp((mask * (logprobs - inputs["logprobs"])).sum() / mask.sum()) * np.exp(now - logprobs)
             gain = np.minimum(ratio * inputs["advantages"], np.clip(ratio, 0.8, 1.2) * inputs["advantages"])
             return -(inputs["weights"] * gain).sum()
-        return loss.compute(now, inputs, config).loss.sum()
+        return evaluate(name, now, inputs, config).loss.sum()
 
     for array, expected in ((adapter.a_RV, found.a_RV), (adapter.b_VR, found.b_VR)):
         for place in np.ndindex(array.shape):
@@ -76,14 +77,38 @@ def test_gradients_match_finite_differences(name):
             assert expected[place] == pytest.approx(slope_here, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_what_has_no_weight_counts_for_nothing(name):
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_positions_of_weight_zero_have_no_effect(name):
     """However far the policies are apart, and whatever the advantage."""
     inputs = {key: np.ones(2) for key in ("sequence_ratio_mask", "sampled")}
     inputs |= {"weights": np.array([0.0, 1.0]), "advantages": np.array([-3e38, 1.0]), "logprobs": np.full(2, -2e3)}
-    value = LOSSES[name].compute(np.full(2, -1.0), inputs, dict(LOSSES[name].spec.config))
-    assert np.isfinite(value.loss).all() and np.isfinite(value.slope).all()
-    assert value.loss[0] == value.slope[0] == 0
+    value = evaluate(name, np.full(2, -1.0), inputs, LOSS_SPECS[name].config)
+    assert np.isfinite(value.loss).all() and np.isfinite(value.d_logprobs).all()
+    assert value.loss[0] == value.d_logprobs[0] == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"cross_entropy"}))
+def test_metrics_cover_the_positions_whose_advantage_and_weight_are_not_zero(name):
+    """The numbers are those of the JAX loss, which tests/conformance compares with plain numpy."""
+    draw = np.random.default_rng(3)
+    logprobs = -draw.uniform(0.1, 3.0, 40)
+    inputs = {
+        "weights": draw.choice([0.0, 1.0, 0.5], 40),
+        "logprobs": logprobs + 0.5 * draw.standard_normal(40),
+        "advantages": draw.choice([0.0, 1.5, -0.7], 40),
+        "sequence_ratio_mask": draw.choice([0.0, 1.0], 40),
+        "sampled": np.ones(40),
+    }
+    config = LOSS_SPECS[name].config
+    means = evaluate(name, logprobs, inputs, config).means
+    loss = LOSSES[name]
+    own = {each: np.float32(inputs[each][None]) for each in loss.spec.inputs if each != "target_tokens"}
+    config_BC = np.float32([[config[column] for column in loss.columns]])
+    expected = loss.evaluate(np.float32(logprobs[None]), own, config_BC)
+    assert means.keys() == expected.totals.keys() and expected.count_BT.sum() < 40
+    for each, total_BT in expected.totals.items():
+        assert means[each].count == expected.count_BT.sum()
+        assert means[each].total == pytest.approx(float(total_BT.sum()), rel=1e-5, abs=1e-5)
 
 
 def test_prompt_questions():
@@ -109,8 +134,8 @@ def test_prompt_questions():
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "kept"), [(-1, 0.5, {0, 1}), (2, 0.6, {0}), (2, 0.7, {0, 1})])
-def test_the_nucleus_is_that_of_what_top_k_leaves(top_k, top_p, kept):
-    """Of 0.4, 0.2, 0.2, 0.2 two are left by top-k: 2/3 and 1/3."""
+def test_top_p_applies_after_top_k(top_k, top_p, kept):
+    """Top-k leaves two of 0.4, 0.2, 0.2, 0.2, renormalised to 2/3 and 1/3."""
     probabilities = np.log(np.array([0.4, 0.2, 0.2, 0.2]))
     params = SamplingParams(seed=0, top_k=top_k, top_p=top_p)
     drawn = {choose(probabilities, params, np.random.default_rng(seed)) for seed in range(60)}

@@ -17,7 +17,7 @@ def test_an_unknown_name_lists_the_installed_ones():
 
 def test_a_backend_of_another_distribution_is_found(tmp_path, monkeypatch):
     (tmp_path / "other_backend.py").write_text(
-        "from skyrl_tx.backends.fake import BACKEND as FAKE\n"
+        "from skyrl_tx.testing.fake import BACKEND as FAKE\n"
         "from skyrl_tx.contract.backend import BackendSpec\n"
         "BACKEND = BackendSpec(config=FAKE.config, load=FAKE.load)\n"
         "NONSENSE = 1\n"

@@ -1,4 +1,4 @@
-"""Commands on a data directory: what they show, remove and refuse, with and without a server on it."""
+"""Commands on a data directory, with and without a running server."""
 
 import json
 import time
@@ -9,8 +9,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.artifacts import ArtifactStore
-from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.backends.fake.config import FakeConfig
 from skyrl_tx.cli import main
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
@@ -18,34 +16,33 @@ from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.tables import CheckpointRow
-from skyrl_tx.testing.live_engine import live_engine
+from skyrl_tx.store.tables import CheckpointRow, ModelRow
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.testing.tiny_models import write_model
+from tests.support.live_engine import live_engine
 
 
 def add_run(store: Store, data_dir: Path, name: str, *, status: str = "ready") -> ModelId:
-    """A run with a training checkpoint."""
+    """Store a run with a training checkpoint."""
     artifact = ArtifactStore(data_dir / "artifacts").create(
         lambda folder: (folder / "a.json").write_text("{}") and None
     )
 
     def work(tx) -> ModelId:
-        session_id = sessions.create(
-            tx,
-            owner="local",
-            tags=[],
-            user_metadata=None,
-            sdk_version=None,
-            project_id=None,
-            display_name=None,
-            now=time.time(),
-        )
+        session_id = sessions.create(tx, owner="local", now=time.time())
         run = ModelId(f"{session_id}:train:0")
         spec = codec.encode(ModelSpec(lora=LoraSpec(rank=4, seed=1)))
-        models.create(
-            tx, model_id=run, session_id=session_id, base_model="fake", spec=spec, user_metadata=None, now=time.time()
+        model = ModelRow(
+            model_id=run,
+            session_id=session_id,
+            base_model="fake",
+            spec=spec,
+            status=status,  # type: ignore[arg-type]
+            created_at=time.time(),
+            last_request_at=time.time(),
         )
-        models.set_status(tx, run, status)  # type: ignore[arg-type]
+        models.create(tx, model)
         row = CheckpointRow(
             model_id=run,
             kind=CheckpointKind.TRAINING,
@@ -67,7 +64,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs(data_dir: Path) -> list[ModelId]:
-    """What a server left that does not run any more."""
+    """Store two runs of a server that no longer runs."""
     store = Store.open(data_dir, role="api")
     made = [add_run(store, data_dir, "a"), add_run(store, data_dir, "b")]
     store.close()
@@ -80,7 +77,7 @@ def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
     return status, out, err
 
 
-def test_runs_are_listed_as_a_table_and_as_json(data_dir, runs, capsys) -> None:
+def test_list_runs_as_table_and_json(data_dir, runs, capsys) -> None:
     status, out, _ = skyrl_tx(capsys, "runs", "list", "--data-dir", data_dir)
     assert status == 0
     head, *rows = out.splitlines()
@@ -88,11 +85,11 @@ def test_runs_are_listed_as_a_table_and_as_json(data_dir, runs, capsys) -> None:
     _, out, _ = skyrl_tx(capsys, "runs", "list", "--json", "--data-dir", data_dir)
     shown = {record["run"]: record for record in json.loads(out)}
     assert shown[runs[0]]["rank"] == 4 and shown[runs[0]]["checkpoints"] == 1 and shown[runs[0]]["bytes"] == 2
-    _, out, _ = skyrl_tx(capsys, "runs", "list", "--owner", "nobody", "--data-dir", data_dir)
+    _, out, _ = skyrl_tx(capsys, "runs", "list", "--owner", "unknown", "--data-dir", data_dir)
     assert out == "no runs\n"
 
 
-def test_a_run_is_deleted_with_all_of_it(data_dir, runs, capsys) -> None:
+def test_delete_run_with_its_checkpoints(data_dir, runs, capsys) -> None:
     status, out, _ = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
     assert status == 0 and f"deleted {runs[0]}" in out
     _, out, _ = skyrl_tx(capsys, "checkpoints", "list", "--json", "--data-dir", data_dir)
@@ -101,14 +98,14 @@ def test_a_run_is_deleted_with_all_of_it(data_dir, runs, capsys) -> None:
     assert status == 1 and "there is no such run" in err
 
 
-def test_nothing_is_deleted_without_a_word(data_dir, runs, capsys, monkeypatch) -> None:
+def test_delete_requires_confirmation(data_dir, runs, capsys, monkeypatch) -> None:
     for answer, status in (("n", 1), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
         assert skyrl_tx(capsys, "runs", "delete", runs[0], "--data-dir", data_dir)[0] == status
 
 
-def test_a_run_that_a_server_holds_is_unloaded_first(data_dir, capsys) -> None:
-    """The engine has it in its memory, and goes on serving the others."""
+def test_delete_unloads_a_run_of_a_running_server(data_dir, capsys) -> None:
+    """The engine has the run in memory and keeps serving the others."""
     settings = EngineSettings(data_dir=data_dir, base_model="fake")
     api = Store.open(data_dir, role="api")
     runs = [add_run(api, data_dir, name) for name in "ab"]
@@ -117,24 +114,24 @@ def test_a_run_that_a_server_holds_is_unloaded_first(data_dir, capsys) -> None:
         with live_engine(settings, backend):
             status, out, err = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
             assert status == 0, err
-            assert "the running server removes the files" in out
+            assert "the running server removes the unused files" in out
         left = api.read(lambda tx: [models.get(tx, run) for run in runs])
         assert left[0] is None and left[1] is not None and left[1].status == "ready"
     finally:
         api.close()
 
 
-def test_checkpoints_are_kept_and_deleted(data_dir, runs, capsys) -> None:
+def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     path = f"tinker://{runs[0]}/weights/a"
     status, out, _ = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", "3600", "--data-dir", data_dir)
-    assert status == 0 and "lasts until" in out
+    assert status == 0 and "expires at" in out
     listing = ("checkpoints", "list", "--run", runs[0], "--kind", "weights", "--json", "--data-dir", data_dir)
     (record,) = json.loads(skyrl_tx(capsys, *listing)[1])
     assert record["expires"] is not None
-    assert "for ever" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
-    for seconds in ("0", "100000000000000"):  # longer than any calendar has days for
+    assert "never expires" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
+    for seconds in ("0", "100000000000000"):  # beyond the range of datetime
         status, _, err = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", seconds, "--data-dir", data_dir)
-        assert status == 1 and f"--for {seconds}: must be above 0, and at most" in err
+        assert status == 1 and f"--for {seconds}: must be above 0 and at most" in err
     assert json.loads(skyrl_tx(capsys, *listing)[1])[0]["expires"] is None
     assert skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)[0] == 0
     assert json.loads(skyrl_tx(capsys, *listing)[1]) == []
@@ -143,16 +140,16 @@ def test_checkpoints_are_kept_and_deleted(data_dir, runs, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (("runs", "list"), "no server has ever stored anything there"),
-        (("export", "tinker://a/weights/b", "out"), "no server has ever stored anything there"),
+        (("runs", "list"), "no server has stored anything there"),
+        (("export", "tinker://a/weights/b", "out"), "no server has stored anything there"),
         (("import", "nowhere"), "no such directory"),
     ],
 )
-def test_a_directory_without_anything_is_named(data_dir, capsys, arguments, told: str) -> None:
+def test_error_names_an_empty_data_directory(data_dir, capsys, arguments, message: str) -> None:
     status, _, err = skyrl_tx(capsys, *arguments, "--data-dir", data_dir)
-    assert status == 1 and told in err
+    assert status == 1 and message in err
 
 
 @pytest.fixture(scope="module")
@@ -161,22 +158,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter(folder: Path, *, module: str = "model.layers.0.self_attn.q_proj", size: int = 64, **config: object) -> Path:
-    """An adapter of one module of `write_model`."""
+    """Write a PEFT adapter for one module of `write_model`."""
     folder.mkdir()
-    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
     a, b = np.ones((2, 32), np.float32), np.ones((size, 2), np.float32)
     names = [f"base_model.model.{module}.{factor}.weight" for factor in ("lora_A", "lora_B")]
     save_file(dict(zip(names, (a, b), strict=True)), folder / "adapter_model.safetensors")
     return folder
 
 
-def test_an_adapter_comes_in_and_goes_out(data_dir, model, tmp_path, capsys) -> None:
-    """Its update is the same, though alpha is another and its group has become whole."""
-    said = {"peft_version": "0.21.2", "init_lora_weights": "gaussian", "use_dora": False, "lora_dropout": 0.1}
-    source = adapter(tmp_path / "adapter", **said, megatron_core="megatron.core", of_next_year=None)
-    importing = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
-    status, out, err = skyrl_tx(capsys, *importing)
+def test_import_and_export_round_trip(data_dir, model, tmp_path, capsys) -> None:
+    """The update is the same, with another alpha and with all modules of its group."""
+    extra = {"peft_version": "0.21.2", "init_lora_weights": "gaussian", "use_dora": False, "lora_dropout": 0.1}
+    source = adapter(tmp_path / "adapter", **extra, megatron_core="megatron.core", of_next_year=None)
+    command = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
+    status, out, err = skyrl_tx(capsys, *command)
     assert status == 0, err
     path = next(word for word in out.split() if "/weights/mine" in word)
     out_dir = tmp_path / "out"
@@ -186,7 +183,7 @@ def test_an_adapter_comes_in_and_goes_out(data_dir, model, tmp_path, capsys) -> 
     tensors = load_file(out_dir / "adapter_model.safetensors")
     assert len(tensors) == 2 * 4 * 2
     modes = {file.stat().st_mode for file in out_dir.iterdir()}
-    assert modes == {(source / "adapter_config.json").stat().st_mode}, "whoever may read one of them may read all"
+    assert modes == {(source / "adapter_config.json").stat().st_mode}, "all files have the default mode"
     b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     np.testing.assert_allclose(b * 32 / 2, np.full((64, 2), 4 / 2))
     assert not tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].any()
@@ -195,13 +192,16 @@ def test_an_adapter_comes_in_and_goes_out(data_dir, model, tmp_path, capsys) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
-        ({"module": "model.layers.0.self_attn.qkv"}, "module 'model.layers.0.self_attn.qkv' is none that this base"),
-        ({"module": "model.layers.7.self_attn.q_proj"}, "module 'model.layers.7.self_attn.q_proj' is none"),
+        (
+            {"module": "model.layers.0.self_attn.qkv"},
+            "'model.layers.0.self_attn.qkv' is not a trainable module of this base",
+        ),
+        ({"module": "model.layers.7.self_attn.q_proj"}, "module 'model.layers.7.self_attn.q_proj' is not a trainable"),
         ({"size": 65}, r"is (65, 2)"),
         ({"r": 3}, "not of r = 3"),
-        ({"r": 0}, "r = 0 is no rank"),
+        ({"r": 0}, "r = 0 must be a positive integer"),
         ({"lora_alpha": -1}, "lora_alpha = -1"),
         ({"use_dora": True}, "use_dora = True is not supported"),
         ({"bias": "all"}, "bias = 'all' is not supported"),
@@ -215,29 +215,29 @@ def test_an_adapter_comes_in_and_goes_out(data_dir, model, tmp_path, capsys) -> 
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not LORA"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(data_dir, model, tmp_path, capsys, changes, told: str) -> None:
+def test_import_refuses_an_adapter_that_does_not_fit(data_dir, model, tmp_path, capsys, changes, message: str) -> None:
     source = adapter(tmp_path / "adapter", **changes)
     status, _, err = skyrl_tx(capsys, "import", source, "--base-model", model, "--data-dir", data_dir)
-    assert status == 1 and told in err
+    assert status == 1 and message in err
     store = Store.open(data_dir, role="api")
     assert store.read(checkpoints.referenced_artifacts) == set()
     store.close()
 
 
-def test_an_encrypted_export_is_told_from_a_readable_one(data_dir, capsys, tmp_path) -> None:
+def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> None:
     store = Store.open(data_dir, role="api")
     run = add_run(store, data_dir, "a")
     artifact = ArtifactStore(data_dir / "artifacts").create(lambda folder: (folder / "a.json.age").touch())
     row = CheckpointRow(
         model_id=run,
         kind=CheckpointKind.EXTERNAL,
-        name="sealed",
+        name="encrypted",
         artifact_id=artifact.artifact_id,
         created_at=time.time(),
         size_bytes=0,
     )
     store.write(lambda tx: checkpoints.put(tx, row, overwrite=False))
-    path = CheckpointPath(run, CheckpointKind.EXTERNAL, "sealed")
+    path = CheckpointPath(run, CheckpointKind.EXTERNAL, "encrypted")
     store.close()
     status, _, err = skyrl_tx(capsys, "export", str(path), tmp_path / "out", "--data-dir", data_dir)
     assert status == 1 and "is encrypted" in err

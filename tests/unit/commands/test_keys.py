@@ -1,4 +1,4 @@
-"""`skyrl-tx keys`: a key is shown once, listed without what opens anything, and ends when revoked."""
+"""`skyrl-tx keys`, and the owner of an import."""
 
 import json
 from contextlib import closing
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.cli import main
-from skyrl_tx.commands import import_adapter
-from skyrl_tx.commands.place import CommandError
+from skyrl_tx.commands import adapters
+from skyrl_tx.commands.common import CommandError
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
 
@@ -17,7 +17,7 @@ def run(data_dir: Path, *arguments: str) -> int:
     return main(["keys", *arguments, "--data-dir", str(data_dir)])
 
 
-def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_create_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path / "new", "create", "ann@example.org", "--admin", "--name", "laptop", "--note", "for tests") == 0
     key = capsys.readouterr().out.strip()
     assert key.startswith("tml-")
@@ -32,7 +32,7 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.Capture
     assert "it has been revoked" in capsys.readouterr().err
 
 
-def test_keys_are_made_beside_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_create_while_a_server_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store.open(tmp_path, role="api")
     try:
         assert run(tmp_path, "create", "ann") == 0
@@ -45,29 +45,29 @@ def test_keys_are_made_beside_a_running_server(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("owner", ["local", "", "-x", "a b", "a/b", "a" * 65])
-def test_an_owner_that_cannot_be_is_refused(tmp_path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_owner_is_refused(tmp_path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "create", "--data-dir", str(tmp_path), "--", owner]) == 1
     assert f"owner {owner!r}" in capsys.readouterr().err
 
 
-def test_others_are_not_served_before_there_is_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_public_address_requires_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     serve = ["api", "--base-model", "m", "--backend", "fake", "--host", "0.0.0.0", "--port", "0"]
     assert main([*serve, "--data-dir", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert "skyrl-tx keys create" in told and "--no-auth" in told
+    message = capsys.readouterr().err
+    assert "skyrl-tx keys create" in message and "--no-auth" in message
 
 
-def test_an_import_belongs_to_the_only_owner_of_keys_or_to_a_known_one(tmp_path: Path) -> None:
+def test_owner_of_an_import(tmp_path: Path) -> None:
     with closing(Store.open(tmp_path, role="tool")) as store:
-        assert import_adapter._owner(store, None) == "local"
-        with pytest.raises(CommandError, match=r"--owner 'ann': no key was ever made"):
-            import_adapter._owner(store, "ann")
+        assert adapters._owner(store, None) == "local"
+        with pytest.raises(CommandError, match=r"--owner 'ann': there are no keys"):
+            adapters._owner(store, "ann")
         for name, expected in (("ann", "ann"), ("ann", "ann"), ("bob", None)):
             store.write(lambda tx, name=name: keys.create(tx, owner=name, scope="user", name="", note="", now=1.0))
             if expected is not None:
-                assert import_adapter._owner(store, None) == expected
-        with pytest.raises(CommandError, match=r"--owner: missing.*ann, bob"):
-            import_adapter._owner(store, None)
-        assert import_adapter._owner(store, "bob") == "bob"
+                assert adapters._owner(store, None) == expected
+        with pytest.raises(CommandError, match=r"--owner is required.*ann, bob"):
+            adapters._owner(store, None)
+        assert adapters._owner(store, "bob") == "bob"
         with pytest.raises(CommandError, match=r"--owner 'bod': has no key.*'ann', 'bob'"):
-            import_adapter._owner(store, "bod")
+            adapters._owner(store, "bod")

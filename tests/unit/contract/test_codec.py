@@ -1,5 +1,6 @@
 """Records survive the trip through bytes, and nothing else does."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +23,19 @@ RECORDS = [
     results.OptimStepOutput(metrics={"step": 1.0}),
     results.Failure(message="no", category=ErrorCategory.USER),
 ]
+
+STORED_KINDS = (
+    *("create_model", "model_pass", "optim_step", "save_weights", "load_weights", "unload_model", "sample"),
+    *("rejected", "model_spec", "create_model_output", "forward_backward_output", "optim_step_output"),
+    *("save_weights_output", "load_weights_output", "unload_model_output", "sample_output", "failure"),
+)
+
+
+@pytest.mark.parametrize("kind", STORED_KINDS)
+def test_stored_bytes_of_every_kind_are_known(kind: str) -> None:
+    with pytest.raises(codec.CodecError, match="unreadable record") as raised:
+        codec.decode(msgspec.msgpack.encode([codec.VERSION, kind, "no record"]))
+    assert "unknown kind" not in str(raised.value)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=codec.kind_of)

@@ -35,7 +35,7 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", ".a", "a/b", "a\0b", "a" * 300, "a\n", "ä", "-rf"])
-def test_a_name_that_could_leave_its_place_is_refused(name: str) -> None:
+def test_a_checkpoint_name_that_is_no_file_name_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="checkpoint name"):
         checkpoint_name(name)
 

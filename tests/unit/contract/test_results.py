@@ -1,4 +1,4 @@
-"""What results promise to those who read them."""
+"""Guarantees of stored results."""
 
 from tinker.lib.chunked_fwdbwd_helpers import REDUCE_MAP
 

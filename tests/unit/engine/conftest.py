@@ -1,24 +1,26 @@
 """Fixtures of the engine's tests."""
 
+import time
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx.engine import presence
-from skyrl_tx.testing.engine_house import House
+from skyrl_tx.engine import housekeeping
+from tests.support.engine_harness import EngineHarness
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def house(request, tmp_path):
+def harness(request, tmp_path):
     url = None if request.param == "sqlite" else request.getfixturevalue("postgresql_url")
-    house = House(tmp_path, database_url=url)
-    yield house
-    house.close()
+    harness = EngineHarness(tmp_path, database_url=url)
+    yield harness
+    harness.close()
 
 
 @pytest.fixture
 def api_is_there_for_long(monkeypatch):
-    """Each look at the API finds that it was there for one more minute."""
+    """Each check of the API's uptime adds one minute."""
     minutes = count()
-    monkeypatch.setattr(presence, "time", SimpleNamespace(monotonic=lambda: 60.0 * next(minutes)))
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes), time=time.time)
+    monkeypatch.setattr(housekeeping, "time", clock)

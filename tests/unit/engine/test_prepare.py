@@ -1,26 +1,26 @@
-"""Requests into batches, results into outputs."""
+"""Conversion of requests to batches and of results to outputs."""
 
 import numpy as np
 import pytest
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from skyrl_tx.api.answers import pass_message
-from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.backends.fake.config import FakeConfig
+from skyrl_tx.api.responses import pass_message
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, TopK
 from skyrl_tx.engine import prepare
-from skyrl_tx.engine.gather import Gathering
-from skyrl_tx.testing.engine_house import datum, forward_backward, sample
+from skyrl_tx.engine.sample_output import SampleAssembler
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.engine_harness import datum, forward_backward, sample
 
 CAPABILITIES = FakeBackend("tiny", FakeConfig(max_context_length=32)).start()
 REQUEST, MODEL = RequestId("r"), ModelId("m")
 
 
-def test_examples_are_complete():
+def test_examples_have_all_inputs_and_config_values():
     floats = np.ones(6, np.float32)
     request = forward_backward(
         data=(datum(logprobs=floats, advantages=floats),), loss="ppo", loss_config={"clip_low_threshold": 0}
@@ -42,7 +42,7 @@ def test_absent_inputs_take_the_shape_of_the_targets():
     assert example.loss_inputs["weights"].shape == (6, 3)
 
 
-def test_metrics_are_folded_as_the_sdk_folds_chunks():
+def test_metrics_are_combined_as_the_sdk_combines_chunks():
     def result(loss, total, count):
         logprobs = np.zeros(2, np.float32)
         return PassResult(logprobs=logprobs, sums={"loss": loss}, means={"clip": MeanTerm(total, count)})
@@ -59,8 +59,8 @@ def test_metrics_are_folded_as_the_sdk_folds_chunks():
     assert all(name.count(":") == 1 for name in output.metrics)
 
 
-def test_means_over_chunks_are_never_silently_wrong():
-    """One chunk counts nothing, as when all its advantages are zero: no mean of it, and sums still tell the truth."""
+def test_means_over_chunks_are_correct_or_absent():
+    """A chunk without counted positions, as with zero advantages, has no mean, and its sums are correct."""
 
     def chunk(*terms):
         logprobs = np.zeros(2, np.float32)
@@ -78,7 +78,7 @@ def test_means_over_chunks_are_never_silently_wrong():
     assert folded["ratio:sum"] / folded["ratio_count:sum"] == 26 / 16
 
 
-def test_no_max_tokens_means_up_to_the_context():
+def test_null_max_tokens_means_up_to_the_context():
     assert prepare.sample_request(REQUEST, sample(max_tokens=None), CAPABILITIES).params.max_tokens == 30
     assert prepare.sample_request(REQUEST, sample(), CAPABILITIES).params.max_tokens == 8
 
@@ -113,21 +113,21 @@ def text_of(tokens):
 
 
 def test_deltas_are_joined_by_index():
-    gathering = Gathering(request_of(2), text_of)
+    gathering = SampleAssembler(request_of(2), text_of)
     prompt = PromptResult(logprobs=np.array([np.nan], np.float32))
     for each in (delta(1, "xy"), delta(0, "a", prompt=prompt), delta(1, "z", "stop")):
         gathering.add(each)
-    assert not gathering.is_complete
+    assert gathering.num_open > 0
     gathering.add(delta(0, "b", "length"))
-    assert gathering.is_complete
+    assert gathering.num_open == 0
     output = gathering.output()
     assert [text_of(each.tokens) for each in output.sequences] == ["ab", "xyz"]
     assert [each.stop_reason for each in output.sequences] == ["length", "stop"]
     assert output.prompt is prompt
 
 
-def test_a_stop_string_cuts_tokens_logprobs_and_topk_alike():
-    gathering = Gathering(request_of(1, stop_strings=("bc",)), text_of)
+def test_stop_string_truncates_tokens_logprobs_and_topk():
+    gathering = SampleAssembler(request_of(1, stop_strings=("bc",)), text_of)
     gathering.add(delta(0, "ab"))
     gathering.add(delta(0, "cde"))
     gathering.add(delta(0, "fgh", "length"))

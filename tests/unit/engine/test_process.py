@@ -1,4 +1,4 @@
-"""The engine as a process: signals and exit codes."""
+"""Signals and ends of the engine process."""
 
 import multiprocessing
 import os
@@ -10,11 +10,11 @@ import pytest
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
-from skyrl_tx.engine.process import ExitCode, run_engine
-from skyrl_tx.store import engine_state, futures, snapshots
-from skyrl_tx.store.database import Store
-from skyrl_tx.testing.engine_house import House, Perishable, forward_backward, optim_step, run_fake_engine
-from skyrl_tx.testing.waiting import until
+from skyrl_tx.engine_process import EngineLost, run_engine
+from skyrl_tx.store import engine_state, futures, models
+from skyrl_tx.store.database import Store, StoreInUse
+from tests.support.engine_harness import EngineHarness, Perishable, forward_backward, optim_step, run_fake_engine
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -25,100 +25,103 @@ def own_signals():
         signal.signal(number, handler)
 
 
-def test_sigterm_ends_in_good_order(house):
-    process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(house.settings,))
+def test_sigterm_stops_cleanly(harness):
+    process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(harness.settings,))
     process.start()
     try:
-        model_id, _ = house.create()
-        house.submit(forward_backward(), model_id=model_id, seq_id=1)
+        model_id, _ = harness.create()
+        harness.submit(forward_backward(), model_id=model_id, seq_id=1)
         deadline = time.monotonic() + 30
-        while (state := house.api.read(engine_state.get)) is None or state.status != "ready" or open_requests(house):
+        while (
+            (state := harness.api.read(engine_state.get)) is None or state.status != "ready" or open_requests(harness)
+        ):
             assert time.monotonic() < deadline, state
-            house.api.wait(1.0)
+            harness.api.wait(1.0)
         os.kill(process.pid, signal.SIGTERM)
         process.join(20)
-        assert process.exitcode == ExitCode.STOPPED
+        assert process.exitcode == 0
     finally:
         process.kill()
         process.join()
-    assert house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order == 2
-    assert house.api.read(engine_state.get).status == "stopping"
+    assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order == 2
+    assert harness.api.read(engine_state.get).status == "stopping"
 
 
-def test_what_a_stopped_engine_leaves_undone_costs_no_attempt(house):
+def test_clean_stop_counts_no_delivery_attempt(harness):
     start = multiprocessing.get_context("spawn").Process
-    process = start(target=run_fake_engine, args=(house.settings, 60.0))  # a step takes longer than anybody waits
+    process = start(target=run_fake_engine, args=(harness.settings, 60.0))  # a step takes longer than anybody waits
     process.start()
     try:
-        model_id, _ = house.create()
-        house.submit(forward_backward(), model_id=model_id, seq_id=1)
-        until(lambda: [pending.attempts for pending in open_requests(house)] == [1])
+        model_id, _ = harness.create()
+        harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+        until(lambda: [pending.attempts for pending in open_requests(harness)] == [1])
         os.kill(process.pid, signal.SIGTERM)
-        until(lambda: [pending.attempts for pending in open_requests(house)] == [0])
+        until(lambda: [pending.attempts for pending in open_requests(harness)] == [0])
     finally:
         process.kill()
         process.join()
 
 
-def open_requests(house):
-    return house.api.read(lambda tx: futures.pending(tx, 0, 10))
+def open_requests(harness):
+    return harness.api.read(lambda tx: futures.pending(tx, 0, 10))
 
 
-def test_a_killed_engine_is_followed_by_one_that_goes_on(house, tmp_path_factory):
-    undisturbed = House(tmp_path_factory.mktemp("undisturbed"))
+def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
+    undisturbed = EngineHarness(tmp_path_factory.mktemp("undisturbed"))
     expected = losses_of(undisturbed, train(undisturbed))
     undisturbed.close()
-    passes = train(house)
-    process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(house.settings, 0.01))
+    passes = train(harness)
+    process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(harness.settings, 0.01))
     process.start()
-    while len(house.api.read(lambda tx: futures.statuses(tx, passes))) < 3:
+    while len(harness.api.read(lambda tx: futures.statuses(tx, passes))) < 3:
         assert process.is_alive()
-        house.api.wait(1.0)
+        harness.api.wait(1.0)
     process.kill()
     process.join()
-    num_answered = len(house.api.read(lambda tx: futures.statuses(tx, passes)))
-    assert num_answered < len(passes), "it was too quick to be killed in the middle"
-    assert losses_of(house, passes) == expected
+    num_answered = len(harness.api.read(lambda tx: futures.statuses(tx, passes)))
+    assert num_answered < len(passes), "the engine ended before it was killed"
+    assert losses_of(harness, passes) == expected
 
 
-def train(house):
-    model_id, _ = house.create()
+def train(harness):
+    model_id, _ = harness.create()
     passes = []
     for step in range(8):
-        passes.append(house.submit(forward_backward(step), model_id=model_id, seq_id=2 * step + 1))
-        house.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2)
+        passes.append(harness.submit(forward_backward(step), model_id=model_id, seq_id=2 * step + 1))
+        harness.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2)
     return passes
 
 
-def losses_of(house, passes):
-    house.run(*passes)
-    return [house.result(name).metrics["loss:sum"] for name in passes]
+def losses_of(harness, passes):
+    harness.run(*passes)
+    return [harness.result(name).metrics["loss:sum"] for name in passes]
 
 
-def test_a_lost_device_is_worth_a_restart(house):
-    config = house.config
+def test_lost_device_ends_the_engine_for_a_restart(harness):
+    config = harness.config
     spec = BackendSpec(config=type(config), load=lambda: lambda base_model, config: Perishable(config, 0))
-    model_id, _ = house.create()
-    house.submit(forward_backward(), model_id=model_id, seq_id=1)
-    assert run_engine(house.settings, spec, config) == ExitCode.LOST
-    assert len(open_requests(house)) == 1
+    model_id, _ = harness.create()
+    harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    with pytest.raises(EngineLost):
+        run_engine(harness.settings, spec, config)
+    assert len(open_requests(harness)) == 1
 
 
 @pytest.mark.parametrize("error", [UserError("base_model: no such directory"), BackendLost("no driver")])
-def test_a_backend_that_does_not_start(house, error, caplog):
+def test_backend_that_cannot_start_exits_without_restart(harness, error):
     class Stillborn(Perishable):
         def start(self):
             raise error
 
-    spec = BackendSpec(config=type(house.config), load=lambda: lambda base_model, config: Stillborn(config, 0))
-    expected = ExitCode.CANNOT_START if isinstance(error, UserError) else ExitCode.LOST
-    assert run_engine(house.settings, spec, house.config) == expected
-    assert str(error) in caplog.text
+    spec = BackendSpec(config=type(harness.config), load=lambda: lambda base_model, config: Stillborn(config, 0))
+    expected = UserError if isinstance(error, UserError) else EngineLost
+    with pytest.raises(expected, match=str(error)):
+        run_engine(harness.settings, spec, harness.config)
 
 
-def test_a_second_engine_is_refused(house, caplog):
+def test_second_engine_is_refused(harness):
     spec = find_backend("fake")
-    store = Store.open(house.data_dir, role="engine", url=house.settings.store_url)
-    assert run_engine(house.settings, spec, house.config) == ExitCode.CANNOT_START
-    assert f"process {os.getpid()}" in caplog.text
+    store = Store.open(harness.data_dir, role="engine", url=harness.settings.store_url)
+    with pytest.raises(StoreInUse, match=f"process {os.getpid()}"):
+        run_engine(harness.settings, spec, harness.config)
     store.close()

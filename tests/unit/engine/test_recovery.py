@@ -1,31 +1,31 @@
-"""An engine that loses its device anywhere is followed by one that goes on as if nothing had been."""
+"""After a device loss at any point, the next engine continues bit-equal."""
 
 import pytest
 
-from skyrl_tx.backends.fake.backend import FakeBackend
 from skyrl_tx.contract.backend import ALL_PARTS
 from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.contract.requests import LoadWeights, SaveWeights
-from skyrl_tx.store import checkpoints, futures, snapshots
-from skyrl_tx.testing.engine_house import SPEC, House, Perishable, datum, forward_backward, optim_step, sample
+from skyrl_tx.store import checkpoints, futures, models
+from skyrl_tx.testing.fake.backend import FakeBackend
+from tests.support.engine_harness import SPEC, EngineHarness, Perishable, datum, forward_backward, optim_step, sample
 
 NUM_TURNS = 6
 
 
 class Keeping(FakeBackend):
-    """Remembers what its models came to, beyond its end."""
+    """Records the final state of its models."""
 
     def close(self):
         self.last = {model_id: self.capture(model_id, ALL_PARTS).state for model_id in self._models}
         super().close()
 
 
-def submit_run(house):
-    """Two models that train with accumulation and saves, and samples beside; returns all requests."""
+def submit_run(harness):
+    """Submit training with accumulation and saves of two models, and samples; return all requests."""
     names = []
     for model in ("a", "b"):
-        model_id, created = house.create(model)
+        model_id, created = harness.create(model)
         names.append(created)
         seq_id = 0
         for turn in range(NUM_TURNS):
@@ -36,13 +36,13 @@ def submit_run(house):
                 steps.append(forward_backward(99))  # a gradient that stays pending
             for request in steps:
                 seq_id += 1
-                names.append(house.submit(request, model_id=model_id, seq_id=seq_id))
-        names.append(house.submit(sample(temperature=1.0, max_tokens=40)))
+                names.append(harness.submit(request, model_id=model_id, seq_id=seq_id))
+        names.append(harness.submit(sample(temperature=1.0, max_tokens=40)))
     return names
 
 
 def shape_of(result):
-    """A result without what names this house's session."""
+    """Return a result without the ids of this session."""
     if hasattr(result, "logprobs"):
         return [array.tobytes() for array in result.logprobs], result.metrics
     if hasattr(result, "sequences"):
@@ -50,7 +50,7 @@ def shape_of(result):
     return getattr(result, "metrics", type(result))
 
 
-def weights_of(house, backend):
+def weights_of(harness, backend):
     return {
         model_id.rsplit(":")[-1]: [
             array.tobytes()
@@ -63,125 +63,128 @@ def weights_of(house, backend):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    house = House(tmp_path_factory.mktemp("undisturbed"), snapshot_effects=10_000)
-    names = submit_run(house)
-    backend = Keeping("tiny", house.config)
-    house.run(*names, backend=backend)
-    yield [shape_of(house.result(name)) for name in names], weights_of(house, backend)
-    house.close()
+    harness = EngineHarness(tmp_path_factory.mktemp("undisturbed"), snapshot_interval_requests=10_000)
+    names = submit_run(harness)
+    backend = Keeping("tiny", harness.config)
+    harness.run(*names, backend=backend)
+    yield [shape_of(harness.result(name)) for name in names], weights_of(harness, backend)
+    harness.close()
 
 
-@pytest.mark.parametrize("snapshot_effects", [1, 4, 10_000])
+@pytest.mark.parametrize("snapshot_interval_requests", [1, 4, 10_000])
 @pytest.mark.parametrize("calls_left", [1, 2, 5, 11, 18])
-def test_losing_the_device_changes_no_bit(tmp_path, undisturbed, calls_left, snapshot_effects):
-    house = House(tmp_path, snapshot_effects=snapshot_effects)
-    names = submit_run(house)
+def test_device_loss_changes_no_bit(tmp_path, undisturbed, calls_left, snapshot_interval_requests):
+    harness = EngineHarness(tmp_path, snapshot_interval_requests=snapshot_interval_requests)
+    names = submit_run(harness)
     for extra in (0, 7):
         with pytest.raises(BackendLost):
-            house.run(*names, backend=Perishable(house.config, calls_left + extra))
-    backend = Keeping("tiny", house.config)
-    house.run(*names, backend=backend)
+            harness.run(*names, backend=Perishable(harness.config, calls_left + extra))
+    backend = Keeping("tiny", harness.config)
+    harness.run(*names, backend=backend)
     results, weights = undisturbed
-    assert [shape_of(house.result(name)) for name in names] == results
-    # A model whose requests were all answered before the loss is brought back only when asked for.
-    found = weights_of(house, backend)
+    assert [shape_of(harness.result(name)) for name in names] == results
+    # A model whose requests all had results before the loss is restored only on demand.
+    found = weights_of(harness, backend)
     assert found == {name: weights[name] for name in found}
-    house.close()
+    harness.close()
 
 
-def test_a_good_stop_leaves_nothing_to_repeat(house):
-    model_id, created = house.create()
-    house.submit(forward_backward(), model_id=model_id, seq_id=1)
-    step = house.submit(optim_step(), model_id=model_id, seq_id=2)
-    pending = house.submit(forward_backward(1), model_id=model_id, seq_id=3)
-    house.run(created, step, pending)
-    row = house.api.read(lambda tx: snapshots.get(tx, model_id))
+def test_clean_stop_leaves_nothing_to_replay(harness):
+    model_id, created = harness.create()
+    harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    step = harness.submit(optim_step(), model_id=model_id, seq_id=2)
+    pending = harness.submit(forward_backward(1), model_id=model_id, seq_id=3)
+    harness.run(created, step, pending)
+    row = harness.api.read(lambda tx: models.get_snapshot(tx, model_id))
     assert row.effect_order == 4
 
     class NoPass(FakeBackend):
         def begin_pass(self, batch, *, backward):
             raise AssertionError("nothing should be repeated")
 
-    last = house.submit(optim_step(), model_id=model_id, seq_id=4)
-    house.run(last, backend=NoPass("tiny", house.config))
-    assert house.result(last).metrics["unclipped_grad_l2:mean"] > 0
+    last = harness.submit(optim_step(), model_id=model_id, seq_id=4)
+    harness.run(last, backend=NoPass("tiny", harness.config))
+    assert harness.result(last).metrics["unclipped_grad_l2:mean"] > 0
 
 
-def test_a_full_disk_costs_snapshots_and_nothing_else(tmp_path, caplog):
-    house, twin = (House(tmp_path / name, snapshot_effects=1, snapshot_interval_s=0) for name in ("full", "roomy"))
+def test_full_disk_costs_only_snapshots(tmp_path, caplog):
+    harness, twin = (
+        EngineHarness(tmp_path / name, snapshot_interval_requests=1, snapshot_interval_s=0)
+        for name in ("full", "roomy")
+    )
 
-    def trained(house, model_id, first, last):
-        """Results of passes and steps with these numbers."""
+    def trained(harness, model_id, first, last):
+        """Return the results of passes and steps with these numbers."""
         requests = {number: forward_backward(number) if number % 2 else optim_step() for number in range(first, last)}
-        names = [house.submit(request, model_id=model_id, seq_id=number) for number, request in requests.items()]
-        house.run(*names)
-        return [shape_of(house.result(name)) for name in names]
+        names = [harness.submit(request, model_id=model_id, seq_id=number) for number, request in requests.items()]
+        harness.run(*names)
+        return [shape_of(harness.result(name)) for name in names]
 
-    (model_id, _), (twin_id, _) = house.create(), twin.create()
-    assert trained(house, model_id, 1, 4) == trained(twin, twin_id, 1, 4)
-    kept = house.api.read(lambda tx: snapshots.get(tx, model_id))
-    create = house.artifacts.create
+    (model_id, _), (twin_id, _) = harness.create(), twin.create()
+    assert trained(harness, model_id, 1, 4) == trained(twin, twin_id, 1, 4)
+    kept = harness.api.read(lambda tx: models.get_snapshot(tx, model_id))
+    create = harness.artifacts.create
 
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    house.artifacts.create = refuse
+    harness.artifacts.create = refuse
     for first in (4, 8):  # the second engine repeats what the first could not keep
-        assert trained(house, model_id, first, first + 4) == trained(twin, twin_id, first, first + 4)
-    assert house.api.read(lambda tx: snapshots.get(tx, model_id)) == kept
+        assert trained(harness, model_id, first, first + 4) == trained(twin, twin_id, first, first + 4)
+    assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) == kept
     assert "No space left" in caplog.text
-    house.artifacts.create = create
-    assert trained(house, model_id, 12, 14) == trained(twin, twin_id, 12, 14)
-    assert house.api.read(lambda tx: snapshots.get(tx, model_id)).effect_order == kept.effect_order + 10
-    house.close()
+    harness.artifacts.create = create
+    assert trained(harness, model_id, 12, 14) == trained(twin, twin_id, 12, 14)
+    assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order == kept.effect_order + 10
+    harness.close()
     twin.close()
 
 
-def test_a_load_that_was_not_kept_is_repeated(house):
-    model_id, _ = house.create()
-    house.submit(forward_backward(), model_id=model_id, seq_id=1)
-    house.submit(optim_step(), model_id=model_id, seq_id=2)
-    saved = house.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=3)
-    row = house.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(saved.path), 0.0))
+def test_load_after_the_newest_snapshot_is_replayed(harness):
+    model_id, _ = harness.create()
+    harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    harness.submit(optim_step(), model_id=model_id, seq_id=2)
+    saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=3)
+    row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(saved.path), 0.0))
     load = LoadWeights(path=saved.path, artifact_id=row.artifact_id, spec=SPEC, optimizer=True, create=True)
-    copy, loaded = house.make(load, "copy")
-    trained = house.submit(forward_backward(5), model_id=copy, seq_id=1)
+    copy, loaded = harness.make(load, "copy")
+    trained = harness.submit(forward_backward(5), model_id=copy, seq_id=1)
     with pytest.raises(BackendLost):
-        # The pass is the first call; its answer never comes, but the load's does.
-        house.run(trained, backend=Perishable(house.config, 0))
-    assert house.result(loaded).model_id == copy
-    house.run(trained)
-    twin = house.answer(forward_backward(5, backward=False), model_id=model_id, seq_id=4)
-    assert shape_of(house.result(trained)) == shape_of(twin)
+        # The pass is the first call: it has no result, but the load has one.
+        harness.run(trained, backend=Perishable(harness.config, 0))
+    assert harness.result(loaded).model_id == copy
+    harness.run(trained)
+    twin = harness.answer(forward_backward(5, backward=False), model_id=model_id, seq_id=4)
+    assert shape_of(harness.result(trained)) == shape_of(twin)
 
 
-def test_a_request_that_ends_three_engines_fails(house):
+def test_request_that_crashes_three_engines_fails(harness):
     class Allergic(FakeBackend):
         def begin_pass(self, batch, *, backward):
             if any(len(example.tokens) == 13 for example in batch.examples):
                 raise BackendLost("13 tokens")
             return super().begin_pass(batch, backward=backward)
 
-    model_id, _ = house.create()
-    other_id, _ = house.create("other")
-    fine = house.submit(forward_backward(), model_id=other_id, seq_id=1)
-    deadly = house.submit(forward_backward(data=(datum(0, 13),)), model_id=model_id, seq_id=1)
-    step = house.submit(optim_step(), model_id=model_id, seq_id=2)
+    model_id, _ = harness.create()
+    other_id, _ = harness.create("other")
+    fine = harness.submit(forward_backward(), model_id=other_id, seq_id=1)
+    deadly = harness.submit(forward_backward(data=(datum(0, 13),)), model_id=model_id, seq_id=1)
+    step = harness.submit(optim_step(), model_id=model_id, seq_id=2)
     for _ in range(3):
         with pytest.raises(BackendLost):
-            house.run(fine, deadly, step, backend=Allergic("tiny", house.config))
-    house.run(fine, deadly, step, backend=Allergic("tiny", house.config))
-    assert house.result(fine).metrics["num_datums:sum"] == 2
-    failure = house.result(deadly)
+            harness.run(fine, deadly, step, backend=Allergic("tiny", harness.config))
+    harness.run(fine, deadly, step, backend=Allergic("tiny", harness.config))
+    assert harness.result(fine).metrics["num_datums:sum"] == 2
+    failure = harness.result(deadly)
     assert failure.category == ErrorCategory.SERVER and "3 times" in failure.message
-    assert "3 times" in house.result(step).message
+    assert "3 times" in harness.result(step).message
 
 
-def test_samples_given_up_in_good_order_are_no_attempts(house):
-    long = house.submit(sample(max_tokens=4000, eos_stops=False))
-    short = house.submit(sample(max_tokens=1))
-    house.run(short)
-    [pending] = house.api.read(lambda tx: futures.pending(tx, 0, 10))
+def test_samples_stopped_cleanly_count_no_delivery_attempt(harness):
+    long = harness.submit(sample(max_tokens=4000, eos_stops=False))
+    short = harness.submit(sample(max_tokens=1))
+    harness.run(short)
+    [pending] = harness.api.read(lambda tx: futures.pending(tx, 0, 10))
     assert (pending.request_id, pending.attempts) == (long, 0)
-    house.run(long)
-    assert len(house.result(long).sequences[0].tokens) == 4000
+    harness.run(long)
+    assert len(harness.result(long).sequences[0].tokens) == 4000

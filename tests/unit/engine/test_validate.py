@@ -1,4 +1,4 @@
-"""Bad input: which text names which field."""
+"""Invalid requests: the message names field, value and bound."""
 
 import math
 import re
@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.fake.backend import FakeBackend
-from skyrl_tx.backends.fake.config import FakeConfig
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.contract.requests import (
@@ -21,7 +19,9 @@ from skyrl_tx.contract.requests import (
     SaveWeights,
 )
 from skyrl_tx.engine import validate
-from skyrl_tx.testing.engine_house import SPEC, datum, forward_backward, sample
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.engine_harness import SPEC, datum, forward_backward, sample
 
 CAPABILITIES = FakeBackend("tiny", FakeConfig(vocab_size=128, max_context_length=32, max_lora_rank=8)).start()
 
@@ -77,7 +77,7 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
         ({"data": (datum(target_tokens=np.zeros((6, 0), np.int64)),)}, "['target_tokens'] has shape [6, 0]"),
         (
             {"data": (datum(target_tokens=np.broadcast_to(np.int64(0), (6, 2**19 + 1))),)},
-            "['target_tokens'] has shape [6, 524289]: each of so many positions may have at most 524288 targets",
+            "['target_tokens'] has shape [6, 524289]: a position may have at most 524288 targets",
         ),
         (
             {"data": (datum(target_tokens=np.zeros((6, 129), np.int64)),)},
@@ -87,12 +87,12 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
         ({"data": (replace(datum(), tokens=np.array([1, -5, 3, 4, 5, 6], np.int32)),)}, "model_input: token -5"),
     ],
 )
-def test_bad_passes(changes, text):
+def test_invalid_passes(changes, text):
     with raises(text):
         validate.check_pass(forward_backward(**changes), CAPABILITIES)
 
 
-def test_good_passes():
+def test_valid_passes():
     validate.check_pass(forward_backward(), CAPABILITIES)
     for width in (3, 128):  # as many as there are tokens, and listed twice
         top_k = np.zeros((6, width), np.int64)
@@ -109,12 +109,13 @@ def test_good_passes():
         ({"learning_rate": -1.0}, "adam_params.learning_rate -1.0"),
         ({"beta1": 1.0}, "adam_params.beta1 1.0 must be in [0, 1)"),
         ({"beta2": math.nan}, "adam_params.beta2 nan"),
+        ({"beta2": -0.1}, "adam_params.beta2 -0.1"),
         ({"eps": -1.0}, "adam_params.eps -1.0"),
         ({"weight_decay": math.inf}, "adam_params.weight_decay inf"),
         ({"grad_clip_norm": -1.0}, "adam_params.grad_clip_norm -1.0"),
     ],
 )
-def test_bad_steps(changes, text):
+def test_invalid_optim_steps(changes, text):
     with raises(text):
         validate.check_optim(OptimizerParams(**changes))
 
@@ -128,13 +129,13 @@ def test_bad_steps(changes, text):
         ({"train_attn": False, "train_mlp": False, "train_unembed": False}, "nothing to train"),
     ],
 )
-def test_bad_models(lora, text):
+def test_invalid_lora_specs(lora, text):
     spec = ModelSpec(lora=LoraSpec(**{"rank": 2, "seed": 0, **lora}))
     with raises(text):
         validate.check_create(CreateModel(base_model="tiny", spec=spec), CAPABILITIES, ["tiny"])
 
 
-def test_other_bad_models():
+def test_invalid_models():
     with raises("base_model 'huge' is not served here; served is tiny"):
         validate.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
     with raises("optimizer 'dimuon' is not one of adamw"):
@@ -160,12 +161,12 @@ def test_other_bad_models():
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\0b", "x" * 300, "-a"])
-def test_bad_checkpoint_names(name):
+def test_invalid_checkpoint_names(name):
     with raises("checkpoint name"):
         validate.check_save(SaveWeights(kind="weights", name=name))
 
 
-def test_other_bad_saves():
+def test_invalid_saves():
     with raises("path: a name is needed to save weights"):
         validate.check_save(SaveWeights(kind="weights", name=None))
     with raises("ttl_seconds -1 must be positive"):
@@ -179,6 +180,7 @@ def test_other_bad_saves():
         ({"prompt": (1, 128)}, "prompt: token 128 is outside the vocabulary"),
         ({"prompt": (1, -1)}, "prompt: token -1"),
         ({"max_tokens": 0}, "sampling_params.max_tokens 0 must be 1 or more"),
+        ({"max_tokens": -5}, "sampling_params.max_tokens -5"),
         ({"max_tokens": 31}, "prompt of 2 tokens + sampling_params.max_tokens 31 exceeds the context of 32 tokens"),
         (
             {"prompt": (1,) * 33, "max_tokens": 4},
@@ -201,7 +203,7 @@ def test_other_bad_saves():
         ({"stop_token_ids": (500,)}, "sampling_params.stop: token 500"),
     ],
 )
-def test_bad_samples(changes, text):
+def test_invalid_samples(changes, text):
     with raises(text):
         validate.check_sample(sample(**changes), CAPABILITIES)
 
@@ -212,6 +214,8 @@ def test_bad_samples(changes, text):
         ({"topk": 21}, "topk_prompt_logprobs 21 must be from 0 to 20"),
         ({"sample_topk": -1}, "topk_sample_logprobs -1"),
         ({"alt_tokens_k": 99}, "prompt_alt_tokens_k 99"),
+        ({"topk": -1}, "topk_prompt_logprobs -1"),
+        ({"logprobs": True, "last_n": 0}, "prompt_logprobs_last_n 0"),
         ({"logprobs": True, "last_n": 2}, "prompt_logprobs_last_n 2 must be from 1 to 1"),
         ({"target_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs has shape [2, 1]; expected is [1, K]"),
         ({"target_tokens": np.array([[-2]])}, "target_prompt_logprobs: token -2"),
@@ -219,11 +223,12 @@ def test_bad_samples(changes, text):
         ({"target_tokens": np.broadcast_to(np.int64(0), (1, 2**25))}, "target_prompt_logprobs has shape [1, 33554432]"),
     ],
 )
-def test_bad_prompt_options(options, text):
+def test_invalid_prompt_options(options, text):
     with raises(text):
         validate.check_sample(replace(sample(), options=PromptOptions(**options)), CAPABILITIES)
 
 
-def test_no_samples_asked():
-    with raises("num_samples 0 must be 1 or more"):
-        validate.check_sample(replace(sample(), num_samples=0), CAPABILITIES)
+def test_invalid_num_samples():
+    for number in (0, -1):
+        with raises(f"num_samples {number} must be 1 or more"):
+            validate.check_sample(replace(sample(), num_samples=number), CAPABILITIES)

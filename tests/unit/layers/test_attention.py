@@ -10,11 +10,25 @@ import pytest
 from skyrl_tx.layers.attention import DENSE_LENGTH, causal_attention, dense_attention
 from skyrl_tx.layers.flash_attention import flash_attention
 from skyrl_tx.layers.rope import Rope, rotate
+from tests.support.fast_jit import fast_jit
 
 
 def heads(T, N=4, K=2, H=8, B=2, seed=0):
     g = np.random.default_rng(seed)
-    return [jnp.asarray(g.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K)]
+    return [g.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K)]
+
+
+attend = fast_jit(causal_attention)
+
+
+@partial(fast_jit, static_argnames=("kernel", "query_block", "key_block"))
+def values_and_gradients(x, target, start_BT, kernel, **blocks):
+    """Return a kernel's result and gradient, for whole rows and for several sequences in a row."""
+
+    def loss(x, *start):
+        return (kernel(*x, *start, **blocks) * target).sum()
+
+    return [jax.value_and_grad(loss)(x, *start) for start in ((), (start_BT,))]
 
 
 def by_definition(q_BTNH, k_BTKH, v_BTKH):
@@ -37,51 +51,38 @@ def grouped(q, k, v):
 
 
 @pytest.mark.parametrize("length", [21, DENSE_LENGTH + 3])
-def test_equals_the_definition(length):
+def test_attention_equals_the_definition(length):
     q, k, v = heads(T=length, B=1)
-    np.testing.assert_allclose(causal_attention(q, k, v), by_definition(q, k, v), atol=1e-5)
+    np.testing.assert_allclose(attend(q, k, v), by_definition(q, k, v), atol=1e-5)
 
 
-@pytest.mark.parametrize(("query_block", "key_block"), [(4, 8), (8, 4), (3, 2), (32, 32)])
+@pytest.mark.parametrize(
+    ("query_block", "key_block"), [(4, 8), (3, 2), (32, 32), pytest.param(8, 4, marks=pytest.mark.slow)]
+)
 def test_blocks_change_neither_value_nor_gradient(query_block, key_block):
+    """Neither of whole rows nor of sequences in a row."""
     x = grouped(*heads(T=21))
-    target = jnp.asarray(np.random.default_rng(1).standard_normal(x[0].shape), jnp.float32)
-    blocked = partial(flash_attention, query_block=query_block, key_block=key_block)
-
-    @partial(jax.jit, static_argnums=0)
-    def evaluate(attend, x):
-        return jax.value_and_grad(lambda x: (attend(*x) * target).sum())(x)
-
-    for whole, cut in zip(*(jax.tree.leaves(evaluate(f, x)) for f in (dense_attention, blocked)), strict=True):
-        np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-5)
+    target = np.random.default_rng(1).standard_normal(x[0].shape).astype(np.float32)
+    start_BT = np.array([[0] * 9 + [9] * 2 + [11] * 10, [0] * 3 + [3] * 18])
+    whole = values_and_gradients(x, target, start_BT, dense_attention)
+    blocked = values_and_gradients(x, target, start_BT, flash_attention, query_block=query_block, key_block=key_block)
+    for expected, found in zip(jax.tree.leaves(whole), jax.tree.leaves(blocked), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [21, DENSE_LENGTH + 40])
-def test_sequences_in_a_row_do_not_see_each_other(length):
+def test_packed_sequences_do_not_attend_to_each_other(length):
     q, k, v = heads(T=length, B=2)
     starts = ([0, 1, length // 3, length // 2], [0, length - 2])
     start_BT = np.zeros((2, length), np.int32)
     for row, places in zip(start_BT, starts, strict=True):
         for place in places:
             row[place:] = place
-    got = causal_attention(q, k, v, jnp.asarray(start_BT))
+    got = np.asarray(attend(q, k, v, start_BT))
     for b, places in enumerate(starts):
         for start, end in zip(places, [*places[1:], length], strict=True):
             alone = by_definition(*(x[b : b + 1, start:end] for x in (q, k, v)))
             np.testing.assert_allclose(got[b : b + 1, start:end], alone, atol=1e-5)
-
-
-@pytest.mark.parametrize(("query_block", "key_block"), [(4, 8), (8, 4), (32, 32)])
-def test_blocks_change_no_gradient_of_sequences_in_a_row(query_block, key_block):
-    x = grouped(*heads(T=21))
-    start_BT = jnp.asarray([[0] * 9 + [9] * 2 + [11] * 10, [0] * 3 + [3] * 18])
-    blocked = partial(flash_attention, query_block=query_block, key_block=key_block)
-    whole, cut = (
-        jax.grad(lambda x, attend=attend: jnp.sin(attend(*x, start_BT)).sum())(x)
-        for attend in (dense_attention, blocked)
-    )
-    for a, b in zip(whole, cut, strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
 
 
 def test_long_rows_stay_within_memory():
@@ -94,7 +95,7 @@ def test_long_rows_stay_within_memory():
 def test_rope_turns_pairs_by_position_times_frequency():
     rope, T, H = Rope(theta=100.0), 6, 8
     x = np.random.default_rng(0).standard_normal((T, 3, H)).astype(np.float32)
-    turned = rotate(jnp.asarray(x), *rope.angles(jnp.arange(T), H))
+    turned = fast_jit(lambda x, position: rotate(x, *rope.angles(position, H)))(x, np.arange(T))
     pairs = x[..., : H // 2] + 1j * x[..., H // 2 :]
     expected = pairs * np.exp(1j * np.arange(T)[:, None, None] * 100.0 ** -(np.arange(0, H, 2) / H))
     np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
@@ -107,7 +108,9 @@ def test_linear_scaling_divides_positions():
 
 def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones():
     plain = Rope(theta=5e5)
-    scaled = Rope(5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    scaled = Rope(
+        5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     ratio = plain.frequencies(128) / scaled.frequencies(128)
     assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(8, rel=1e-5)
     assert np.all(np.diff(ratio) >= -1e-5)

@@ -7,12 +7,13 @@ import pytest
 
 from skyrl_tx.layers.logprobs import logits, target_logprobs, target_logprobs_and_gradient
 from skyrl_tx.layers.lora import LoraPair, RowAdapter
+from tests.support.fast_jit import fast_jit
 
 B, T, D, V, R = 3, 11, 8, 40, 2
 
 
 def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def make(kind):
@@ -21,7 +22,7 @@ def make(kind):
         return hidden, unembed, None
     rows = () if kind == "shared" else (B,)
     pair = LoraPair(a=draw(*rows, D, R, seed=2), b=draw(*rows, R, V, seed=3))
-    return hidden, unembed, RowAdapter(pair=pair, scale=jnp.full(rows, 0.5))
+    return hidden, unembed, RowAdapter(pair=pair, scale=np.full(rows, 0.5, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def make(kind):
 )
 def test_equals_whole_logits(kind, shape, chunk):
     hidden, unembed, adapter = make(kind)
-    targets = jnp.asarray(np.random.default_rng(4).integers(0, V, shape))
+    targets = np.random.default_rng(4).integers(0, V, shape)
     weights = draw(*shape, seed=5)
 
     def naive(hidden, adapter):
@@ -40,28 +41,39 @@ def test_equals_whole_logits(kind, shape, chunk):
     def chunked(hidden, adapter):
         return target_logprobs(hidden, unembed, targets, adapter, chunk=chunk)
 
-    np.testing.assert_allclose(chunked(hidden, adapter), naive(hidden, adapter), atol=1e-5)
-    expected, got = (
-        jax.grad(lambda h, a, f=f: (f(h, a) * weights).sum(), argnums=(0, 1))(hidden, adapter) for f in (naive, chunked)
-    )
+    @fast_jit
+    def values_and_gradients(hidden, adapter):
+        found = []
+        for function in (naive, chunked):
+            logprobs, pull = jax.vjp(function, hidden, adapter)
+            found.append((logprobs, pull(jnp.asarray(weights))))
+        return found
+
+    (whole, expected), (logprobs, got) = values_and_gradients(hidden, adapter)
+    np.testing.assert_allclose(logprobs, whole, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), expected, got)
 
 
 @pytest.mark.parametrize(("shape", "chunk"), [((B, T), 9), ((B, T, 4), 9), ((B, T), 1000)])
 def test_gradient_of_one_pass_equals_that_of_whole_logits(shape, chunk):
     hidden, unembed, adapter = make("shared")
-    targets = jnp.asarray(np.random.default_rng(4).integers(0, V, shape))
+    targets = np.random.default_rng(4).integers(0, V, shape)
     weights = draw(*shape, seed=5)
 
     def loss(hidden, pair):
         logprobs = target_logprobs(hidden, unembed, targets, RowAdapter(pair=pair, scale=adapter.scale))
-        return (weights * logprobs**2).sum()
+        return (weights * logprobs**2).sum(), logprobs
 
-    logprobs, *got = target_logprobs_and_gradient(
-        hidden, unembed, targets, adapter, lambda found, weights: 2 * weights * found, weights, chunk=chunk
-    )
-    np.testing.assert_allclose(logprobs, target_logprobs(hidden, unembed, targets, adapter), atol=1e-5)
-    expected = jax.grad(loss, argnums=(0, 1))(hidden, adapter.pair)
+    @fast_jit
+    def values_and_gradients(hidden, adapter):
+        gradient, logprobs = jax.grad(loss, argnums=(0, 1), has_aux=True)(hidden, adapter.pair)
+        one_pass = target_logprobs_and_gradient(
+            hidden, unembed, targets, adapter, lambda found, weights: 2 * weights * found, weights, chunk=chunk
+        )
+        return logprobs, gradient, one_pass
+
+    whole, expected, (logprobs, *got) = values_and_gradients(hidden, adapter)
+    np.testing.assert_allclose(logprobs, whole, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expected, tuple(got))
 
 
@@ -69,8 +81,8 @@ def test_memory_is_that_of_a_chunk():
     shapes = (jax.ShapeDtypeStruct((8, 512, 64), jnp.float32), jax.ShapeDtypeStruct((32000, 64), jnp.float32))
     targets = jax.ShapeDtypeStruct((8, 512), jnp.int32)
     adapter = RowAdapter(
-        pair=LoraPair(a=jnp.zeros((64, R)), b=jnp.zeros((R, 32000))),
-        scale=jnp.float32(1),
+        pair=LoraPair(a=np.zeros((64, R), np.float32), b=np.zeros((R, 32000), np.float32)),
+        scale=np.float32(1),
     )
 
     def two_pass(hidden, unembed, targets):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
+from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 from skyrl_tx.weights import hf
@@ -20,7 +21,7 @@ class Loaded:
 
     def adapter(self, seed: int, rank: int = 4, max_rank: int | None = None) -> Adapter:
         """Return an adapter whose B is not zero, so that it acts."""
-        made = models.init_adapter(self.config, models.AdapterSpec(rank=rank, seed=seed), max_rank)
+        made = models.init_adapter(self.config, LoraSpec(rank=rank, seed=seed), max_rank)
         generator = np.random.default_rng(seed)
         for pair in made.weights.values():
             b = np.asarray(pair.b)
@@ -42,7 +43,14 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), "qwen3-tied")
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+DEFAULT = ("qwen3-tied", "qwen3-moe-untied")
+"""One dense model and one mixture of experts; other variants are slow tests, and the conformance tests cover them."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+)
 def each_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Give a model of every family."""
     return read_back(tmp_path_factory.mktemp("model"), request.param)

@@ -1,4 +1,4 @@
-"""How adapters begin: from their seed alone."""
+"""The shapes and the initial values of adapters."""
 
 from dataclasses import replace
 
@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models import AdapterSpec, ModelConfig, adapter_shapes, init_adapter
+from skyrl_tx.models import ModelConfig, adapter_shapes, init_adapter
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -23,10 +24,10 @@ CONFIG = ModelConfig(
     max_context_length=64,
     tied_embeddings=True,
 )
-SPEC = AdapterSpec(rank=4, seed=7)
+SPEC = LoraSpec(rank=4, seed=7)
 
 
-def test_shapes():
+def test_shapes_of_the_arrays():
     weights = adapter_shapes(CONFIG, 5).weights
     assert weights["k_proj"].a.shape == (3, 16, 5) and weights["k_proj"].b.shape == (3, 5, 12)
     assert weights["down_proj"].a.shape == (3, 20, 5) and weights["down_proj"].b.shape == (3, 5, 16)
@@ -46,7 +47,7 @@ def test_a_is_uniform_as_in_peft_and_b_is_zero():
     assert float(made.scale) == 8.0  # alpha 32 over rank 4
 
 
-def test_depends_on_nothing_but_seed_and_rank():
+def test_values_depend_on_seed_and_rank_only():
     made = init_adapter(CONFIG, SPEC)
     padded = init_adapter(CONFIG, SPEC, 9)
     partial = init_adapter(CONFIG, replace(SPEC, train_attn=False), 9)
@@ -60,13 +61,13 @@ def test_depends_on_nothing_but_seed_and_rank():
     assert not np.array_equal(other.weights["q_proj"].a, made.weights["q_proj"].a)
 
 
-def test_what_a_seed_gives_never_changes():
-    """Runs are recovered by drawing again: another sequence here would be another model."""
+def test_the_values_of_a_seed_never_change():
+    """Replay draws the initial values again, so other values would be another model."""
     a = np.asarray(init_adapter(CONFIG, SPEC).weights["up_proj"].a)
     np.testing.assert_allclose(a[0, 0], [0.0787616149, 0.0552073792, 0.2142037153, -0.0011583711], rtol=1e-6)
 
 
 @pytest.mark.parametrize("rank", [0, -1, 10])
-def test_rank_out_of_bounds(rank):
-    with pytest.raises(ValueError, match=str(rank)):
+def test_a_rank_out_of_bounds_is_an_assertion(rank):
+    with pytest.raises(AssertionError, match=str(rank)):
         init_adapter(CONFIG, replace(SPEC, rank=rank), 9)

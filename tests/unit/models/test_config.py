@@ -1,4 +1,4 @@
-"""What is read from config.json, and what is refused by name."""
+"""config.json is read correctly, and unsupported features are refused by name."""
 
 import pytest
 
@@ -64,7 +64,9 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     ],
 )
 def test_both_spellings_of_a_scaled_rope(changes):
-    expected = Rope(5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    expected = Rope(
+        5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     assert read(architectures=["LlamaForCausalLM"], **changes).rope == expected
 
 
@@ -92,7 +94,7 @@ def test_a_default_rope_in_the_new_spelling():
         ({"architectures": None}, "supported"),
     ],
 )
-def test_what_would_change_the_maths_is_refused_by_name(changes, named):
+def test_unsupported_config_keys_are_refused_by_name(changes, named):
     with pytest.raises(UnsupportedModel, match=named):
         read(**changes)
 

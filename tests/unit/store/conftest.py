@@ -1,4 +1,4 @@
-"""A store on a fresh directory, with one session in it: on each kind of database in turn."""
+"""Fixtures: a store in a new data directory, with one session; each test runs on both kinds of databases."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -38,14 +38,5 @@ def store(open_store: OpenStore) -> Store:
 @pytest.fixture
 def session_id(store: Store) -> SessionId:
     return store.write(
-        lambda tx: sessions.create(
-            tx,
-            owner="ann",
-            tags=["a"],
-            user_metadata={"k": 1},
-            sdk_version="0.38.0",
-            project_id=None,
-            display_name=None,
-            now=1.0,
-        )
+        lambda tx: sessions.create(tx, owner="ann", tags=["a"], user_metadata={"k": 1}, sdk_version="0.38.0", now=1.0)
     )

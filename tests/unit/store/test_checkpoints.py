@@ -11,10 +11,10 @@ from skyrl_tx.contract.ids import (
     SessionId,
 )
 from skyrl_tx.contract.requests import LoadWeights, LoraSpec, ModelSpec
-from skyrl_tx.store import checkpoints, futures, models, samplers, sessions, snapshots
+from skyrl_tx.store import checkpoints, futures, models, samplers, sessions
 from skyrl_tx.store.checkpoints import CheckpointExists
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow
 
 MODEL = ModelId("run")
 
@@ -45,8 +45,8 @@ def get(store: Store, name: str, now: float = 2.0) -> CheckpointRow | None:
 
 
 def make_model(store: Store, session_id: SessionId, model_id: ModelId = MODEL) -> None:
-    fields = {"session_id": session_id, "base_model": "b", "spec": b"", "user_metadata": None, "now": 1.0}
-    store.write(lambda tx: models.create(tx, model_id=model_id, **fields))
+    fields = {"session_id": session_id, "base_model": "b", "spec": b"", "created_at": 1.0, "last_request_at": 1.0}
+    store.write(lambda tx: models.create(tx, ModelRow(model_id=model_id, **fields)))
 
 
 def test_a_checkpoint_is_found_by_its_path(store: Store) -> None:
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_found_by_its_path(store: Store) -> None:
     assert store.read(lambda tx: checkpoints.get(tx, other_kind, 2.0)) is None
 
 
-def test_a_name_is_given_again_only_on_request(store: Store) -> None:
+def test_a_name_is_overwritten_only_on_request(store: Store) -> None:
     put(store, row("a", "art-1"))
     with pytest.raises(CheckpointExists, match="tinker://run/weights/a exists"):
         put(store, row("a", "art-2"))
@@ -73,7 +73,7 @@ def test_a_name_is_given_again_only_on_request(store: Store) -> None:
     assert get(store, "a").artifact_id == "art-2"
 
 
-def test_a_name_whose_time_is_over_is_free(store: Store) -> None:
+def test_an_expired_name_is_free(store: Store) -> None:
     put(store, row("a", "art-1", ends=5.0))
     assert get(store, "a", now=4.9) is not None
     assert get(store, "a", now=5.0) is None
@@ -81,7 +81,7 @@ def test_a_name_whose_time_is_over_is_free(store: Store) -> None:
     assert get(store, "a", now=100.0).artifact_id == "art-2"
 
 
-def test_expiry_removes_what_is_over(store: Store) -> None:
+def test_expire_deletes_expired_checkpoints(store: Store) -> None:
     for name, ends in (("a", 5.0), ("b", 6.0), ("c", None)):
         put(store, row(name, ends=ends))
     assert store.write(lambda tx: checkpoints.expire(tx, 5.5)) == [path("a")]
@@ -101,20 +101,16 @@ def test_delete_and_publish(store: Store) -> None:
         lambda tx: checkpoints.set_public(tx, path("a"), True),
         lambda tx: checkpoints.set_ttl(tx, path("a"), 1.0),
     ):
-        with pytest.raises(LookupError, match="tinker://run/weights/a"):
+        with pytest.raises(LookupError, match="no CheckpointRow has the key"):
             store.write(change)
 
 
-def test_lists_show_what_lasts_and_is_ones_own(store: Store, session_id: SessionId) -> None:
-    theirs = store.write(
-        lambda tx: sessions.create(
-            tx, owner="bob", tags=[], user_metadata=None, sdk_version=None, project_id=None, display_name=None, now=1.0
-        )
-    )
+def test_lists_show_unexpired_checkpoints_of_the_owner(store: Store, session_id: SessionId) -> None:
+    theirs = store.write(lambda tx: sessions.create(tx, owner="bob", now=1.0))
     make_model(store, session_id)
     make_model(store, theirs, ModelId("theirs"))
     put(store, row("x", model=ModelId("theirs")))
-    put(store, row("over", ends=2.0))
+    put(store, row("expired", ends=2.0))
     for number in range(3):
         put(store, row(f"c{number}", now=float(number)))
     run = store.read(lambda tx: checkpoints.list_of_run(tx, MODEL, 3.0))
@@ -132,10 +128,10 @@ def load(artifact: str) -> bytes:
     )
 
 
-def test_an_artifact_lives_while_something_points_at_it(store: Store, session_id: SessionId) -> None:
+def test_referenced_artifacts(store: Store, session_id: SessionId) -> None:
     make_model(store, session_id)
     put(store, row("a", "art-checkpoint"))
-    store.write(lambda tx: snapshots.put(tx, MODEL, ArtifactId("art-snapshot"), 1, 1.0))
+    store.write(lambda tx: models.put_snapshot(tx, MODEL, ArtifactId("art-snapshot"), 1, 1.0))
     sampling = SamplingSessionRow(
         sampling_session_id=SamplingSessionId("s"),
         session_id=session_id,
@@ -154,11 +150,11 @@ def test_an_artifact_lives_while_something_points_at_it(store: Store, session_id
     store.write(lambda tx: (samplers.create_session(tx, sampling), samplers.create_session(tx, on_base)))
     assert store.read(checkpoints.referenced_artifacts) == {"art-checkpoint", "art-snapshot", "art-sampler"}
     store.write(lambda tx: checkpoints.delete(tx, path("a")))
-    store.write(lambda tx: snapshots.delete(tx, MODEL))
+    store.write(lambda tx: models.delete_snapshot(tx, MODEL))
     assert store.read(checkpoints.referenced_artifacts) == {"art-sampler"}
 
 
-def test_a_load_keeps_its_source_until_a_snapshot_contains_it(store: Store, session_id: SessionId) -> None:
+def test_a_load_references_its_source_until_a_snapshot_covers_it(store: Store, session_id: SessionId) -> None:
     make_model(store, session_id)
     new = futures.NewRequest(
         key="load", kind="load_weights", owner="ann", session_id=session_id, body=load("art-source"), model_id=MODEL
@@ -166,9 +162,9 @@ def test_a_load_keeps_its_source_until_a_snapshot_contains_it(store: Store, sess
     request_id = store.write(lambda tx: futures.submit(tx, new, 1.0)).request_id
     assert store.read(checkpoints.referenced_artifacts) == {"art-source"}, "open"
     store.write(lambda tx: futures.complete(tx, request_id, b"r", failed=False, effect_order=1, now=2.0))
-    assert store.read(checkpoints.referenced_artifacts) == {"art-source"}, "a recovery would run it again"
-    store.write(lambda tx: snapshots.put(tx, MODEL, ArtifactId("art-snapshot"), 1, 1.0))
+    assert store.read(checkpoints.referenced_artifacts) == {"art-source"}, "a recovery would replay it"
+    store.write(lambda tx: models.put_snapshot(tx, MODEL, ArtifactId("art-snapshot"), 1, 1.0))
     assert store.read(checkpoints.referenced_artifacts) == {"art-snapshot"}
-    store.write(lambda tx: snapshots.delete(tx, MODEL))
+    store.write(lambda tx: models.delete_snapshot(tx, MODEL))
     store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
     assert store.read(checkpoints.referenced_artifacts) == set()

@@ -1,14 +1,13 @@
-"""Who was answered when, and what clients want no more."""
+"""Completion order, and cancellation of samples."""
 
 from collections.abc import Callable
 
 import pytest
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import cancellations, completions, futures
-from skyrl_tx.store.completions import CLONE_STRIDE, Completion
+from skyrl_tx.store import futures
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.futures import CLONE_STRIDE, Completion, NewRequest
 
 SAMPLING = SamplingSessionId("s:sample:0")
 Submit = Callable[..., RequestId]
@@ -38,16 +37,16 @@ def complete(store: Store, request_id: RequestId, *, failed: bool = False) -> No
 
 
 def cancel(store: Store, request_id: RequestId, owner: str = "ann") -> str:
-    return store.write(lambda tx: cancellations.cancel(tx, request_id, owner, b"over", 2.0))
+    return store.write(lambda tx: futures.cancel(tx, request_id, owner, b"over", 2.0))
 
 
 def of_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[Completion]:
-    return store.read(lambda tx: completions.of_client(tx, SAMPLING, clone, after, limit))
+    return store.read(lambda tx: futures.completions_of_client(tx, SAMPLING, clone, after, limit))
 
 
-def test_answers_come_in_the_order_in_which_they_were_given(store: Store, submit: Submit) -> None:
+def test_completions_are_listed_in_commit_order(store: Store, submit: Submit) -> None:
     first, second, third = (submit(seq_id) for seq_id in range(3))
-    assert store.read(completions.last_order) == 0
+    assert store.read(futures.last_completion) == 0
     complete(store, third)
     complete(store, first, failed=True)
     assert of_client(store) == [Completion(1, third, False, 6), Completion(2, first, True, 6)]
@@ -56,11 +55,11 @@ def test_answers_come_in_the_order_in_which_they_were_given(store: Store, submit
     assert of_client(store, after=cursor) == []
     complete(store, second)
     assert [each.request_id for each in of_client(store, after=cursor)] == [second]
-    assert store.read(lambda tx: completions.since(tx, 1, 10)) == [(2, first, SAMPLING), (3, second, SAMPLING)]
-    assert store.read(completions.last_order) == 3
+    assert store.read(lambda tx: futures.completed_since(tx, 1, 10)) == [(2, first, SAMPLING), (3, second, SAMPLING)]
+    assert store.read(futures.last_completion) == 3
 
 
-def test_copies_of_a_client_hear_of_their_own_requests(store: Store, submit: Submit) -> None:
+def test_a_clone_lists_its_own_completions_only(store: Store, submit: Submit) -> None:
     original, last_of_copy, copy = submit(5), submit(8 * CLONE_STRIDE - 1), submit(7 * CLONE_STRIDE)
     for request_id in (original, last_of_copy, copy):
         complete(store, request_id)
@@ -69,23 +68,23 @@ def test_copies_of_a_client_hear_of_their_own_requests(store: Store, submit: Sub
     assert of_client(store, clone=8) == []
 
 
-def test_a_cancelled_sample_is_answered_and_the_engine_hears_of_it_once(store: Store, submit: Submit) -> None:
+def test_a_cancelled_sample_fails_and_the_engine_reads_it_once(store: Store, submit: Submit) -> None:
     running, other = submit(0), submit(1)
     assert cancel(store, running) == "cancelled"
     state = store.read(lambda tx: futures.result(tx, running, "ann"))
     assert (state.status, state.result) == ("failed", b"over")
     assert [request.request_id for request in store.read(lambda tx: futures.pending(tx, 0, 10))] == [other]
-    ((position, heard),) = store.read(lambda tx: cancellations.since(tx, 0))
-    assert heard == running
-    store.write(lambda tx: cancellations.forget(tx, position))
+    ((position, cancelled_id),) = store.read(lambda tx: futures.cancelled_since(tx, 0))
+    assert cancelled_id == running
+    store.write(lambda tx: futures.forget_cancellations(tx, position))
     assert cancel(store, other) == "cancelled"
-    ((later, heard),) = store.read(lambda tx: cancellations.since(tx, position))
-    assert heard == other and later > position
-    store.write(cancellations.forget)
-    assert store.read(lambda tx: cancellations.since(tx, 0)) == []
+    ((later, cancelled_id),) = store.read(lambda tx: futures.cancelled_since(tx, position))
+    assert cancelled_id == other and later > position
+    store.write(futures.forget_cancellations)
+    assert store.read(lambda tx: futures.cancelled_since(tx, 0)) == []
 
 
-def test_only_open_samples_of_ones_own_are_cancelled(store: Store, submit: Submit) -> None:
+def test_only_open_samples_of_the_owner_are_cancelled(store: Store, submit: Submit) -> None:
     answered, foreign, training = submit(0), submit(1), submit(2, kind="model_pass")
     complete(store, answered)
     assert cancel(store, answered) == "over"

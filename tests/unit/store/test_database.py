@@ -14,29 +14,27 @@ from skyrl_tx.store.database import Store, StoreError, StoreInUse
 
 
 def add_session(tx: Session, owner: str = "ann") -> str:
-    return sessions.create(
-        tx, owner=owner, tags=[], user_metadata=None, sdk_version=None, project_id=None, display_name=None, now=1.0
-    )
+    return sessions.create(tx, owner=owner, now=1.0)
 
 
 def owned(store: Store, owner: str) -> list[str]:
     return store.read(lambda tx: sessions.list_ids(tx, owner, 1000, 0))
 
 
-def test_the_data_directory_is_private(tmp_path: Path, open_store) -> None:
+def test_data_directory_is_private(tmp_path: Path, open_store) -> None:
     open_store(data_dir=tmp_path / "deep" / "er")
     assert stat.S_IMODE((tmp_path / "deep" / "er").stat().st_mode) == 0o700
 
 
-def test_what_was_written_is_there_after_reopening(open_store) -> None:
+def test_writes_survive_reopening(open_store) -> None:
     first = open_store()
     session_id = first.write(add_session)
     first.close()
     assert owned(open_store(), "ann") == [session_id]
 
 
-@pytest.mark.parametrize("database_url", [None])  # of the others there is a test in test_postgresql
-def test_a_role_is_taken_once(tmp_path: Path, open_store) -> None:
+@pytest.mark.parametrize("database_url", [None])  # test_postgresql has the counterpart
+def test_a_role_is_exclusive(tmp_path: Path, open_store) -> None:
     api = open_store("api")
     open_store("engine")
     with pytest.raises(StoreInUse, match=rf"{tmp_path}.*api runs as process \d+"):
@@ -46,7 +44,7 @@ def test_a_role_is_taken_once(tmp_path: Path, open_store) -> None:
 
 
 @pytest.mark.parametrize("database_url", [None])
-def test_every_commit_is_durable_and_foreign_keys_hold(store: Store) -> None:
+def test_commits_are_durable_and_foreign_keys_enforced(store: Store) -> None:
     pragmas = ("journal_mode", "synchronous", "foreign_keys")
     wanted = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
     assert {
@@ -55,7 +53,7 @@ def test_every_commit_is_durable_and_foreign_keys_hold(store: Store) -> None:
     with pytest.raises(IntegrityError):
         store.write(
             lambda tx: tx.connection().execute(
-                text("INSERT INTO models VALUES ('m', 'nobody', 'b', x'', NULL, 'ready', 1, 1, 0, NULL, NULL)")
+                text("INSERT INTO models VALUES ('m', 'unknown', 'b', x'', NULL, 'ready', 1, 1, 0, NULL, NULL)")
             )
         )
 
@@ -66,9 +64,9 @@ def test_readers_cannot_write(store: Store) -> None:
     assert owned(store, "ann") == []
 
 
-def test_work_that_raises_undoes_itself_alone(store: Store) -> None:
+def test_failing_work_rolls_back_alone(store: Store) -> None:
     gate = threading.Event()
-    store.write_soon(lambda tx: gate.wait(5))  # so that the three below become one group
+    store.write_soon(lambda tx: gate.wait(5))  # makes the three below one group
 
     def fail(tx: Session) -> None:
         add_session(tx, "failed")
@@ -88,14 +86,14 @@ def test_work_that_raises_undoes_itself_alone(store: Store) -> None:
     )
 
 
-def test_a_result_is_given_only_once_it_can_be_read(store: Store) -> None:
+def test_a_result_is_returned_after_it_is_readable(store: Store) -> None:
     for number in range(20):
         assert owned(store, f"owner-{number}") == []
         session_id = store.write(lambda tx, number=number: add_session(tx, f"owner-{number}"))
         assert owned(store, f"owner-{number}") == [session_id]
 
 
-def test_many_threads_write_and_read_together(store: Store) -> None:
+def test_many_threads_write_and_read(store: Store) -> None:
     def write_some(number: int) -> None:
         for _ in range(20):
             store.write(lambda tx: add_session(tx, f"thread-{number}"))
@@ -108,7 +106,7 @@ def test_many_threads_write_and_read_together(store: Store) -> None:
     assert [len(owned(store, f"thread-{number}")) for number in range(8)] == [20] * 8
 
 
-def test_two_roles_write_at_the_same_time(open_store) -> None:
+def test_two_roles_write_concurrently(open_store) -> None:
     roles = open_store("api"), open_store("engine")
     queued = [role.write_soon(add_session) for _ in range(100) for role in roles]
     session_ids = {write.result(30) for write in queued}
@@ -116,22 +114,22 @@ def test_two_roles_write_at_the_same_time(open_store) -> None:
     assert all(set(owned(role, "ann")) == session_ids for role in roles)
 
 
-def test_a_read_sees_one_state(store: Store) -> None:
-    def look_twice(tx: Session) -> tuple[int, int]:
+def test_a_read_sees_one_consistent_state(store: Store) -> None:
+    def read_twice(tx: Session) -> tuple[int, int]:
         before = len(sessions.list_ids(tx, "ann", 10, 0))
         store.write(add_session)
         return before, len(sessions.list_ids(tx, "ann", 10, 0))
 
-    assert store.read(look_twice) == (0, 0)
+    assert store.read(read_twice) == (0, 0)
     assert len(owned(store, "ann")) == 1
 
 
-def test_a_write_within_a_write_is_refused_instead_of_waiting_for_ever(store: Store) -> None:
-    with pytest.raises(StoreError, match="within a write"):
+def test_a_nested_write_is_refused(store: Store) -> None:
+    with pytest.raises(StoreError, match="called within a write"):
         store.write(lambda tx: store.write(add_session))
 
 
-def test_closing_finishes_what_was_queued(open_store) -> None:
+def test_close_finishes_queued_writes(open_store) -> None:
     store = open_store()
     queued = [store.write_soon(add_session) for _ in range(50)]
     store.close()
@@ -144,7 +142,7 @@ def test_closing_finishes_what_was_queued(open_store) -> None:
     assert sorted(owned(open_store(), "ann")) == sorted(future.result() for future in queued)
 
 
-def test_a_cancelled_write_is_not_made(store: Store) -> None:
+def test_a_cancelled_write_is_not_executed(store: Store) -> None:
     gate = threading.Event()
     store.write_soon(lambda tx: gate.wait(5))
     unwanted = store.write_soon(add_session)
@@ -154,7 +152,7 @@ def test_a_cancelled_write_is_not_made(store: Store) -> None:
     assert owned(store, "ann") == []
 
 
-def test_closing_ends_a_wait(store: Store) -> None:
+def test_close_ends_a_wait(store: Store) -> None:
     answers: list[bool] = []
     waiting = threading.Thread(target=lambda: answers.append(store.wait(30)))
     waiting.start()
@@ -164,7 +162,7 @@ def test_closing_ends_a_wait(store: Store) -> None:
     assert answers == [False]
 
 
-def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_names_an_unsupported_database(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"mysql://ann:\*\*\*@host/db.*only sqlite:///path and postgresql:"):
         Store.open(tmp_path, role="api", url="mysql://ann:secret@host/db?password=secret")
     with pytest.raises(StoreError, match="not a URL") as refused:
@@ -172,7 +170,7 @@ def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_the_database_can_lie_elsewhere(tmp_path: Path) -> None:
+def test_a_database_file_outside_the_data_directory(tmp_path: Path) -> None:
     elsewhere = tmp_path / "a file, with odd % and ? signs.db"
     store = Store.open(
         tmp_path / "data", role="api", url=f"sqlite:///{str(elsewhere).replace('%', '%25').replace('?', '%3F')}"
@@ -181,13 +179,13 @@ def test_the_database_can_lie_elsewhere(tmp_path: Path) -> None:
     assert elsewhere.exists()
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+def test_error_names_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "skyrl_tx.db").write_bytes(b"not a database, whatever its name says" * 100)
     with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged"):
         Store.open(tmp_path, role="api")
 
 
-def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_error_names_a_data_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=f"{tmp_path}/file"):
         Store.open(tmp_path / "file", role="api")

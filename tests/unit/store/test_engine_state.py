@@ -1,23 +1,22 @@
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import EngineStateRow
 
 
 def publish(store: Store, detail: str, now: float) -> None:
-    store.write(
-        lambda tx: engine_state.publish(
-            tx,
-            boot_id="boot",
-            pid=7,
-            status="ready",
-            capabilities={"max_context_length": 64, "devices": ["cpu"]},
-            base_models=["tiny"],
-            detail=detail,
-            now=now,
-        )
+    row = EngineStateRow(
+        boot_id="boot",
+        pid=7,
+        status="ready",
+        capabilities={"max_context_length": 64, "devices": ["cpu"]},
+        base_models=["tiny"],
+        detail=detail,
+        updated_at=now,
     )
+    store.write(lambda tx: engine_state.publish(tx, row))
 
 
-def test_the_last_word_counts_and_the_other_process_hears_it(open_store) -> None:
+def test_the_latest_status_is_visible_to_the_api(open_store) -> None:
     api, engine = open_store("api"), open_store("engine")
     assert api.read(engine_state.get) is None
     publish(engine, "compiling", 1.0)

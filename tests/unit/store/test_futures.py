@@ -42,7 +42,7 @@ def state(store: Store, request_id: RequestId, owner: str = "ann") -> FutureStat
     return store.read(lambda tx: futures.result(tx, request_id, owner))
 
 
-def test_a_request_reaches_the_engine_as_it_was_sent(store: Store, new: NewRequest) -> None:
+def test_pending_returns_a_request_as_submitted(store: Store, new: NewRequest) -> None:
     submitted = submit(store, new, now=7.5)
     (request,) = pending(store)
     assert submitted.is_new
@@ -56,51 +56,51 @@ def test_a_request_reaches_the_engine_as_it_was_sent(store: Store, new: NewReque
         seq_id=2**62,
         sampling_session_id=SamplingSessionId("sampling"),
         attempts=0,
-        created_at=7.5,
         effect_order=None,
         failed=False,
     )
+    assert state(store, submitted.request_id).created_at == 7.5
 
 
-def test_ids_are_stable_and_differ_by_key() -> None:
+def test_request_ids_derive_from_the_idempotency_key() -> None:
     assert futures.request_id("model/run/1") == "req-c3b2mhfnzrvgamsrdb2jp7ihhr2jbxxj"
     assert futures.request_id("model/run/1") != futures.request_id("model/run/2")
     assert futures.request_id("") != futures.request_id("")
 
 
-def test_without_deduplication_ids_every_request_is_new(store: Store, new: NewRequest) -> None:
+def test_requests_without_a_key_are_never_duplicates(store: Store, new: NewRequest) -> None:
     first, second = [submit(store, replace(new, key="")) for _ in range(2)]
     assert first.is_new and second.is_new and first.request_id != second.request_id
 
 
-def test_what_the_server_drew_itself_is_no_conflict_and_the_first_draw_stays(store: Store, new: NewRequest) -> None:
-    submit(store, replace(new, body=b"seed 1", digest_body=b"seed _"))
-    assert not submit(store, replace(new, body=b"seed 2", digest_body=b"seed _")).is_new
+def test_duplicates_may_differ_outside_the_digest(store: Store, new: NewRequest) -> None:
+    submit(store, replace(new, body=b"seed 1", digest=b"seed _"))
+    assert not submit(store, replace(new, body=b"seed 2", digest=b"seed _")).is_new
     assert [request.body for request in pending(store)] == [b"seed 1"]
 
 
-def test_the_same_ids_for_something_else_conflict(store: Store, new: NewRequest) -> None:
+def test_a_key_with_another_body_conflicts(store: Store, new: NewRequest) -> None:
     submit(store, new)
     with pytest.raises(ConflictingRequest, match="'model/run/1'"):
         submit(store, replace(new, body=b"other"))
     assert [request.body for request in pending(store)] == [b"body"]
 
 
-def test_what_a_repetition_became_meanwhile_is_no_conflict(store: Store, new: NewRequest) -> None:
-    """A load whose checkpoint has gone between two sends is another record the second time."""
-    submit(store, replace(new, kind="load_weights", digest_body=b"as sent"))
-    assert not submit(store, replace(new, kind="rejected", body=b"no such path", digest_body=b"as sent")).is_new
+def test_duplicates_may_differ_in_kind(store: Store, new: NewRequest) -> None:
+    """A load whose checkpoint was deleted between two sends is a rejected request the second time."""
+    submit(store, replace(new, kind="load_weights", digest=b"as sent"))
+    assert not submit(store, replace(new, kind="rejected", body=b"no such path", digest=b"as sent")).is_new
     assert [request.kind for request in pending(store)] == ["load_weights"]
 
 
-def test_a_duplicate_of_an_answered_request_runs_nothing(store: Store, new: NewRequest) -> None:
+def test_a_duplicate_of_a_complete_request_is_not_pending(store: Store, new: NewRequest) -> None:
     request_id = submit(store, new).request_id
     complete(store, request_id)
     assert submit(store, new) == futures.Submitted(request_id, is_new=False)
     assert pending(store) == []
 
 
-def test_open_requests_come_in_order_of_arrival_past_a_cursor_in_pages(store: Store, new: NewRequest) -> None:
+def test_pending_lists_open_requests_in_pages_by_arrival(store: Store, new: NewRequest) -> None:
     ids = [submit(store, replace(new, key=f"model/run/{number}")).request_id for number in range(6)]
     complete(store, ids[2])
     first = pending(store, limit=2)
@@ -108,21 +108,21 @@ def test_open_requests_come_in_order_of_arrival_past_a_cursor_in_pages(store: St
     assert [request.request_id for request in first + rest] == [ids[0], ids[1], ids[3], ids[4], ids[5]]
 
 
-def test_attempts_are_counted(store: Store, new: NewRequest) -> None:
+def test_delivery_attempts_are_counted(store: Store, new: NewRequest) -> None:
     ids = [submit(store, replace(new, key=f"k/{number}")).request_id for number in range(3)]
     for _ in range(2):
-        store.write(lambda tx: futures.mark_attempt(tx, ids[:2]))
+        store.write(lambda tx: futures.count_delivery_attempt(tx, ids[:2]))
     assert [request.attempts for request in pending(store)] == [2, 2, 0]
 
 
-def test_an_attempt_given_up_in_good_order_does_not_count(store: Store, new: NewRequest) -> None:
+def test_a_delivery_attempt_can_be_undone(store: Store, new: NewRequest) -> None:
     request_id = submit(store, new).request_id
-    store.write(lambda tx: futures.mark_attempt(tx, [request_id]))
-    store.write(lambda tx: futures.release_attempt(tx, [request_id]))
+    store.write(lambda tx: futures.count_delivery_attempt(tx, [request_id]))
+    store.write(lambda tx: futures.undo_delivery_attempt(tx, [request_id]))
     assert [request.attempts for request in pending(store)] == [0]
 
 
-def test_the_last_answered_place_in_a_models_order(store: Store, new: NewRequest) -> None:
+def test_last_answered_sequence_number(store: Store, new: NewRequest) -> None:
     for seq_id, kind in ((1, "model_pass"), (2, "optim_step"), (3, "model_pass")):
         submit(store, replace(new, key=f"k/{seq_id}", seq_id=seq_id, kind=kind))
     assert store.read(lambda tx: futures.last_answered_seq(tx, MODEL)) == 0
@@ -133,7 +133,7 @@ def test_the_last_answered_place_in_a_models_order(store: Store, new: NewRequest
 
 
 @pytest.mark.parametrize(("failed", "status"), [(False, "done"), (True, "failed")])
-def test_a_result_is_given_to_its_owner(store: Store, new: NewRequest, failed: bool, status: str) -> None:
+def test_a_result_is_visible_to_its_owner_only(store: Store, new: NewRequest, failed: bool, status: str) -> None:
     request_id = submit(store, new).request_id
     assert state(store, request_id) == FutureState(status="open", kind="model_pass", created_at=1.0)
     assert complete(store, request_id, failed=failed)
@@ -142,15 +142,15 @@ def test_a_result_is_given_to_its_owner(store: Store, new: NewRequest, failed: b
     assert state(store, RequestId("9" * 30)) == FutureState(status="unknown")
 
 
-def test_the_first_answer_stays(store: Store, new: NewRequest) -> None:
+def test_the_first_result_stays(store: Store, new: NewRequest) -> None:
     request_id = submit(store, new).request_id
     assert complete(store, request_id)
     assert not complete(store, request_id, failed=True)
     assert state(store, request_id).status == "done"
-    assert not complete(store, RequestId("req-nobody"))
+    assert not complete(store, RequestId("req-unknown"))
 
 
-def test_statuses_tell_of_the_answered_ones_only(store: Store, new: NewRequest) -> None:
+def test_statuses_of_complete_requests_only(store: Store, new: NewRequest) -> None:
     ids = [submit(store, replace(new, key=f"k/{number}")).request_id for number in range(3)]
     complete(store, ids[0])
     complete(store, ids[1], failed=True)
@@ -159,13 +159,13 @@ def test_statuses_tell_of_the_answered_ones_only(store: Store, new: NewRequest) 
     assert store.read(lambda tx: futures.statuses(tx, [])) == {}
 
 
-def test_effects_are_replayed_in_the_order_they_took(store: Store, new: NewRequest) -> None:
+def test_log_order(store: Store, new: NewRequest) -> None:
     ids = [submit(store, replace(new, key=f"k/{number}")).request_id for number in range(5)]
     other = submit(store, replace(new, key="other", model_id=ModelId("other"))).request_id
     for request_id, order in ((ids[3], 1), (ids[0], 3), (ids[1], 2), (other, 2)):
         complete(store, request_id, effect_order=order, failed=request_id == ids[0])
     complete(store, ids[4], effect_order=None)
-    replayed = store.read(lambda tx: futures.effects_since(tx, MODEL, 1))
+    replayed = store.read(lambda tx: futures.log_since(tx, MODEL, 1))
     assert [(request.request_id, request.effect_order, request.failed) for request in replayed] == [
         (ids[1], 2, False),
         (ids[0], 3, True),

@@ -1,4 +1,4 @@
-"""However a client's requests are repeated and reordered, each becomes one row, once."""
+"""Idempotency: repeated and reordered submissions of a request create one row."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from skyrl_tx.store.futures import ConflictingRequest, NewRequest, Submitted
 BODIES = st.sampled_from([b"", b"one", b"two"])
 SENDS = st.lists(st.tuples(st.integers(0, 4), BODIES), max_size=25)
 on_one_store = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-rounds = itertools.count()  # keys of their own for every example, which all share one store
+rounds = itertools.count()  # a key prefix per example, because all examples share one store
 
 
 def submission(session_id: SessionId, key: str, body: bytes) -> Callable[[Session], Submitted]:
@@ -24,7 +24,7 @@ def submission(session_id: SessionId, key: str, body: bytes) -> Callable[[Sessio
 
 
 def send(store: Store, session_id: SessionId, key: str, body: bytes) -> bool | None:
-    """Whether the request was new; None: it conflicted."""
+    """Submit; return whether the request was new, or None for a conflict."""
     try:
         submitted = store.write(submission(session_id, key, body))
     except ConflictingRequest:
@@ -43,7 +43,7 @@ def last_position(store: Store) -> int:
 
 @on_one_store
 @given(sends=SENDS)
-def test_each_key_keeps_its_first_body_in_its_first_place(
+def test_each_key_keeps_its_first_body_and_position(
     store: Store, session_id: SessionId, sends: Sequence[tuple[int, bytes]]
 ) -> None:
     run, start = next(rounds), last_position(store)
@@ -58,8 +58,8 @@ def test_each_key_keeps_its_first_body_in_its_first_place(
 
 @on_one_store
 @given(sends=SENDS, data=st.data())
-def test_requests_sent_together_give_one_row_a_key(store: Store, session_id: SessionId, sends, data) -> None:
-    """A client's retries may meet their originals within one group commit, in any order."""
+def test_concurrent_submissions_create_one_row_per_key(store: Store, session_id: SessionId, sends, data) -> None:
+    """A retry and its original may be in one group commit, in any order."""
     run, start = next(rounds), last_position(store)
     order = data.draw(st.permutations(sends + sends))
     queued = [store.write_soon(submission(session_id, f"{run}/{sequence}", body)) for sequence, body in order]

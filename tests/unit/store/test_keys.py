@@ -1,4 +1,4 @@
-"""Keys: shown once, found by their digest, revoked for ever; the first admin adopts what nobody owned."""
+"""API keys: digests, revocation, and the first admin key."""
 
 import hashlib
 
@@ -17,18 +17,7 @@ def make(store: Store, owner: str, scope: KeyScope = "user") -> tuple[str, int]:
 
 
 def session_of(store: Store, owner: str) -> SessionId:
-    return store.write(
-        lambda tx: sessions.create(
-            tx,
-            owner=owner,
-            tags=[],
-            user_metadata=None,
-            sdk_version=None,
-            project_id=None,
-            display_name=None,
-            now=1.0,
-        )
-    )
+    return store.write(lambda tx: sessions.create(tx, owner=owner, now=1.0))
 
 
 def owner_of(store: Store, session_id: SessionId) -> str:
@@ -37,7 +26,7 @@ def owner_of(store: Store, session_id: SessionId) -> str:
     return row.owner
 
 
-def test_a_key_is_found_but_not_kept(store: Store) -> None:
+def test_a_key_is_found_by_its_digest(store: Store) -> None:
     assert not store.read(keys.any_made)
     key, key_id = make(store, "ann")
     row = store.read(lambda tx: keys.find(tx, key))
@@ -47,7 +36,7 @@ def test_a_key_is_found_but_not_kept(store: Store) -> None:
     assert store.read(lambda tx: keys.find(tx, key + "x")) is None
 
 
-def test_a_revoked_key_is_gone_and_its_number_never_another(store: Store) -> None:
+def test_revocation_is_permanent_and_numbers_are_not_reused(store: Store) -> None:
     key, key_id = make(store, "ann")
     assert store.read(keys.any_usable)
     assert store.write(lambda tx: keys.revoke(tx, key_id, 2.0))
@@ -58,17 +47,17 @@ def test_a_revoked_key_is_gone_and_its_number_never_another(store: Store) -> Non
     assert [row.revoked_at for row in store.read(keys.list_all)] == [2.0, None]
 
 
-def test_the_first_admin_adopts_what_was_there(store: Store) -> None:
-    orphan, other = session_of(store, keys.LOCAL_OWNER), session_of(store, "ann")
+def test_the_first_admin_key_takes_over_local_sessions(store: Store) -> None:
+    unowned, other = session_of(store, keys.LOCAL_OWNER), session_of(store, "ann")
     make(store, "bob")
-    assert owner_of(store, orphan) == keys.LOCAL_OWNER
+    assert owner_of(store, unowned) == keys.LOCAL_OWNER
     make(store, "eve", "admin")
-    assert owner_of(store, orphan) == "eve" and owner_of(store, other) == "ann"
+    assert owner_of(store, unowned) == "eve" and owner_of(store, other) == "ann"
     later = session_of(store, keys.LOCAL_OWNER)
     make(store, "max", "admin")
     assert owner_of(store, later) == keys.LOCAL_OWNER
 
 
-def test_the_owner_of_what_nobody_owns_has_no_key(store: Store) -> None:
+def test_the_local_owner_has_no_keys(store: Store) -> None:
     with pytest.raises(AssertionError, match="no keys"):
         make(store, keys.LOCAL_OWNER)

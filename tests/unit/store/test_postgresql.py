@@ -1,4 +1,4 @@
-"""What PostgreSQL does in its own way; all else in this room runs on it as it does on SQLite."""
+"""PostgreSQL only; the other tests of this directory run on both databases."""
 
 import subprocess
 import sys
@@ -16,13 +16,14 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session, SQLModel
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store import futures, schema, sessions
+from skyrl_tx.store import database, futures, sessions
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 from skyrl_tx.store.errors import StoreUnreachable, ValueRefused
 from skyrl_tx.store.futures import NewRequest
-from skyrl_tx.testing.postgresql_server import PostgresqlServer
+from tests.support import old_schemas
+from tests.support.postgresql_server import PostgresqlServer
 
-HOLD_THE_ENGINES_ROLE = """
+HOLD_ENGINE_ROLE = """
 import sys, time
 from pathlib import Path
 from skyrl_tx.store.database import Store
@@ -44,7 +45,7 @@ def administrator(database_url: str) -> Iterator[psycopg.Connection]:
 
 
 def end_connections(administrator: psycopg.Connection, role: str) -> int:
-    """As a server that restarts does, or a network that breaks."""
+    """End connections, as a restart of the server or a network failure does."""
     ended = administrator.execute(
         "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
         "WHERE datname = current_database() AND application_name LIKE %s",
@@ -58,9 +59,13 @@ def submit(tx: Session, session_id: SessionId, key: str = "") -> futures.Submitt
     return futures.submit(tx, new, 1.0)
 
 
-def test_migrations_make_the_tables_that_the_code_expects(postgresql: PostgresqlServer) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_migrations_create_the_tables_of_the_code(postgresql: PostgresqlServer, is_new: bool) -> None:
     engine = create_engine(postgresql.new_database(empty=True).replace("postgresql:", "postgresql+psycopg:"))
-    schema.upgrade(engine)
+    if not is_new:
+        with engine.begin() as connection:
+            old_schemas.create(connection, "0001")
+    database.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, SQLModel.metadata) == []
@@ -69,42 +74,42 @@ def test_migrations_make_the_tables_that_the_code_expects(postgresql: Postgresql
     engine.dispose()
 
 
-def test_there_is_one_engine_whatever_its_data_directory(tmp_path: Path, open_store) -> None:
+def test_engine_role_is_exclusive_across_data_directories(tmp_path: Path, open_store) -> None:
     engine = open_store("engine", tmp_path / "one")
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(StoreInUse, match=r"in use by skyrl_tx engine, process \d+ on "):
         open_store("engine", tmp_path / "two", busy_timeout_s=0.2)
     with pytest.raises(StoreInUse, match=r"data directory .*/one is in use: its engine runs as process \d+"):
         open_store("engine", tmp_path / "one")
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - started < 3
     engine.close()
     open_store("engine", tmp_path / "two")
 
 
-def test_a_killed_engine_leaves_its_role_to_the_next(tmp_path: Path, open_store, database_url: str) -> None:
+def test_a_killed_engine_releases_its_role(tmp_path: Path, open_store, database_url: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD_THE_ENGINES_ROLE, tmp_path, database_url], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD_ENGINE_ROLE, tmp_path, database_url], stdout=subprocess.PIPE, text=True
     ) as engine:
         assert engine.stdout is not None and engine.stdout.readline() == "open\n"
         engine.kill()
     open_store("engine")
 
 
-def test_any_number_may_be_the_api_and_the_engine_wakes_them_all(open_store) -> None:
+def test_the_engine_notifies_every_api(open_store) -> None:
     apis, engine = [open_store("api"), open_store("api")], open_store("engine")
-    assert engine.peer_lives()
+    assert engine.is_peer_running()
     for api in apis:
-        assert api.peer_lives()
+        assert api.is_peer_running()
         api.wait(0)
     engine.write(lambda tx: None)
     assert [api.wait(5) for api in apis] == [True, True]
     apis[0].close()
-    assert engine.peer_lives()
+    assert engine.is_peer_running()
     apis[1].close()
-    assert not engine.peer_lives()
+    assert not engine.is_peer_running()
 
 
-def test_the_same_request_sent_to_two_apis_at_once_is_one(open_store, session_id: SessionId) -> None:
+def test_concurrent_duplicates_on_two_apis_create_one_request(open_store, session_id: SessionId) -> None:
     apis = [open_store("api"), open_store("api")]
     for number in range(30):
         sent = [
@@ -117,21 +122,21 @@ def test_the_same_request_sent_to_two_apis_at_once_is_one(open_store, session_id
         assert sum(answer.is_new for answer in answers) == 1
 
 
-def test_positions_are_committed_in_their_order_so_that_a_reader_skips_none(open_store, session_id: SessionId) -> None:
+def test_positions_are_committed_in_order(open_store, session_id: SessionId) -> None:
     apis, engine = [open_store("api"), open_store("api")], open_store("engine")
-    drawn, go_on = threading.Event(), threading.Event()
+    assigned, go_on = threading.Event(), threading.Event()
 
     def slowly(tx: Session) -> futures.Submitted:
         submitted = submit(tx, session_id)
-        drawn.set()
+        assigned.set()
         go_on.wait(10)
         return submitted
 
     first = apis[0].write_soon(slowly)
-    assert drawn.wait(10)
+    assert assigned.wait(10)
     second = apis[1].write_soon(lambda tx: submit(tx, session_id))
     with pytest.raises(TimeoutError):
-        second.result(0.2)  # its turn comes when the first has committed: it must not be seen before
+        second.result(0.2)  # it must not be visible before the first is committed
     assert engine.read(lambda tx: futures.pending(tx, 0, 10)) == []
     go_on.set()
     assert first.result(10).position < second.result(10).position
@@ -144,19 +149,19 @@ def test_positions_are_committed_in_their_order_so_that_a_reader_skips_none(open
     assert sorted(future.result(10).position for future in sent) == seen[2:]
 
 
-def test_a_writer_that_is_kept_waiting_too_long_says_so(open_store) -> None:
+def test_a_write_fails_after_the_busy_timeout(open_store) -> None:
     first, second = open_store("api"), open_store("api", busy_timeout_s=0.2)
-    go_on, begun = threading.Event(), threading.Event()
-    slow = first.write_soon(lambda tx: begun.set() or go_on.wait(10))
-    assert begun.wait(5)
-    with pytest.raises(StoreError, match="another process keeps it locked"):
+    go_on, started = threading.Event(), threading.Event()
+    slow = first.write_soon(lambda tx: started.set() or go_on.wait(10))
+    assert started.wait(5)
+    with pytest.raises(StoreError, match="another process holds its lock"):
         second.write(lambda tx: None)
     go_on.set()
     slow.result(5)
     second.write(lambda tx: None)
 
 
-def test_every_commit_is_durable_and_foreign_keys_hold(
+def test_commits_are_durable_and_foreign_keys_enforced(
     open_store, database_url: str, administrator: psycopg.Connection
 ) -> None:
     name = administrator.info.dbname
@@ -168,34 +173,34 @@ def test_every_commit_is_durable_and_foreign_keys_hold(
     finally:
         administrator.execute(f'ALTER DATABASE "{name}" RESET synchronous_commit'.encode())
     with pytest.raises(IntegrityError):
-        store.write(lambda tx: submit(tx, SessionId("nobody's")))
+        store.write(lambda tx: submit(tx, SessionId("unknown")))
 
 
-def test_a_lost_connection_is_an_error_once_and_made_anew(store: Store, administrator: psycopg.Connection) -> None:
+def test_a_lost_connection_fails_one_write_and_reconnects(store: Store, administrator: psycopg.Connection) -> None:
     store.read(lambda tx: sessions.list_ids(tx, "ann", 10, 0))
     assert end_connections(administrator, "") >= 3
-    assert store.read(lambda tx: sessions.list_ids(tx, "ann", 10, 0)) == [], "a read is tried again by itself"
-    with pytest.raises(StoreUnreachable, match="it cannot be reached now"):
+    assert store.read(lambda tx: sessions.list_ids(tx, "ann", 10, 0)) == [], "a read is repeated"
+    with pytest.raises(StoreUnreachable, match="it cannot be reached"):
         store.write(lambda tx: None)
     store.write(lambda tx: None)
 
 
-def test_an_api_that_lost_its_connection_is_heard_and_hears_again(open_store, administrator) -> None:
+def test_an_api_reconnects_its_listener(open_store, administrator) -> None:
     api, engine = open_store("api"), open_store("engine")
     api.wait(0)
     end_connections(administrator, "api")
-    assert not engine.peer_lives()
-    assert api.wait(5), "what was missed meanwhile counts as a ring"
+    assert not engine.is_peer_running()
+    assert api.wait(5), "a reconnect counts as a notification"
     end = time.monotonic() + 60
-    while not engine.peer_lives() and time.monotonic() < end:
+    while not engine.is_peer_running() and time.monotonic() < end:
         api.wait(0.1)
-    assert engine.peer_lives()
+    assert engine.is_peer_running()
     api.wait(0)
     engine.write(lambda tx: None)
     assert api.wait(5)
 
 
-def test_an_engine_that_lost_its_connection_never_writes_again(open_store, administrator) -> None:
+def test_an_engine_never_writes_after_a_lost_connection(open_store, administrator) -> None:
     engine = open_store("engine")
     end_connections(administrator, "engine")
     for _ in range(3):
@@ -205,29 +210,29 @@ def test_an_engine_that_lost_its_connection_never_writes_again(open_store, admin
     open_store("engine").write(lambda tx: None)
 
 
-def test_work_under_way_when_the_connection_breaks_is_not_kept(
+def test_running_work_rolls_back_when_the_connection_breaks(
     store: Store, session_id: SessionId, administrator: psycopg.Connection
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
 
     def work(tx: Session) -> None:
         submit(tx, session_id)
-        begun.set()
+        started.set()
         go_on.wait(10)
         submit(tx, session_id)
 
     half_done = store.write_soon(work)
-    assert begun.wait(5)
+    assert started.wait(5)
     also = store.write_soon(lambda tx: None)
     end_connections(administrator, "api")
     go_on.set()
     with pytest.raises(StoreUnreachable):
         half_done.result(10)
-    assert also.exception(10) is None, "it came in a group of its own"
+    assert also.exception(10) is None, "it is in the next group"
     assert store.read(lambda tx: futures.pending(tx, 0, 10)) == []
 
 
-def test_a_value_that_postgresql_cannot_hold_is_the_callers_mistake(store: Store, session_id: SessionId) -> None:
+def test_an_unsupported_value_is_refused(store: Store, session_id: SessionId) -> None:
     after = store.write_soon(lambda tx: submit(tx, session_id))
     with pytest.raises(ValueRefused, match=r"cannot contain NUL \(0x00\) bytes$"):
         store.write(lambda tx: sessions.unfinished(tx, "ann", "zero \0"))
@@ -236,16 +241,16 @@ def test_a_value_that_postgresql_cannot_hold_is_the_callers_mistake(store: Store
     assert after.result(5).is_new
 
 
-def test_a_server_that_is_away_is_told_from_one_that_refuses_and_passwords_are_not_told(tmp_path: Path) -> None:
+def test_error_for_an_unreachable_server_hides_the_password(tmp_path: Path) -> None:
     url = "postgresql://ann:hunter2@127.0.0.1:1/data?password=hunter2&connect_timeout=2"
     with pytest.raises(
         StoreUnreachable, match=r"postgresql://ann:\*\*\*@127.0.0.1:1/data: it cannot be reached"
-    ) as away:
+    ) as unreachable:
         Store.open(tmp_path, role="api", url=url)
-    assert "hunter2" not in str(away.value)
+    assert "hunter2" not in str(unreachable.value)
 
 
-def test_a_database_of_another_program_is_left_alone(tmp_path: Path, postgresql: PostgresqlServer) -> None:
+def test_a_database_of_another_program_is_refused(tmp_path: Path, postgresql: PostgresqlServer) -> None:
     url = postgresql.new_database(empty=True)
     with psycopg.connect(url) as connection:
         connection.execute("CREATE TABLE songs (id INTEGER)")

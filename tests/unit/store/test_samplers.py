@@ -22,23 +22,23 @@ def get(store: Store, name: str) -> SamplingSessionRow | None:
     return store.read(lambda tx: samplers.get(tx, SamplingSessionId(name)))
 
 
-def test_a_sampling_session_is_made_once(store: Store, session_id: SessionId) -> None:
+def test_create_ignores_an_existing_id(store: Store, session_id: SessionId) -> None:
     assert store.write(lambda tx: samplers.create_session(tx, row(session_id, "s", now=1.0)))
     assert not store.write(lambda tx: samplers.create_session(tx, row(session_id, "s", now=2.0)))
     assert get(store, "s").created_at == 1.0
     assert get(store, "t") is None
 
 
-def test_use_is_noted(store: Store, session_id: SessionId) -> None:
+def test_touch_never_decreases_the_last_use(store: Store, session_id: SessionId) -> None:
     store.write(lambda tx: samplers.create_session(tx, row(session_id, "s")))
     store.write(lambda tx: samplers.touch(tx, SamplingSessionId("s"), 9.0))
     store.write(lambda tx: samplers.touch(tx, SamplingSessionId("s"), 8.0))
     assert get(store, "s").last_used_at == 9.0
-    with pytest.raises(LookupError, match="'nobody'"):
-        store.write(lambda tx: samplers.touch(tx, SamplingSessionId("nobody"), 9.0))
+    with pytest.raises(LookupError, match="'unknown'"):
+        store.write(lambda tx: samplers.touch(tx, SamplingSessionId("unknown"), 9.0))
 
 
-def test_only_old_unused_unnamed_samplers_are_released(store: Store, session_id: SessionId) -> None:
+def test_release_of_old_unused_ephemeral_samplers(store: Store, session_id: SessionId) -> None:
     for number in range(6):
         new = row(session_id, f"run-{number}", now=float(number))
         store.write(lambda tx, new=new: samplers.create_session(tx, new))
@@ -52,7 +52,7 @@ def test_only_old_unused_unnamed_samplers_are_released(store: Store, session_id:
     assert store.write(lambda tx: samplers.release_unused(tx, 40.0, keep_newest=3)) == []
 
 
-def test_a_byte_budget_takes_the_one_used_longest_ago_first(store: Store, session_id: SessionId) -> None:
+def test_a_byte_budget_releases_the_least_recently_used_first(store: Store, session_id: SessionId) -> None:
     for number, model in enumerate(("run", "run", "run", "other")):
         new = row(session_id, f"s-{number}", model=model, now=float(number))
         store.write(lambda tx, new=new: samplers.create_session(tx, new))
@@ -65,26 +65,26 @@ def test_a_byte_budget_takes_the_one_used_longest_ago_first(store: Store, sessio
     assert [get(store, f"s-{number}").sampler_id for number in (2, 3)] == ["art-s-2", "art-s-3"], "the newest stay"
 
 
-def test_sessions_that_follow_a_model_share_a_sampler(store: Store, session_id: SessionId) -> None:
-    for number, follows in enumerate((True, True, False)):
+def test_inflight_sessions_of_a_model_share_a_sampler(store: Store, session_id: SessionId) -> None:
+    for number, is_inflight in enumerate((True, True, False)):
         new = row(session_id, f"s-{number}")
-        new.is_inflight, new.request_id = follows, RequestId(f"req-{number}")
+        new.is_inflight, new.request_id = is_inflight, RequestId(f"req-{number}")
         store.write(lambda tx, new=new: samplers.create_session(tx, new))
     model, newest = ModelId("run"), SamplerId("art-new")
-    store.write(lambda tx: samplers.follow(tx, model, newest))
+    store.write(lambda tx: samplers.update_inflight(tx, model, newest))
     store.write(lambda tx: samplers.set_size(tx, model, newest, 100))
     assert [get(store, f"s-{number}").sampler_id for number in range(3)] == [newest, newest, "art-s-2"]
-    assert {(each.model_id, each.sampler_id, each.request_id) for each in store.read(samplers.unnamed)} == {
+    assert {(each.model_id, each.sampler_id, each.request_id) for each in store.read(samplers.list_ephemeral)} == {
         (model, newest, "req-0"),
         (model, newest, "req-1"),
         (model, "art-s-2", "req-2"),
     }
     assert store.write(lambda tx: samplers.release_unused(tx, 9.0, keep_newest=1, max_bytes=100)) == ["art-s-2"]
-    assert {each.sampler_id for each in store.read(samplers.unnamed)} == {newest}
+    assert {each.sampler_id for each in store.read(samplers.list_ephemeral)} == {newest}
 
 
-def test_copies_of_a_client_are_numbered(store: Store, session_id: SessionId) -> None:
+def test_clones_are_numbered(store: Store, session_id: SessionId) -> None:
     store.write(lambda tx: samplers.create_session(tx, row(session_id, "s")))
     assert [store.write(lambda tx: samplers.add_clone(tx, SamplingSessionId("s"))) for _ in range(2)] == [1, 2]
-    with pytest.raises(LookupError, match="'nobody'"):
-        store.write(lambda tx: samplers.add_clone(tx, SamplingSessionId("nobody")))
+    with pytest.raises(LookupError, match="'unknown'"):
+        store.write(lambda tx: samplers.add_clone(tx, SamplingSessionId("unknown")))

@@ -3,17 +3,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
-from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 from sqlmodel import SQLModel
 
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.store import futures, schema, snapshots
+from skyrl_tx.store import database, futures, migrations, models
 from skyrl_tx.store.database import Store, StoreError
+from tests.support import old_schemas
 
 OPEN_TWICE = """
 import sys
@@ -27,27 +25,31 @@ for _ in range(2):
 """
 
 
-def test_the_migrations_make_the_tables_that_the_code_expects(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_migrations_create_the_tables_of_the_code(tmp_path: Path, is_new: bool) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'new.db'}")
-    schema.upgrade(engine)
+    if not is_new:
+        with engine.begin() as connection:
+            old_schemas.create(connection, "0001")
+    database.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, SQLModel.metadata) == []
+        assert connection.execute(text("SELECT * FROM answer_counter")).all() == [(1, 0)]
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == database.HEAD
     engine.dispose()
 
 
 def test_head_is_the_newest_migration() -> None:
-    config = Config()
-    config.set_main_option("script_location", str(Path(schema.__file__).with_name("migrations")))
-    assert ScriptDirectory.from_config(config).get_heads() == [schema.HEAD]
+    assert [*migrations.MIGRATIONS] == revisions()[1:]
 
 
-def test_a_database_that_is_up_to_date_opens_without_alembic(tmp_path: Path) -> None:
+def test_a_current_database_opens_without_alembic(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", OPEN_TWICE, tmp_path], capture_output=True, text=True, check=True)
     assert child.stdout.split() == ["True", "False"]
 
 
-def test_a_database_of_a_newer_release_is_left_alone(tmp_path: Path) -> None:
+def test_a_database_of_a_newer_release_is_refused_unchanged(tmp_path: Path) -> None:
     Store.open(tmp_path, role="api").close()
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.begin() as connection:
@@ -57,19 +59,19 @@ def test_a_database_of_a_newer_release_is_left_alone(tmp_path: Path) -> None:
         Store.open(tmp_path, role="api")
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_migration_rolls_back(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.begin() as connection:
-        connection.execute(text("CREATE VIEW engine_state AS SELECT 1"))  # the last that the baseline makes
-    with pytest.raises(StoreError, match="engine_state already exists"):
+        connection.execute(text("CREATE VIEW sampling_sessions AS SELECT 1"))  # the last table
+    with pytest.raises(StoreError, match="sampling_sessions already exists"):
         Store.open(tmp_path, role="api")
     assert inspect(engine).get_table_names() == []
-    assert inspect(engine).get_view_names() == ["engine_state"]
+    assert inspect(engine).get_view_names() == ["sampling_sessions"]
     engine.dispose()
 
 
 @pytest.mark.parametrize("statement", ["CREATE TABLE songs (id INTEGER)", "CREATE TABLE alembic_version (version_num)"])
-def test_a_database_of_another_program_is_left_alone(tmp_path: Path, statement: str) -> None:
+def test_a_database_of_another_program_is_refused_unchanged(tmp_path: Path, statement: str) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.begin() as connection:
         connection.execute(text(statement))
@@ -95,32 +97,29 @@ OLD_ROWS = (
 
 
 def write_old_database(path: Path, revision: str) -> None:
-    """A data directory as a release with that schema left it, with a request answered and another not."""
+    """Write a data directory with an earlier schema, a complete request and an open one."""
     engine = create_engine(f"sqlite:///{path}")
-    config = Config()
-    config.set_main_option("script_location", str(Path(schema.__file__).with_name("migrations")))
     with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
+        old_schemas.create(connection, revision)
         for statement in OLD_ROWS:
             connection.execute(text(statement))
     engine.dispose()
 
 
 def revisions() -> list[str]:
-    return [f"{number:04}" for number in range(1, int(schema.HEAD) + 1)]
+    return [f"{number:04}" for number in range(1, int(database.HEAD) + 1)]
 
 
 @pytest.mark.parametrize("revision", revisions())
-def test_a_database_of_any_earlier_release_opens_with_all_that_was_in_it(tmp_path: Path, revision: str) -> None:
+def test_a_database_of_any_earlier_release_opens_with_its_data(tmp_path: Path, revision: str) -> None:
     write_old_database(tmp_path / "skyrl_tx.db", revision)
     store = Store.open(tmp_path, role="engine")
     model_id = ModelId("session-1:train:0")
     assert store.read(lambda tx: futures.result(tx, RequestId("req-1"), "ann")).result == b"\x03"
     (waiting,) = store.read(lambda tx: futures.pending(tx, 0, 10))
     assert (waiting.request_id, waiting.body, waiting.attempts) == ("req-2", b"\x04", 1)
-    assert [effect.request_id for effect in store.read(lambda tx: futures.effects_since(tx, model_id, 6))] == ["req-1"]
-    snapshot = store.read(lambda tx: snapshots.get(tx, model_id))
+    assert [effect.request_id for effect in store.read(lambda tx: futures.log_since(tx, model_id, 6))] == ["req-1"]
+    snapshot = store.read(lambda tx: models.get_snapshot(tx, model_id))
     assert snapshot is not None and (snapshot.artifact_id, snapshot.effect_order) == ("art", 6)
     effect = store.write(
         lambda tx: futures.complete(tx, RequestId("req-2"), b"answer", failed=False, effect_order=8, now=4.0)
@@ -133,17 +132,14 @@ def test_a_database_of_any_earlier_release_opens_with_all_that_was_in_it(tmp_pat
     engine.dispose()
 
 
-def test_a_database_of_the_first_release_is_brought_up_to_date(tmp_path: Path) -> None:
+def test_a_database_of_the_first_release_is_upgraded(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
-    config = Config()
-    config.set_main_option("script_location", str(Path(schema.__file__).with_name("migrations")))
     with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        old_schemas.create(connection, "0001")
         connection.execute(text("INSERT INTO snapshots VALUES ('run', 'art', 7, 1.0)"))
     Store.open(tmp_path, role="api").close()
     with engine.connect() as connection:
         assert connection.execute(text("SELECT effect_order FROM snapshots")).scalar_one() == 7
-        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == schema.HEAD
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == database.HEAD
         assert compare_metadata(MigrationContext.configure(connection), SQLModel.metadata) == []
     engine.dispose()

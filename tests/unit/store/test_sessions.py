@@ -5,9 +5,9 @@ from sqlmodel import Session
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store import models, samplers, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.tables import SamplingSessionRow
+from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
-NOBODY = SessionId("nobody")
+UNKNOWN = SessionId("unknown")
 
 
 def create(store: Store, owner: str, now: float) -> SessionId:
@@ -25,7 +25,7 @@ def create(store: Store, owner: str, now: float) -> SessionId:
     )
 
 
-def test_a_session_is_kept_as_announced(store: Store) -> None:
+def test_session_metadata_round_trip(store: Store) -> None:
     session_id = create(store, "ann", 3.5)
     row = store.read(lambda tx: sessions.get(tx, session_id))
     assert row is not None
@@ -34,49 +34,49 @@ def test_a_session_is_kept_as_announced(store: Store) -> None:
     assert (row.created_at, row.last_heartbeat_at, row.finished_at, row.finish_reason) == (3.5, 3.5, None, None)
 
 
-def test_ids_fit_into_paths_and_cannot_be_guessed(store: Store) -> None:
+def test_session_ids_are_random_and_fit_into_paths(store: Store) -> None:
     first, second = create(store, "ann", 1.0), create(store, "ann", 1.0)
     assert first != second and len(first) >= 32
     assert not {":", "/"} & set(first)
 
 
-def test_heartbeats_never_go_back(store: Store, session_id: SessionId) -> None:
+def test_heartbeats_never_decrease(store: Store, session_id: SessionId) -> None:
     assert store.write(lambda tx: sessions.heartbeat(tx, session_id, 9.0))
     assert store.write(lambda tx: sessions.heartbeat(tx, session_id, 8.0))
     assert store.read(lambda tx: sessions.get(tx, session_id)).last_heartbeat_at == 9.0
-    assert not store.write(lambda tx: sessions.heartbeat(tx, NOBODY, 9.0))
+    assert not store.write(lambda tx: sessions.heartbeat(tx, UNKNOWN, 9.0))
 
 
-def test_the_first_reason_to_finish_stays(store: Store, session_id: SessionId) -> None:
+def test_the_first_finish_reason_stays(store: Store, session_id: SessionId) -> None:
     assert store.write(lambda tx: sessions.finish(tx, session_id, "completed", 4.0))
     assert store.write(lambda tx: sessions.finish(tx, session_id, "silent", 5.0))
     row = store.read(lambda tx: sessions.get(tx, session_id))
     assert (row.finished_at, row.finish_reason) == (4.0, "completed")
-    assert not store.write(lambda tx: sessions.finish(tx, NOBODY, "completed", 4.0))
+    assert not store.write(lambda tx: sessions.finish(tx, UNKNOWN, "completed", 4.0))
 
 
-def test_an_owner_sees_their_own_newest_first_in_pages(store: Store) -> None:
+def test_list_of_an_owner_newest_first_in_pages(store: Store) -> None:
     mine = [create(store, "ann", float(now)) for now in range(5)]
     create(store, "bob", 2.0)
     pages = [store.read(lambda tx, offset=offset: sessions.list_ids(tx, "ann", 2, offset)) for offset in (0, 2, 4)]
     assert [session_id for page in pages for session_id in page] == mine[::-1]
 
 
-def test_silent_sessions_end_unless_something_was_asked_of_them(store: Store) -> None:
+def test_sessions_without_heartbeat_or_requests_time_out(store: Store) -> None:
     silent, trains, samples, done, fresh = (create(store, "ann", now) for now in (4.0, 4.0, 4.0, 4.0, 20.0))
 
     def use(tx: Session) -> None:
         for session_id, now in ((silent, 9.0), (trains, 11.0)):
             name = ModelId(f"{session_id}:train:0")
-            fields = {"base_model": "b", "spec": b"", "user_metadata": None}
-            models.create(tx, model_id=name, session_id=session_id, now=now, **fields)
+            fields = {"base_model": "b", "spec": b"", "created_at": now, "last_request_at": now}
+            models.create(tx, ModelRow(model_id=name, session_id=session_id, **fields))
         name = SamplingSessionId("s")
-        begun = {"base_model": "b", "created_at": 4.0, "last_used_at": 11.0}
-        samplers.create_session(tx, SamplingSessionRow(sampling_session_id=name, session_id=samples, **begun))
+        fields = {"base_model": "b", "created_at": 4.0, "last_used_at": 11.0}
+        samplers.create_session(tx, SamplingSessionRow(sampling_session_id=name, session_id=samples, **fields))
         sessions.finish(tx, done, "success", 5.0)
 
     store.write(use)
-    assert store.write(lambda tx: sessions.end_silent(tx, 10.0, "silent", 30.0)) == [silent]
+    assert store.write(lambda tx: sessions.finish_timed_out(tx, 10.0, "silent", 30.0)) == [silent]
     rows = [store.read(lambda tx, name=name: sessions.get(tx, name)) for name in (silent, trains, samples, done, fresh)]
     assert [(row.finished_at, row.finish_reason) for row in rows] == [
         (30.0, "silent"),
@@ -85,4 +85,4 @@ def test_silent_sessions_end_unless_something_was_asked_of_them(store: Store) ->
         (5.0, "success"),
         (None, None),
     ]
-    assert store.write(lambda tx: sessions.end_silent(tx, -math.inf, "never", 30.0)) == []
+    assert store.write(lambda tx: sessions.finish_timed_out(tx, -math.inf, "never", 30.0)) == []

@@ -5,18 +5,20 @@ from skyrl_tx.store import stability
 from skyrl_tx.store.database import Store
 
 DAY = 86_400.0
-DRAWN = {"seq-0": np.array([-0.5, -1.5], np.float32), "seq-1": np.array([-2.5], np.float32)}
+LOGPROBS = {"seq-0": np.array([-0.5, -1.5], np.float32), "seq-1": np.array([-2.5], np.float32)}
 
 
 def record(store: Store, session_id: SessionId, now: float = 10.0) -> None:
-    store.write(lambda tx: stability.record(tx, session_id, 3, DRAWN, now))
+    store.write(lambda tx: stability.record(tx, session_id, 3, LOGPROBS, now))
 
 
-def find(store: Store, *sequence_ids: str, owner: str = "ann", now: float = 10.0) -> dict[str, stability.Recorded]:
+def find(
+    store: Store, *sequence_ids: str, owner: str = "ann", now: float = 10.0
+) -> dict[str, stability.SampledLogprobs]:
     return store.read(lambda tx: stability.find(tx, owner, sequence_ids, now))
 
 
-def test_what_was_recorded_is_found_by_its_owner_alone(store: Store, session_id: SessionId) -> None:
+def test_records_are_visible_to_their_owner_only(store: Store, session_id: SessionId) -> None:
     record(store, session_id)
     found = find(store, "seq-0", "seq-1", "seq-2")
     assert found.keys() == {"seq-0", "seq-1"}
@@ -25,7 +27,7 @@ def test_what_was_recorded_is_found_by_its_owner_alone(store: Store, session_id:
     assert find(store, "seq-0", owner="bob") == {}
 
 
-def test_more_ids_than_a_query_takes_are_found(store: Store, session_id: SessionId) -> None:
+def test_find_more_ids_than_one_batch(store: Store, session_id: SessionId) -> None:
     many = {f"seq-{number}": np.array([-float(number)], np.float32) for number in range(2500)}
     store.write(lambda tx: stability.record(tx, session_id, 1, many, 10.0))
     found = find(store, *many)
@@ -38,18 +40,18 @@ def test_a_record_survives_a_restart(open_store, session_id: SessionId, store: S
     assert find(open_store(), "seq-1")["seq-1"].logprobs.tolist() == [-2.5]
 
 
-def test_each_use_begins_the_day_anew(store: Store, session_id: SessionId) -> None:
+def test_use_extends_expiry(store: Store, session_id: SessionId) -> None:
     record(store, session_id, now=0.0)
     store.write(lambda tx: stability.touch(tx, ["seq-0"], DAY))
     store.write(lambda tx: stability.touch(tx, [], DAY))
-    assert find(store, *DRAWN, now=DAY + 1).keys() == {"seq-0"}, "expired before it was swept away"
+    assert find(store, *LOGPROBS, now=DAY + 1).keys() == {"seq-0"}, "expired before it was deleted"
     assert store.write(lambda tx: stability.expire(tx, DAY + 1)) == 1
     assert store.write(lambda tx: stability.expire(tx, 2 * DAY)) == 0
-    assert find(store, *DRAWN, now=2 * DAY).keys() == {"seq-0"}
-    assert find(store, *DRAWN, now=2 * DAY + 1) == {}
+    assert find(store, *LOGPROBS, now=2 * DAY).keys() == {"seq-0"}
+    assert find(store, *LOGPROBS, now=2 * DAY + 1) == {}
 
 
-def test_a_sequence_drawn_again_is_recorded_again(store: Store, session_id: SessionId) -> None:
+def test_recording_a_sequence_again_replaces_it(store: Store, session_id: SessionId) -> None:
     record(store, session_id)
     record(store, session_id, now=20.0)
-    assert find(store, *DRAWN, now=20.0 + DAY).keys() == DRAWN.keys()
+    assert find(store, *LOGPROBS, now=20.0 + DAY).keys() == LOGPROBS.keys()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from skyrl_tx.testing import client_environments, prepare_environments
-from skyrl_tx.testing.client_environments import (
+from tests.support import client_environments, prepare_environments
+from tests.support.client_environments import (
     CACHE_VARIABLE,
     ClientEnvironment,
     UnavailableEnvironment,
@@ -38,7 +38,10 @@ def test_builds_once_and_runs_scripts(package, tmp_path, monkeypatch):
     assert prepare(recipe, tmp_path / "cache") == first
 
     script.write_text("raise SystemExit('no luck')")
-    with pytest.raises(RuntimeError, match="no luck"):
+    with pytest.raises(RuntimeError, match=r"(?s)status 1\nstdout is empty\nstderr:.*no luck"):
+        first.run(script)
+    script.write_text("import os; os.abort()")
+    with pytest.raises(RuntimeError, match="signal SIGABRT\nstdout is empty\nstderr is empty"):
         first.run(script)
 
 
@@ -69,8 +72,22 @@ def test_says_why_it_cannot_be_made(tmp_path):
         prepare(recipe, tmp_path)
 
 
-def test_an_interrupted_build_is_started_over(package, tmp_path):
-    recipe = ClientEnvironment(name="small", requirements=(str(package / "harmless-1.0-py3-none-any.whl"),))
+@pytest.fixture
+def quick(monkeypatch):
+    """Replace pip, whose work another test covers: a build makes an empty environment."""
+
+    def build(recipe, directory, python, below):
+        if "absent" in recipe.requirements:
+            raise UnavailableEnvironment("absent.whl")
+        python.parent.mkdir(parents=True)
+        python.touch()
+
+    monkeypatch.setattr(client_environments, "_build", build)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_interrupted_build_is_started_over(tmp_path):
+    recipe = ClientEnvironment(name="small", requirements=("harmless",))
     (tmp_path / recipe.key).mkdir()
     (tmp_path / recipe.key / "rubbish").touch()
     assert prepare(recipe, tmp_path).python.exists()
@@ -88,10 +105,10 @@ def test_the_cache_directory_can_be_chosen(monkeypatch, tmp_path):
     assert cache_directory() == tmp_path
 
 
-def test_all_can_be_made_before_the_tests_ask_for_them(package, tmp_path, monkeypatch, capsys):
-    wheel = str(package / "harmless-1.0-py3-none-any.whl")
-    below = ClientEnvironment(name="below", requirements=(wheel,))
-    absent = ClientEnvironment(name="absent", requirements=(str(tmp_path / "absent.whl"),))
+@pytest.mark.usefixtures("quick")
+def test_all_can_be_made_before_the_tests_ask_for_them(tmp_path, monkeypatch, capsys):
+    below = ClientEnvironment(name="below", requirements=("harmless",))
+    absent = ClientEnvironment(name="absent", requirements=("absent",))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr("sys.argv", ["prepare_environments"])
     monkeypatch.setattr(prepare_environments, "ALL", (below,))
@@ -100,8 +117,9 @@ def test_all_can_be_made_before_the_tests_ask_for_them(package, tmp_path, monkey
     assert prepare_environments.main() == 1 and "absent.whl" in capsys.readouterr().err
 
 
-def test_begun_afresh_nothing_is_found_and_nothing_left(package, tmp_path, monkeypatch, capsys):
-    recipe = ClientEnvironment(name="fresh", requirements=(str(package / "harmless-1.0-py3-none-any.whl"),))
+@pytest.mark.usefixtures("quick")
+def test_fresh_builds_use_no_cache_and_leave_nothing(tmp_path, monkeypatch, capsys):
+    recipe = ClientEnvironment(name="fresh", requirements=("harmless",))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

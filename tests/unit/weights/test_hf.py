@@ -170,7 +170,7 @@ def test_faulty_files_are_named(directory):
 
 
 @pytest.mark.parametrize("name", ["gone.safetensors", "../elsewhere.safetensors"])
-def test_an_index_names_files_beside_it(directory, name):
+def test_index_may_only_name_files_in_its_directory(directory, name):
     split(directory, 2)
     (directory.parent / "elsewhere.safetensors").touch()
     index = directory / "model.safetensors.index.json"
@@ -188,7 +188,7 @@ def test_eos_comes_from_the_generation_config_first(directory):
     assert hf.read_eos_token_ids(directory) == (1,)
 
 
-def test_resolve_takes_directories_and_names_what_is_not_to_be_had(directory, tmp_path, monkeypatch):
+def test_resolve_accepts_directories_and_names_a_missing_model(directory, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert hf.resolve(str(directory)) == directory
     for wrong in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):

@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.weights.adapter_files import AdapterError, AdapterFiles
 from skyrl_tx.weights.hf import INDEX_FILE, locate_tensors
 from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.peft import AdapterError, AdapterFiles
 
 Q, EMBED, HEAD = "model.layers.1.self_attn.q_proj", "model.embed_tokens.weight", "lm_head.weight"
 
@@ -78,10 +78,10 @@ def test_shards_stay_shards(tmp_path: Path, dtype: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "told"), [(("model.layers.9.mlp.up_proj", 64), "has no tensor"), ((Q, 63), "is \\(64, 32\\)")]
+    ("module", "message"), [(("model.layers.9.mlp.up_proj", 64), "has no tensor"), ((Q, 63), "is \\(64, 32\\)")]
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, module: tuple[str, int], told: str) -> None:
+def test_mismatched_adapters_are_refused(tmp_path: Path, module: tuple[str, int], message: str) -> None:
     base = write_model(tmp_path / "base")
     (tmp_path / "out").mkdir()
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         merge(base, QWEN3.weights, adapter(module), tmp_path / "out")

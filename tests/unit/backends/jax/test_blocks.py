@@ -1,11 +1,11 @@
-"""Blocks of a vocabulary: what is drawn, what is best, what comes before what."""
+"""Blocks of a vocabulary: drawing, the best tokens, and the order of tokens."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.blocks import BLOCK, Blocks
+from skyrl_tx.backends.jax.sample.blocks import BLOCK, Blocks
 
 VOCAB = 300  # three blocks, the last one padded
 
@@ -19,7 +19,7 @@ def in_order(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))])
-def test_a_token_of_no_weight_is_never_picked(number):
+def test_a_token_of_weight_zero_is_never_picked(number):
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[[129, 131]] = [np.log(1e-30), 0.0]
     assert jax.jit(Blocks.pick)(blocks_of(logits), np.array([number], np.float32))[0] in (129, 131)
@@ -27,10 +27,10 @@ def test_a_token_of_no_weight_is_never_picked(number):
 
 @pytest.mark.parametrize("vocab", [VOCAB, 40 * BLOCK])
 @pytest.mark.parametrize("K", [1, 24, VOCAB])
-def test_the_best_are_the_first_of_all_in_order_of_logit_then_id(K, vocab):
+def test_the_best_tokens_are_ordered_by_logit_then_id(K, vocab):
     draw = np.random.default_rng(0)
     some = [draw.standard_normal(vocab), draw.integers(0, 3, vocab), np.zeros(vocab), -np.arange(vocab)]
-    some.append(np.where(np.arange(vocab) % BLOCK == 5, 1.0, 0.0))  # as many blocks of the same maximum as there are
+    some.append(np.where(np.arange(vocab) % BLOCK == 5, 1.0, 0.0))  # every block has the same maximum
     rows = [np.where(np.arange(vocab) % 7 == 3, -np.inf, row).astype(np.float32) for row in some]
     logits_SK, token_SK = jax.jit(Blocks.best, static_argnums=1)(blocks_of(*rows), K)
     for row, token_K, logit_K in zip(rows, token_SK, logits_SK, strict=True):
@@ -38,7 +38,7 @@ def test_the_best_are_the_first_of_all_in_order_of_logit_then_id(K, vocab):
         assert logit_K.tolist() == row[in_order(row)[:K]].tolist()
 
 
-def test_what_comes_before_a_token_is_weighed_by_block_and_drawn_from_alone():
+def test_the_tokens_before_a_mark_are_weighed_by_block_and_drawn_from():
     draw = np.random.default_rng(1)
     rows = [draw.standard_normal(VOCAB).astype(np.float32), draw.integers(0, 4, VOCAB).astype(np.float32)]
     blocks, marked = blocks_of(*rows), np.array([7, 290], np.int32)
@@ -59,14 +59,14 @@ def test_what_comes_before_a_token_is_weighed_by_block_and_drawn_from_alone():
             assert picked == np.searchsorted(np.cumsum(weight), number * weight.sum(), side="right")
 
 
-def test_some_rows_are_what_they_were_among_all():
+def test_selected_rows_equal_the_rows_of_the_whole():
     draw = np.random.default_rng(2)
     blocks = blocks_of(*draw.standard_normal((4, VOCAB)).astype(np.float32))
     token = np.array([9, 8, 7, 6], np.int32)
 
     @jax.jit
     def look(blocks: Blocks, token: jax.Array) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-        return blocks.logprob(token), blocks.likeliest(), blocks.best(3)
+        return blocks.logprob(token), blocks.most_likely(), blocks.best(3)
 
     chosen = np.array([1, 3])
     some = look(blocks.rows(jnp.array([3, 1])).rows(jnp.array([1, 0])), token[chosen])

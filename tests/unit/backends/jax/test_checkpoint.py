@@ -1,6 +1,7 @@
 """Files of an adapter: PEFT's names and shapes, the true rank, and clear refusals."""
 
 import json
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -9,34 +10,40 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint
-from skyrl_tx.backends.jax.adapters import AdapterPool, fresh_training_state, padded_rank
-from skyrl_tx.backends.jax.optimizer import OptimizerState
+from skyrl_tx.backends.jax.train.adapters import AdapterPool, fresh_training_state, padded_rank
+from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.weight_map import adapter_modules
+from skyrl_tx.weights.peft import AdapterFormat
 
 WEIGHTS = {StatePart.WEIGHTS}
 
 
+@dataclass(frozen=True)
+class Fixture:
+    config: models.ModelConfig
+    files: AdapterFormat
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def form(request, tmp_path_factory) -> checkpoint.AdapterFormat:
+def form(request, tmp_path_factory) -> Fixture:
     directory = write_model(tmp_path_factory.mktemp("model"), tied_embeddings=request.param)
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
-    modules = adapter_modules(family.weights, tied_embeddings=request.param)
-    return checkpoint.AdapterFormat(base_model="tiny", config=family.config_from_hf(content), modules=modules)
+    config = family.config_from_hf(content)
+    return Fixture(config, models.adapter_format(config, family.weights, "tiny"))
 
 
-def trained(form: checkpoint.AdapterFormat, **lora) -> checkpoint.TrainingState:
+def trained(form: Fixture, **lora) -> checkpoint.TrainingState:
     """Return a state with other numbers in every part, zero where padding is."""
     spec = LoraSpec(**{"rank": 5, "seed": 3, **lora})
     state = fresh_training_state(form.config, spec)
     weights = jax.tree.map(np.array, state.adapter.weights)
-    for name in checkpoint.adapter_spec(spec).targets(form.config):
+    for name in state.targets:
         weights[name].b[..., : spec.rank, :] = np.random.default_rng(0).normal(
             size=weights[name].b[..., : spec.rank, :].shape
         )
@@ -46,6 +53,7 @@ def trained(form: checkpoint.AdapterFormat, **lora) -> checkpoint.TrainingState:
 
     return checkpoint.TrainingState(
         lora=spec,
+        targets=state.targets,
         adapter=state.adapter.replace(weights=scaled(1)),
         optimizer=OptimizerState(first=scaled(2), second=scaled(3), step=jax.numpy.int32(4)),
         gradient=scaled(5),
@@ -58,7 +66,7 @@ def assert_same(left, right):
 
 
 def test_names_and_shapes_are_those_of_peft(form, tmp_path):
-    checkpoint.capture(trained(form), WEIGHTS, form).write(tmp_path)
+    checkpoint.capture(trained(form), WEIGHTS, form.files).write(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert tensors["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (5, 64)
@@ -71,20 +79,20 @@ def test_names_and_shapes_are_those_of_peft(form, tmp_path):
     assert unembed.rpartition(".")[2] in config["target_modules"] and "q_proj" in config["target_modules"]
 
 
-def test_what_is_not_trained_is_not_written(form, tmp_path):
-    checkpoint.capture(trained(form, train_mlp=False, train_unembed=False), WEIGHTS, form).write(tmp_path)
+def test_untrained_modules_are_not_written(form, tmp_path):
+    checkpoint.capture(trained(form, train_mlp=False, train_unembed=False), WEIGHTS, form.files).write(tmp_path)
     names = {name.split(".")[-3] for name in load_file(tmp_path / "adapter_model.safetensors")}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize("rank", [1, 5, 8])
 @pytest.mark.parametrize("pending", [True, False])
-def test_all_parts_come_back_to_the_last_bit(form, tmp_path, rank, pending):
+def test_all_parts_are_restored_bit_equal(form, tmp_path, rank, pending):
     state = trained(form, rank=rank)
     state = state if pending else state.with_gradient(None)
-    checkpoint.capture(state, ALL_PARTS, form).write(tmp_path)
+    checkpoint.capture(state, ALL_PARTS, form.files).write(tmp_path)
     fresh = fresh_training_state(form.config, state.lora)
-    opened = checkpoint.open_snapshot(tmp_path, form)
+    opened = checkpoint.open_snapshot(tmp_path, form.files)
     restored = checkpoint.restore(fresh, opened, ALL_PARTS)
     for part in ("adapter", "optimizer", "gradient"):
         assert_same(getattr(restored, part), getattr(state, part))
@@ -96,19 +104,19 @@ def test_all_parts_come_back_to_the_last_bit(form, tmp_path, rank, pending):
 
 def test_a_sampler_gets_its_own_rank(form):
     state = trained(form, rank=2)
-    adapter = checkpoint.capture(state, WEIGHTS, form).adapter(6)
+    adapter = checkpoint.capture(state, WEIGHTS, form.files).adapter(6)
     assert adapter.weights["q_proj"].a.shape[-1] == 6 and float(adapter.scale) == 16.0
     np.testing.assert_array_equal(adapter.weights["q_proj"].a, np.asarray(state.adapter.weights["q_proj"].a)[..., :6])
 
 
 def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
-    checkpoint.capture(trained(form), ALL_PARTS, form).write(tmp_path)
+    checkpoint.capture(trained(form), ALL_PARTS, form.files).write(tmp_path)
     file, name = tmp_path / "adapter_model.safetensors", "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
     tensors = load_file(file)
 
     def refused(match: str) -> None:
         with pytest.raises(UserError, match=match):
-            checkpoint.open_snapshot(tmp_path, form)
+            checkpoint.open_snapshot(tmp_path, form.files)
 
     save_file({**tensors, name: np.zeros((5, 31), np.float32)}, file)
     refused(rf"{name}.*\(5, 31\).*\(5, 32\)")
@@ -128,7 +136,7 @@ def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
 
 
 def test_a_snapshot_of_another_kind_of_model_is_refused(form):
-    source = checkpoint.capture(trained(form, rank=2), WEIGHTS, form)
+    source = checkpoint.capture(trained(form, rank=2), WEIGHTS, form.files)
     other = fresh_training_state(form.config, LoraSpec(rank=3, seed=0))
     with pytest.raises(UserError, match="rank is 2, the model's 3"):
         checkpoint.restore(other, source, WEIGHTS)
@@ -144,12 +152,12 @@ def test_a_full_pool_takes_no_new_model(form):
     pool, state = AdapterPool(1), trained(form)
     pool.put(ModelId("a"), state)
     pool.put(ModelId("a"), state)
-    with pytest.raises(CapacityError, match="all 1 places"):
+    with pytest.raises(CapacityError, match="all 1 adapter slots"):
         pool.put(ModelId("b"), state)
     pool.drop(ModelId("a"))
     pool.drop(ModelId("a"))
     with pytest.raises(UserError, match="'a'"):
-        pool.take(ModelId("a"))
+        pool.get(ModelId("a"))
 
 
 def test_ranks_share_a_few_sizes():

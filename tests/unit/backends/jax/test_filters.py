@@ -1,4 +1,7 @@
-"""Top-k and top-p: exactly the tokens that the book keeps, by their weights, whatever else is in the batch."""
+"""Top-k and top-p: exactly the tokens of the definition, by their weights, batch-invariant."""
+
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from skyrl_tx.backends.jax import sampling
-from skyrl_tx.backends.jax.blocks import Blocks
-from skyrl_tx.backends.jax.filters import FEW, redraw
+from skyrl_tx.backends.jax.sample import draw as drawing
+from skyrl_tx.backends.jax.sample.blocks import Blocks
+from skyrl_tx.backends.jax.sample.filters import FEW, redraw
 
 VOCAB = 300  # three blocks, the last one padded; more than the largest of few
-ROWS = 512  # of every draw
+ROWS = 512  # rows of every draw
 SIGMAS = 4.0
 TOP_KS = (0, 1, 3, FEW[0], FEW[0] + 1, FEW[1], 100, FEW[2], FEW[2] + 1, VOCAB - 1, VOCAB, VOCAB + 9, 2**31 - 1)
 TOP_PS = (0.0, 1e-30, 1e-6, 0.3, 0.5, 0.95, 0.999, 1.0)
@@ -33,12 +36,12 @@ def equal() -> np.ndarray:
     return np.full(VOCAB, 3.0, np.float32)
 
 
-def with_holes() -> np.ndarray:
+def with_infinities() -> np.ndarray:
     return np.where(np.arange(VOCAB) % 3 == 0, -np.inf, flat()).astype(np.float32)
 
 
 def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
-    """What is kept, the slow and obvious way, in float64."""
+    """Return the tokens that the definition keeps, computed directly in float64."""
     order = np.argsort(-logits, kind="stable")
     weight = np.exp(logits[order].astype(np.float64) - logits.max())
     if top_k > 0:
@@ -50,28 +53,28 @@ def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
 
 
 @jax.jit
-def judge(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Let these tokens have been drawn; return what becomes of them."""
+def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Apply the filters to tokens that were drawn from the whole distribution."""
     S = token_S.size
     key_S = jax.random.split(jax.random.key(5), S)
     blocks = Blocks.of(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
 
     def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
-        return sampling.uniform(jax.vmap(jax.random.fold_in)(key_S[row_Z], round_Z))
+        return drawing.uniform(jax.vmap(jax.random.fold_in)(key_S[row_Z], round_Z))
 
     return redraw(blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), numbers, token_S)
 
 
 def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float) -> None:
-    """Each token stays if it is kept; else one that is kept comes in its place."""
+    """Check that each kept token stays and that each other token is replaced by a kept one."""
     kept = keeps(logits, top_k, top_p)
-    became = np.asarray(judge(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p)))
+    became = np.asarray(filtered(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p)))
     assert ((became == tokens) == kept[tokens]).all(), (top_k, top_p)
     assert kept[became].all(), (top_k, top_p)
 
 
-@pytest.mark.parametrize("row", [flat, peaked, tied, equal, with_holes])
-def test_exactly_what_the_book_keeps_is_kept_and_all_else_drawn_again(row):
+@pytest.mark.parametrize("row", [flat, peaked, tied, equal, with_infinities])
+def test_exactly_the_tokens_outside_the_filter_are_drawn_again(row):
     logits = row()
     drawable = np.resize(np.flatnonzero(np.isfinite(logits)), VOCAB)
     asked = [(k, p) for k in TOP_KS for p in (0.5, 1.0)] + [(k, p) for k in (0, 20, 260) for p in TOP_PS]
@@ -79,8 +82,8 @@ def test_exactly_what_the_book_keeps_is_kept_and_all_else_drawn_again(row):
         check(logits, drawable, top_k, top_p)
 
 
-def test_many_blocks_are_no_other_than_few():
-    """Most of what could be kept lies in blocks that a top-k does not look at."""
+def test_filters_are_exact_over_many_blocks():
+    """Most tokens that could be kept lie in blocks that a top-k does not read."""
     vocab, draw = 5000, np.random.default_rng(2)
     for logits in (draw.standard_normal(vocab), draw.integers(0, 9, vocab), np.zeros(vocab)):
         order = np.argsort(-logits, kind="stable")
@@ -90,8 +93,8 @@ def test_many_blocks_are_no_other_than_few():
             check(logits.astype(np.float32), near, top_k, top_p)
 
 
-def params(top_k: int | np.ndarray, top_p: float | np.ndarray) -> sampling.DrawParams:
-    return sampling.DrawParams(
+def params(top_k: int | np.ndarray, top_p: float | np.ndarray) -> drawing.DrawParams:
+    return drawing.DrawParams(
         seed_S2=np.full((ROWS, 2), 11, np.uint32),
         index_S=np.arange(ROWS, dtype=np.uint32),
         temperature_S=np.ones(ROWS, np.float32),
@@ -100,15 +103,25 @@ def params(top_k: int | np.ndarray, top_p: float | np.ndarray) -> sampling.DrawP
     )
 
 
-@jax.jit
-def draw(logits_SV: jax.Array, how: sampling.DrawParams, position: jax.Array) -> sampling.Drawn:
-    return sampling.draw(logits_SV, how, jnp.broadcast_to(position, ROWS), wants_topk=jnp.bool_(False))
+compiled = jax.jit(partial(drawing.draw, max_topk=5))
+"""The same program as in test_draw."""
+
+
+def draw(logits_SV: np.ndarray, how: drawing.DrawParams, position: int) -> drawing.Drawn:
+    return jax.device_get(compiled(logits_SV, how, np.full(ROWS, position, np.int32), wants_topk=np.bool_(False)))
+
+
+@cache
+def drawn_tokens(row: Callable[[], np.ndarray], top_k: int, top_p: float) -> NDArray[np.int64]:
+    """Return the tokens of eight positions."""
+    logits = np.tile(row(), (ROWS, 1))
+    return np.concatenate([draw(logits, params(top_k, top_p), position).tokens for position in range(8)])
 
 
 def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
-    """How many standard deviations chi-square is above its mean (Wilson and Hilferty 1931)."""
+    """Return by how many standard deviations chi-square exceeds its mean (Wilson and Hilferty 1931)."""
     counts, expected = np.bincount(tokens, minlength=p.size), p * tokens.size
-    rare = expected < 8  # pooled, as the approximation wants
+    rare = expected < 8  # pooled, as the approximation requires
     observed, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
     statistic = float(((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
     freedom = int((wanted > 0).sum()) - 1
@@ -120,16 +133,13 @@ def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(0, 0.95), (0, 0.2), (5, 1.0), (20, 0.95), (50, 0.5), (200, 0.9), (270, 1.0), (270, 0.7)]
 )
-def test_what_is_kept_is_drawn_by_its_weight(row, top_k, top_p):
+def test_filtered_tokens_follow_their_weights(row, top_k, top_p):
     logits = row()
-    drawn, plain = (
-        np.concatenate([draw(np.tile(logits, (ROWS, 1)), how, np.int32(n)).token_S for n in range(8)])
-        for how in (params(top_k, top_p), params(0, 1.0))
-    )
+    drawn, plain = drawn_tokens(row, top_k, top_p), drawn_tokens(row, 0, 1.0)
     kept = keeps(logits, top_k, top_p)
     weight = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0.0)
     assert kept[drawn].all()
-    assert (drawn == plain)[kept[plain]].all(), "the first number has the last word where its token is kept"
+    assert (drawn == plain)[kept[plain]].all(), "a kept token is not drawn again"
     if kept.sum() > 1:
         assert abs(deviation(drawn, weight / weight.sum())) < SIGMAS
         again = drawn[~kept[plain]]
@@ -145,26 +155,26 @@ def all_kinds() -> tuple[np.ndarray, np.ndarray]:
     return top_k.astype(np.int32), top_p.astype(np.float32)
 
 
-def test_a_row_is_the_same_in_any_company():
-    """In other places, among plain rows, and beside rows of no sense."""
+def test_batch_invariance():
+    """A row is the same at another index, among rows without filters, and among rows of NaN."""
     logits = np.stack([(1 + row % 5) * np.roll(flat(), row) for row in range(ROWS)])
     (top_k, top_p), back = all_kinds(), np.arange(ROWS)[::-1]
     how = params(top_k, top_p)
-    together = draw(logits, how, np.int32(0))
-    turned = draw(logits[back], jax.tree.map(lambda leaf: leaf[back], how), np.int32(0))
-    assert turned.token_S[back].tolist() == together.token_S.tolist()
-    assert turned.logprob_S[back].tolist() == together.logprob_S.tolist()
+    together = draw(logits, how, 0)
+    turned = draw(logits[back], jax.tree.map(lambda leaf: leaf[back], how), 0)
+    assert turned.tokens[back].tolist() == together.tokens.tolist()
+    assert turned.logprobs[back].tolist() == together.logprobs.tolist()
     for turn in range(3):
         mine = np.random.default_rng(turn).random(ROWS) < 0.1
-        among_plain = draw(logits, params(np.where(mine, top_k, 0), np.where(mine, top_p, 1.0)), np.int32(0))
-        senseless = draw(np.where(mine[:, None], logits, np.float32(np.nan)), how, np.int32(0))
-        for other in (among_plain, senseless):
-            assert other.token_S[mine].tolist() == together.token_S[mine].tolist()
-            assert other.logprob_S[mine].tolist() == together.logprob_S[mine].tolist()
+        among_plain = draw(logits, params(np.where(mine, top_k, 0), np.where(mine, top_p, 1.0)), 0)
+        non_finite = draw(np.where(mine[:, None], logits, np.float32(np.nan)), how, 0)
+        for other in (among_plain, non_finite):
+            assert other.tokens[mine].tolist() == together.tokens[mine].tolist()
+            assert other.logprobs[mine].tolist() == together.logprobs[mine].tolist()
 
 
 @pytest.mark.parametrize("values", [np.nan, np.inf, -np.inf, (np.nan, 0.0), (np.inf, 0.0), (-np.inf, np.inf)])
-def test_rows_of_no_sense_come_to_an_end_with_some_token(values):
+def test_non_finite_logits_still_yield_a_token(values):
     logits = np.resize(np.asarray(values, np.float32), (ROWS, VOCAB))
-    token_S = draw(logits, params(*all_kinds()), np.int32(0)).token_S
+    token_S = draw(logits, params(*all_kinds()), 0).tokens
     assert ((token_S >= 0) & (token_S < VOCAB)).all()

@@ -1,4 +1,4 @@
-"""Memory: what is chosen for it, what it really takes, and that running out of it is nobody's business."""
+"""Memory plans, the memory that programs really need, and isolation of requests that exhaust it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,34 +8,36 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import adapters, memory, packing, passes, training
+from skyrl_tx.backends.jax import memory
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.chunks import Chunks
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import (
-    MOST_MODELS,
+    DEFAULT_MICRO_BATCH_TOKENS,
+    MAX_MODELS,
     RANK,
-    UNKNOWN_MEMORY_TOKENS,
     Costs,
     MemoryPlan,
-    SampleRoom,
     bytes_kept,
-    choose,
     costs_of,
-    model_room,
+    max_models,
     plan_for,
-    sample_room,
+    plan_sample_memory,
+    plan_training_memory,
 )
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
+from skyrl_tx.backends.jax.train import adapters, packing, passes
+from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
-from skyrl_tx.layers.kept import Kept
 from skyrl_tx.layers.lora import Adapter
-from skyrl_tx.testing.backend_bench import drawn_examples
+from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
+from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 MIB = 2**20
 COSTS = Costs(fixed=100 * MIB, token=MIB, token_with_remat=MIB // 8)
@@ -48,102 +50,104 @@ EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
     ("free_mib", "settings", "expected"),
     [
         (20_000, {}, MemoryPlan(8192, remat=False)),
-        (80_000, {}, MemoryPlan(16384, remat=False)),  # more gains nothing
-        (4_000, {}, MemoryPlan(8192, remat=True)),  # without remat 1,024 would fit
+        (80_000, {}, MemoryPlan(16384, remat=False)),  # larger batches are not faster
+        (4_000, {}, MemoryPlan(8192, remat=True)),  # 1,024 would fit without remat
         (10, {}, MemoryPlan(256, remat=True)),
         (4_000, {"remat": False}, MemoryPlan(1024, remat=False)),
         (20_000, {"micro_batch_tokens": 100}, MemoryPlan(100, remat=False)),
     ],
 )
-def test_the_plan_follows_the_memory_and_flags_have_the_last_word(free_mib, settings, expected):
+def test_the_plan_depends_on_memory_and_configured_values_take_precedence(free_mib, settings, expected):
     assert plan_for(free_mib * MIB, COSTS, JaxConfig(**settings), num_shards=1) == expected
 
 
-def test_each_device_with_rows_of_its_own_takes_as_many_tokens():
+def test_every_shard_of_the_batch_has_as_many_tokens():
     assert plan_for(20_000 * MIB, COSTS, JaxConfig(), num_shards=4) == MemoryPlan(4 * 8192, remat=False)
 
 
-def test_a_device_that_tells_nothing_gets_the_stated_default(tiny, caplog):
+def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog):
     with caplog.at_level("INFO"):
-        assert choose(JaxConfig(), tiny.params, tiny.config) == MemoryPlan(UNKNOWN_MEMORY_TOKENS, remat=False)
-    assert "1024 tokens, results of products kept: the device does not tell its memory" in caplog.text
+        assert plan_training_memory(JaxConfig(), tiny.params, tiny.config) == MemoryPlan(
+            DEFAULT_MICRO_BATCH_TOKENS, remat=False
+        )
+    assert "1024 tokens, results of matrix products kept: the device does not report its memory" in caplog.text
 
 
-def test_layers_computed_twice_keep_less(tiny):
+def test_remat_keeps_less(tiny):
     costs = costs_of(tiny.params, tiny.config)
     hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
     assert hidden < costs.token_with_remat < costs.token
 
 
-def test_products_alone_are_well_below_all_that_a_gradient_names(tiny):
-    def of_a_token(kept: Kept) -> float:
-        short, long = (bytes_kept(tiny.params, tiny.config, length, kept) for length in (512, 1024))
+def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
+    def of_a_token(policy: RematPolicy) -> float:
+        short, long = (bytes_kept(tiny.params, tiny.config, length, policy) for length in (512, 1024))
         return (long - short) / 512
 
-    assert of_a_token(Kept.INPUTS) < of_a_token(Kept.PRODUCTS) < 0.5 * of_a_token(Kept.ALL)
+    assert of_a_token(RematPolicy.FULL) < of_a_token(RematPolicy.SAVE_MATMULS) < 0.5 * of_a_token(RematPolicy.NONE)
 
 
-def test_room_for_samples_follows_the_memory_and_flags_have_the_last_word(tiny, monkeypatch):
+def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(tiny, monkeypatch):
     config = tiny.config
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
 
-    def room(free: int, **settings) -> SampleRoom:
+    def planned(free: int, **settings) -> SampleMemory:
         monkeypatch.setattr(memory, "free_bytes", lambda _: free)
-        return sample_room(JaxConfig(max_context_length=1024, **settings), tiny.params, config)
+        return plan_sample_memory(JaxConfig(max_context_length=1024, **settings), tiny.params, config)
 
-    assert room(10_000 * token) == room(10_100 * token) == SampleRoom(3584, 1024, 896, 512, 1024 * token)
-    assert room(10_000_000 * token) == SampleRoom(32 * 1024, 8 * 1024, 8 * 1024, 512, 8 * 1024 * token)
-    assert room(0).tokens == 1
-    assert room(10_000 * token, max_sample_tokens=9999).tokens == 9999
-    assert room(10_000 * token, prefix_cache_tokens=0) == SampleRoom(3584, 1024, 0, 512, 1024 * token)
+    assert planned(10_000 * token) == planned(10_100 * token) == SampleMemory(32, 3584, 1024, 896, 512, 1024 * token)
+    assert planned(10_000_000 * token) == SampleMemory(32, 32 * 1024, 8 * 1024, 8 * 1024, 512, 8 * 1024 * token)
+    assert planned(0).tokens == 1
+    assert planned(10_000 * token, max_sample_tokens=9999).tokens == 9999
+    assert planned(10_000 * token, prefix_cache_tokens=0) == SampleMemory(32, 3584, 1024, 0, 512, 1024 * token)
 
 
 @pytest.mark.parametrize("free_gib", [1, 7, 60, 120])
 @pytest.mark.parametrize("settings", [{}, {"prefix_cache_tokens": 500}, {"prefill_chunk_tokens": 512}])
-def test_samples_and_prompts_together_never_take_more_than_their_share(tiny, monkeypatch, free_gib, settings):
+def test_samples_and_prompts_take_at_most_their_share(tiny, monkeypatch, free_gib, settings):
     large = {"num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_context_length": 40_960}
     config, free = replace(tiny.config, **large), free_gib * 2**30
     monkeypatch.setattr(memory, "free_bytes", lambda _: free)
-    room = sample_room(JaxConfig(**settings), tiny.params, config)
+    planned = plan_sample_memory(JaxConfig(**settings), tiny.params, config)
     token = 2 * 36 * 8 * 128 * 4
-    longest = Chunks.of(JaxConfig(**settings), room.max_length).longest
-    assert room.max_length == min(room.tokens, 40_960) > 256
-    assert room.prompt_tokens >= max(room.prefix_tokens, longest + min(2048, room.max_length))
-    assert room.prompt_bytes == room.prompt_tokens * token
-    assert room.tokens * token + room.prompt_bytes <= 0.5 * free
-    assert room.tokens * token > 0.1 * free
+    longest = PrefillShapes.of(JaxConfig(**settings), planned.max_length).longest
+    assert planned.max_length == min(planned.tokens, 40_960) > 256
+    assert planned.prompt_tokens >= max(planned.prefix_tokens, longest + min(2048, planned.max_length))
+    assert planned.prompt_bytes == planned.prompt_tokens * token
+    assert planned.tokens * token + planned.prompt_bytes <= 0.5 * free
+    assert planned.tokens * token > 0.1 * free
 
 
-def test_room_for_samples_without_a_word_of_the_device(tiny, caplog):
+def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog):
     with caplog.at_level("INFO"):
-        assert sample_room(JaxConfig(max_context_length=65536), tiny.params, tiny.config).tokens == 65536
-        assert sample_room(JaxConfig(max_context_length=64), tiny.params, tiny.config).tokens == 32 * 64
-    assert "samples of 65536 tokens at once" in caplog.text
+        assert plan_sample_memory(JaxConfig(max_context_length=65536), tiny.params, tiny.config).tokens == 65536
+        assert plan_sample_memory(JaxConfig(max_context_length=64), tiny.params, tiny.config).tokens == 32 * 64
+    assert "KV cache of 65536 tokens" in caplog.text
 
 
-def test_room_for_models_follows_the_memory_and_the_flag_has_the_last_word(tiny, monkeypatch, caplog):
-    """All may be of the highest rank that is allowed, and one of them is changed while its former state is there."""
+def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, monkeypatch, caplog):
+    """All models may have the highest rank, and the old and the new state of one exist at the same time."""
 
     def cost(rank: int) -> int:
         return 4 * 4 * sum(leaf.size for leaf in jax.tree.leaves(models.adapter_shapes(tiny.config, rank).weights))
 
-    def room(free: int | None, **settings) -> int:
+    def found(free: int | None, **settings) -> int:
         monkeypatch.setattr(memory, "free_bytes", lambda _: free)
-        return model_room(JaxConfig(**settings), tiny.params, tiny.config)
+        return max_models(JaxConfig(**settings), tiny.params, tiny.config)
 
-    assert room(100 * cost(64)) == room(100 * cost(128), max_lora_rank=128) == 39
-    assert room(100 * cost(48), max_lora_rank=33) == 39  # to which arrays of that rank are padded
-    assert room(10_000 * cost(64)) == room(None) == MOST_MODELS
-    assert room(0) == 1
-    assert room(100 * cost(64), max_lora_adapters=500) == 500
+    assert found(100 * cost(64)) == found(100 * cost(128), max_lora_rank=128) == 39
+    assert found(100 * cost(48), max_lora_rank=33) == 39  # to which arrays of that rank are padded
+    assert found(10_000 * cost(64)) == found(None) == MAX_MODELS
+    assert found(0) == 1
+    assert found(100 * cost(64), max_lora_adapters=500) == 500
     with caplog.at_level("INFO"):
-        assert room(100 * cost(64), max_lora_rank=32) > 60
-    assert "models in training at once" in caplog.text and "one of rank 32" in caplog.text
+        assert found(100 * cost(64), max_lora_rank=32) > 60
+    assert "models in training at the same time" in caplog.text and "a model of rank 32" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
-def test_what_is_told_is_what_the_compiled_program_takes(tmp_path, remat):
+def test_the_estimate_matches_the_compiled_program(tmp_path, remat):
     directory = write_model(tmp_path, vocab_size=1024, hidden_size=256, num_layers=4, head_dim=64, mlp_size=768)
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
@@ -151,12 +155,12 @@ def test_what_is_told_is_what_the_compiled_program_takes(tmp_path, remat):
     params = hf.load(directory, models.describe_params(config), family.weights)
     adapter: Adapter = models.adapter_shapes(config, RANK)
     [example] = request("r", 1024)
-    batch = packing.fill(packing.plan([example], 1024)[0], [example])
+    batch = packing.fill(packing.plan_micro_batches([example], 1024)[0], [example])
     lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
     taken = lowered.compile().memory_analysis().temp_size_in_bytes
     costs = costs_of(params, config)
-    told = costs.fixed + 1024 * (costs.token_with_remat if remat else costs.token)
-    assert taken <= 1.1 * told <= 2.5 * taken
+    estimate = costs.fixed + 1024 * (costs.token_with_remat if remat else costs.token)
+    assert taken <= 1.1 * estimate <= 2.5 * taken
 
 
 def request(name: str, *lengths: int) -> tuple[PassExample, ...]:
@@ -167,25 +171,29 @@ BATCH = PreparedModelPassBatch(examples=request("a", 30, 30, 20) + request("bb",
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Callable[..., JaxBackend]:
-    directory = write_model(tmp_path_factory.mktemp("model"), num_layers=1, max_context_length=128)
-
+def start() -> Callable[..., JaxBackend]:
     def start(micro_batch_tokens: int, **settings: bool) -> JaxBackend:
-        config = JaxConfig(compile_cache_dir=None, sample_slots=1, micro_batch_tokens=micro_batch_tokens, **settings)
-        backend = JaxBackend(str(directory), config)
+        config = TINY_CONFIG.model_copy(update={"micro_batch_tokens": micro_batch_tokens, **settings})
+        backend = JaxBackend(str(tiny_directory(std=0.05)), config)
         backend.start()
         backend.create_model(MODEL, SPEC)
-        backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # what must stay unharmed
+        backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # a gradient that must not change
         return backend
 
     return start
 
 
 def numbers(backend: JaxBackend) -> list[np.ndarray]:
-    """Return what a pass gives, and the gradient that it leaves."""
+    """Return the results of a pass and the gradient after it."""
     results = backend.forward_backward(BATCH)
-    gradient = backend.capture(MODEL, {StatePart.GRADIENT}).gradient
+    gradient = backend.capture(MODEL, {StatePart.GRADIENT}).parts[StatePart.GRADIENT]
     return [result.logprobs for result in results] + [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
+
+
+def state_of(backend: JaxBackend) -> list[np.ndarray]:
+    """Return the weights, the moments and the gradient of a model."""
+    parts = backend.capture(MODEL, ALL_PARTS).parts
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(dict(parts))]
 
 
 def assert_bit_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
@@ -193,8 +201,8 @@ def assert_bit_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_pass_that_exhausts_the_device_is_done_again_in_smaller_pieces(start, monkeypatch, caplog):
-    """Bit for bit as if the smaller budget had been there from the beginning; earlier sums are counted once."""
+def test_a_pass_that_exhausts_the_device_is_repeated_in_smaller_micro_batches(start, monkeypatch, caplog):
+    """The bits are those of the smaller budget from the start; earlier sums count once."""
     wanted = numbers(start(64))
     backend = start(128)
     accumulate, sizes = training.accumulate, []
@@ -202,7 +210,7 @@ def test_a_pass_that_exhausts_the_device_is_done_again_in_smaller_pieces(start, 
     def exhausted(*given, **settings):
         sizes.append(given[3].tokens_BT.size)
         if sizes[-1] > 64:
-            accumulate(*given, **settings)  # the donated total is gone, as on a device
+            accumulate(*given, **settings)  # the donated sum is deleted, as on a device
             raise EXHAUSTED
         return accumulate(*given, **settings)
 
@@ -212,7 +220,7 @@ def test_a_pass_that_exhausts_the_device_is_done_again_in_smaller_pieces(start, 
     assert "micro_batch_tokens=64" in caplog.text
 
 
-def test_memory_that_ends_where_results_are_read(start, monkeypatch):
+def test_memory_exhausted_when_results_are_read(start, monkeypatch):
     wanted = numbers(start(64))
     backend, errors = start(128), [EXHAUSTED]
     monkeypatch.setattr(passes.jax, "block_until_ready", lambda tree: raise_next(errors) or tree)
@@ -226,16 +234,16 @@ def raise_next(errors: list[Exception]) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_passes_under_way_may_both_run_out_of_memory(start, monkeypatch, first):
-    """One gets by with 64 tokens at once, one with 32: each has the bits of its own, and the plan is the smaller."""
+def test_two_running_passes_may_both_exhaust_the_memory(start, monkeypatch, first):
+    """One fits with 64 tokens, one with 32: each has the bits of its own budget, and the plan becomes the smaller."""
     models_, budgets = (MODEL, ModelId("other")), (64, 32)
     batches = [PreparedModelPassBatch(examples=drawn_examples(each, (30,), (30,), (20,), (31,))) for each in models_]
 
-    def begun(backend: JaxBackend, which: int):
+    def start_pass(backend: JaxBackend, which: int):
         return backend.begin_pass(batches[which], backward=True)
 
-    def told(backend: JaxBackend, which: int, results) -> list[np.ndarray]:
-        gradient = backend.capture(models_[which], {StatePart.GRADIENT}).gradient
+    def numbers_of(backend: JaxBackend, which: int, results) -> list[np.ndarray]:
+        gradient = backend.capture(models_[which], {StatePart.GRADIENT}).parts[StatePart.GRADIENT]
         return [result.logprobs for result in results] + [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
 
     def with_both(micro_batch_tokens: int) -> JaxBackend:
@@ -246,31 +254,35 @@ def test_two_passes_under_way_may_both_run_out_of_memory(start, monkeypatch, fir
     wanted = []
     for which, budget in enumerate(budgets):
         backend = with_both(budget)
-        wanted.append(told(backend, which, begun(backend, which).results()))
+        wanted.append(numbers_of(backend, which, start_pass(backend, which).results()))
 
     backend, accumulate, refused = with_both(128), training.accumulate, set()
-    budget_of = {id(backend._pool.take(each).adapter): budget for each, budget in zip(models_, budgets, strict=True)}
+    weights = [backend.capture(each, {StatePart.WEIGHTS}).parts[StatePart.WEIGHTS]["q_proj"].a for each in models_]
 
     def exhausted(params, adapter, *given, **settings):
-        size, budget = given[1].tokens_BT.size, budget_of[id(adapter)]
+        which = next(n for n, leaf in enumerate(weights) if leaf is adapter.weights["q_proj"].a)
+        size, budget = given[1].tokens_BT.size, budgets[which]
         if size > budget:
             refused.add(size)
             raise EXHAUSTED
         return accumulate(params, adapter, *given, **settings)
 
     monkeypatch.setattr(training, "accumulate", exhausted)
-    passes = [begun(backend, which) for which in range(2)]
-    under_way = set(range(2))
-    while under_way:
-        under_way -= {which for which in under_way if passes[which].step()}
+    passes = [start_pass(backend, which) for which in range(2)]
+    running = set(range(2))
+    while running:
+        running -= {which for which in running if passes[which].step()}
     results = {which: passes[which].results() for which in (first, 1 - first)}
     for which in range(2):
-        assert_bit_equal(told(backend, which, results[which]), wanted[which])
-    assert backend._memory.plan == MemoryPlan(32, remat=False) and {64, 128} <= refused
+        assert_bit_equal(numbers_of(backend, which, results[which]), wanted[which])
+    assert {64, 128} <= refused
+    refused.clear()
+    start_pass(backend, 0).results()
+    assert not refused, "the next pass began with the smaller plan"
 
 
-def test_remat_is_the_last_resort_and_then_the_pass_fails_alone(start, monkeypatch):
-    """What did not help is put back: others get the bits that they would have got without the failure."""
+def test_after_remat_the_pass_fails_alone(start, monkeypatch):
+    """A plan that did not help is discarded: other passes have the bits they would have without the failure."""
     backend, remats = start(32), []
 
     def exhausted(*given, remat: bool, **settings):
@@ -279,13 +291,13 @@ def test_remat_is_the_last_resort_and_then_the_pass_fails_alone(start, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "accumulate", exhausted)
-        with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest pieces"):
+        with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest micro-batches"):
             backend.forward_backward(BATCH)
     assert remats == [False, True]
     assert_bit_equal(numbers(backend), numbers(start(32)))
 
 
-def test_smaller_pieces_that_do_not_help_either_are_nobodys_but_the_pass_that_failed(start, monkeypatch):
+def test_a_plan_that_does_not_help_affects_no_other_pass(start, monkeypatch):
     backend, sizes = start(128), []
 
     def exhausted(*given, **settings):
@@ -294,13 +306,13 @@ def test_smaller_pieces_that_do_not_help_either_are_nobodys_but_the_pass_that_fa
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "accumulate", exhausted)
-        with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest pieces"):
+        with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest micro-batches"):
             backend.forward_backward(BATCH)
     assert len(set(sizes)) > 1
     assert_bit_equal(numbers(backend), numbers(start(128)))
 
 
-def test_remat_that_helps_stays(start, monkeypatch):
+def test_remat_that_helps_becomes_the_plan(start, monkeypatch):
     backend, accumulate, remats = start(32), training.accumulate, []
 
     def exhausted(*given, remat: bool, **settings):
@@ -316,7 +328,7 @@ def test_remat_that_helps_stays(start, monkeypatch):
     assert set(remats) == {True}
 
 
-def test_other_failures_are_not_tried_again(start, monkeypatch):
+def test_other_failures_are_not_repeated(start, monkeypatch):
     backend, calls = start(128), []
 
     def broken(*given, **settings):
@@ -330,8 +342,8 @@ def test_other_failures_are_not_tried_again(start, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["create", "restore", "overwrite", "step"])
-def test_a_change_for_which_there_is_no_memory_is_refused_in_words_and_leaves_no_trace(start, monkeypatch, change):
-    """Also where the device says so only when what it was given is waited for."""
+def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, monkeypatch, change):
+    """Also if the device reports it only when the result is awaited."""
     backend, other = start(64), ModelId("other")
     snapshot = backend.capture(MODEL, ALL_PARTS)
     run = {
@@ -340,13 +352,13 @@ def test_a_change_for_which_there_is_no_memory_is_refused_in_words_and_leaves_no
         "overwrite": lambda: backend.restore(MODEL, SPEC, snapshot, {StatePart.WEIGHTS}),
         "step": lambda: backend.optim_step(MODEL, OptimizerParams()),
     }[change]
-    before = backend._pool.take(MODEL)
+    before = state_of(backend)
     with monkeypatch.context() as patch:
         patch.setattr(adapters.jax, "block_until_ready", lambda tree: raise_next([EXHAUSTED]))
         patch.setattr(adapters, "adamw", lambda *given: raise_next([EXHAUSTED]))
-        with pytest.raises(CapacityError, match=r"no memory left for .*: nothing was changed.*max-lora-adapters"):
+        with pytest.raises(CapacityError, match=r"no memory left for .*\. State is unchanged.*max-lora-adapters"):
             run()
-    assert backend._pool.take(MODEL) is before
+    assert_bit_equal(state_of(backend), before)
     with pytest.raises(UserError, match="no such model"):
-        backend._pool.take(other)
+        backend.capture(other, ALL_PARTS)
     run()

@@ -1,4 +1,4 @@
-"""The mesh: what it refuses, in words that name the flag and the size, and how the table cuts arrays."""
+"""The mesh: errors that name the flag and the size, and the sharding of arrays."""
 
 import jax
 import pytest
@@ -37,31 +37,31 @@ def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -
         ({"ep": 2}, {}, "ep=2: the model has no experts"),
     ],
 )
-def test_a_mesh_that_cannot_divide_the_model(tmp_path, mesh, sizes, message):
+def test_a_mesh_must_divide_the_sizes_of_the_model(tmp_path, mesh, sizes, message):
     with pytest.raises(MeshError, match=message):
         check_divides(layout_of(**mesh), config_of(tmp_path, **sizes))
 
 
-def test_a_mesh_that_cannot_divide_the_experts(tmp_path):
+def test_a_mesh_must_divide_the_number_of_experts(tmp_path):
     config = config_of(tmp_path, "Qwen3MoeForCausalLM")
     check_divides(layout_of(ep=4, tp=2), config)
     with pytest.raises(MeshError, match="ep=3 does not divide num_experts = 8"):
         check_divides(layout_of(ep=3), config)
 
 
-def test_more_devices_than_there_are_is_refused_before_anything_is_read():
+def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():
     wanted = len(jax.devices()) + 1
     backend = JaxBackend("no-such-directory/either", JaxConfig(compile_cache_dir=None, mesh=MeshConfig(tp=wanted)))
-    with pytest.raises(UserError, match=rf"mesh: fsdp=1,tp={wanted},ep=1 takes {wanted} devices"):
+    with pytest.raises(UserError, match=rf"mesh: fsdp=1,tp={wanted},ep=1 needs {wanted} devices"):
         backend.start()
 
 
-def test_without_a_mesh_one_device_is_used():
+def test_the_default_mesh_has_one_device():
     layout = make_layout(MeshConfig())
     assert layout.mesh is not None and layout.mesh.size == 1 and not layout.is_split
 
 
-def test_a_dim_that_cannot_be_cut_stays_whole():
+def test_an_indivisible_dim_is_not_sharded():
     layout = layout_of(fsdp=2, ep=3)
     assert layout.spec(("batch", "mlp"), (12, 5)) == PartitionSpec(("fsdp", "ep"), ("tp",))
     assert layout.spec(("batch", None), (4, 5)) == PartitionSpec(("fsdp",), None)

@@ -1,15 +1,15 @@
-"""AdamW against a plain numpy rendering of torch's documented algorithm, in float64."""
+"""AdamW against torch's documented algorithm in float64 numpy."""
 
 import jax
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.optimizer import adamw, coefficients, fresh_state
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.backends.jax.train.optimizer import adamw, coefficients, fresh_state
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import LoraPair
 
-RANK = 2  # of 4 that the arrays have
+RANK = 2
+"""The rank of the adapter; the arrays are padded to 4."""
 
 
 def tree(seed: int) -> dict[str, LoraPair]:
@@ -44,8 +44,9 @@ def reference_step(weights, first, second, gradient, step: int, p: OptimizerPara
         OptimizerParams(learning_rate=0.03, weight_decay=0.1, eps=1e-8),
         OptimizerParams(learning_rate=0.01, beta1=0.5, beta2=0.999, grad_clip_norm=0.5),
         OptimizerParams(learning_rate=0.01, grad_clip_norm=1e6),
+        OptimizerParams(learning_rate=0.01, grad_clip_norm=1e-6),
     ],
-    ids=["defaults", "decay", "clipped", "below the bound"],
+    ids=["defaults", "decay", "clipped", "norm below the bound", "clipped to a very small norm"],
 )
 def test_five_steps_equal_torch(params):
     weights, state = tree(0), fresh_state(tree(0))
@@ -70,19 +71,11 @@ def test_padding_stays_zero_even_without_eps():
     assert np.isfinite(pair.a).all() and np.isfinite(pair.b).all()
 
 
-def test_other_numbers_compile_nothing_anew():
+def test_new_hyperparameters_need_no_compilation():
     weights, state = tree(0), fresh_state(tree(0))
     weights, state, _ = adamw(weights, state, tree(1), coefficients(OptimizerParams(), 1))
     before = adamw._cache_size()
     adamw(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(eps=0.1), 2))
-    assert adamw._cache_size() <= before + 1  # host arrays and device arrays may differ; numbers may not
+    assert adamw._cache_size() <= before + 1  # one for host arrays, one for device arrays
     adamw(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(beta1=0.3), 3))
     assert adamw._cache_size() <= before + 1
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("beta1", 1.0), ("beta2", -0.1), ("eps", -1.0), ("learning_rate", float("nan"))]
-)
-def test_bad_numbers_are_named(field, value):
-    with pytest.raises(UserError, match=rf"adam_params\.{field} .*{value}"):
-        coefficients(OptimizerParams(**{field: value}), 1)

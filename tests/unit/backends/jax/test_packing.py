@@ -1,4 +1,4 @@
-"""Plans: every example once, few shapes, little padding, and nothing but the request's own lengths decides."""
+"""Plans of micro-batches: every example once, few shapes, little padding, a function of the request's own lengths."""
 
 from dataclasses import replace
 
@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx.backends.jax import packing
-from skyrl_tx.backends.jax.buckets import bucket, next_power
+from skyrl_tx.backends.jax.shapes import bucket, next_power
+from skyrl_tx.backends.jax.train import packing
+from skyrl_tx.contract.arrays import MAX_CELLS, max_targets
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.limits import MAX_CELLS, max_targets
-from skyrl_tx.losses import LossOutput, Mean
+from skyrl_tx.losses import MEANS, LossOutput
 
 BUDGET = 1024
 
@@ -36,11 +36,11 @@ def example(length: int, num_targets: int | None = None, *, start: int = 1) -> P
 @pytest.mark.parametrize(
     ("size", "expected"), [(1, 32), (32, 32), (33, 48), (48, 48), (49, 64), (65, 96), (97, 128), (1500, 1536)]
 )
-def test_lengths_are_powers_of_two_and_midpoints(size, expected):
+def test_buckets_are_powers_of_two_and_their_midpoints(size, expected):
     assert bucket(size, 32) == expected
 
 
-def test_powers():
+def test_next_power_of_two():
     assert [next_power(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
 
 
@@ -60,12 +60,12 @@ def test_powers():
         (1900, 1920),
     ],
 )
-def test_rows_have_four_lengths_an_octave_from_128_on_and_eight_from_1024(size, expected):
+def test_row_lengths_have_four_steps_per_octave_above_128_and_eight_above_1024(size, expected):
     assert packing.row_length(size) == expected
 
 
 @given(st.integers(1, 100_000))
-def test_a_row_is_a_quarter_longer_than_need_be_at_most(size):
+def test_padding_of_a_row_is_at_most_a_quarter(size):
     length = packing.row_length(size)
     assert size <= length == packing.row_length(length)
     assert length <= 1.25 * size + 1 or length <= 128
@@ -75,41 +75,44 @@ SIZES = st.lists(st.tuples(st.integers(1, 1500), st.sampled_from([None, 1, 2, 3]
 
 
 @given(SIZES)
-def test_a_plan_holds_every_example_once_within_bounds(sizes):
+def test_plans_hold_every_example_once_within_the_budget(sizes):
     examples = [example(length, num_targets) for length, num_targets in sizes]
-    slabs = packing.plan(examples, BUDGET)
-    assert sorted(index for slab in slabs for index in slab.members) == list(range(len(examples)))
-    for slab in slabs:
-        lengths = [examples[index].tokens.size for index in slab.members]
-        assert slab.starts == tuple(np.cumsum([0, *lengths[:-1]]))
-        assert slab.length == packing.micro_batch_length(sum(lengths), BUDGET) >= sum(lengths)
-        assert len(lengths) == 1 or slab.length <= BUDGET
+    plans = packing.plan_micro_batches(examples, BUDGET)
+    assert sorted(index for plan in plans for index in plan.members) == list(range(len(examples)))
+    for plan in plans:
+        lengths = [examples[index].tokens.size for index in plan.members]
+        assert plan.starts == tuple(np.cumsum([0, *lengths[:-1]]))
+        assert plan.length == packing.micro_batch_length(sum(lengths), BUDGET) >= sum(lengths)
+        assert len(lengths) == 1 or plan.length <= BUDGET
 
 
 @given(SIZES)
-def test_no_two_micro_batches_of_a_kind_would_fit_in_one(sizes):
+def test_no_two_micro_batches_of_a_kind_fit_in_one(sizes):
     examples = [example(length) for length, _ in sizes]
-    sums = sorted(sum(examples[index].tokens.size for index in slab.members) for slab in packing.plan(examples, BUDGET))
+    sums = sorted(
+        sum(examples[index].tokens.size for index in plan.members)
+        for plan in packing.plan_micro_batches(examples, BUDGET)
+    )
     assert len(sums) == 1 or sums[0] + sums[1] > BUDGET
 
 
 def test_random_lengths_fill_the_budget():
     lengths = np.random.default_rng(0).integers(20, 700, 256, endpoint=True)
-    slabs = packing.plan([example(length) for length in lengths.tolist()], 2048)
-    assert lengths.sum() / sum(slab.length for slab in slabs) > 0.97
+    plans = packing.plan_micro_batches([example(length) for length in lengths.tolist()], 2048)
+    assert lengths.sum() / sum(plan.length for plan in plans) > 0.97
 
 
-def test_other_configs_lie_apart():
+def test_examples_with_different_configs_have_separate_micro_batches():
     given = [example(10), replace(example(10), loss_config={"x": 1.0}), example(12)]
-    assert [slab.members for slab in packing.plan(given, BUDGET)] == [(2, 0), (1,)]
+    assert [plan.members for plan in packing.plan_micro_batches(given, BUDGET)] == [(2, 0), (1,)]
 
 
-def test_examples_lie_one_behind_the_other_and_padding_is_weightless():
+def test_examples_are_consecutive_in_a_row_and_padding_has_no_weight():
     examples = [example(40), example(33), example(35)]
-    [slab] = packing.plan(examples, BUDGET)
-    batch = packing.fill(slab, examples)
+    [plan] = packing.plan_micro_batches(examples, BUDGET)
+    batch = packing.fill(plan, examples)
     assert batch.tokens_BT.shape == batch.targets.shape == (1, 128)
-    assert (slab.members, slab.starts) == ((0, 2, 1), (0, 40, 75))
+    assert (plan.members, plan.starts) == ((0, 2, 1), (0, 40, 75))
     np.testing.assert_array_equal(batch.tokens_BT[0, 40:75], examples[2].tokens)
     np.testing.assert_array_equal(batch.start_BT[0], [0] * 40 + [40] * 35 + [75] * 33 + [108] * 20)
     assert batch.inputs["weights"].sum() == 0.5 * (40 + 33 + 35)
@@ -118,52 +121,52 @@ def test_examples_lie_one_behind_the_other_and_padding_is_weightless():
 
 
 @pytest.mark.parametrize("num_targets", [None, 1, 3])
-def test_results_come_back_in_the_shape_of_the_targets(num_targets):
+def test_results_have_the_shape_of_the_targets(num_targets):
     examples = [example(5, num_targets), example(9, num_targets)]
-    [slab] = packing.plan(examples, BUDGET)
-    batch = packing.fill(slab, examples)
+    [plan] = packing.plan_micro_batches(examples, BUDGET)
+    batch = packing.fill(plan, examples)
     loss_BT = np.zeros(batch.tokens_BT.shape, np.float32)
     loss_BT[0, [0, 8, 9, 13]] = [3.0, 4.0, 6.0, 2.0]
-    output = LossOutput(loss_BT=loss_BT, means={"ratio": Mean(total_BT=loss_BT, count_BT=loss_BT)})
-    results = dict(packing.read_results(slab, examples, batch.targets.astype(np.float32), output))
+    output = LossOutput(loss_BT=loss_BT, totals=dict.fromkeys(MEANS, loss_BT), count_BT=loss_BT)
+    results = dict(packing.read_results(plan, examples, batch.targets.astype(np.float32), output))
     for index, one in enumerate(examples):
         np.testing.assert_array_equal(results[index].logprobs, one.loss_inputs["target_tokens"])
     assert (results[1].sums, results[0].sums) == ({"loss": 7.0}, {"loss": 8.0}) and results[1].means == {}
 
 
 @given(SIZES, st.sampled_from([2, 3, 8]))
-def test_on_a_mesh_a_micro_batch_has_a_row_for_each_part(sizes, num_rows):
+def test_on_a_mesh_a_micro_batch_has_a_row_per_shard(sizes, num_rows):
     examples = [example(length, num_targets) for length, num_targets in sizes]
-    slabs = packing.plan(examples, BUDGET * num_rows, num_rows)
-    assert sorted(index for slab in slabs for index in slab.members) == list(range(len(examples)))
-    for slab in slabs:
-        batch = packing.fill(slab, examples)
-        assert batch.tokens_BT.shape == (num_rows, slab.length)
-        for index, row, start in zip(slab.members, slab.rows, slab.starts, strict=True):
+    plans = packing.plan_micro_batches(examples, BUDGET * num_rows, num_rows)
+    assert sorted(index for plan in plans for index in plan.members) == list(range(len(examples)))
+    for plan in plans:
+        batch = packing.fill(plan, examples)
+        assert batch.tokens_BT.shape == (num_rows, plan.length)
+        for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
             tokens = examples[index].tokens
             np.testing.assert_array_equal(batch.tokens_BT[row, start : start + tokens.size], tokens)
             assert (batch.start_BT[row, start : start + tokens.size] == start).all()
-        assert slab.length <= BUDGET or slab.length < 2 * max(length for length, _ in sizes)
+        assert plan.length <= BUDGET or plan.length < 2 * max(length for length, _ in sizes)
 
 
-def test_rows_of_a_mesh_are_filled_evenly():
-    [slab] = packing.plan([example(100) for _ in range(8)], 4096, 4)
-    assert slab.length == 224 and sorted(slab.rows) == [0, 0, 1, 1, 2, 2, 3, 3]
+def test_rows_of_a_mesh_are_balanced():
+    [plan] = packing.plan_micro_batches([example(100) for _ in range(8)], 4096, 4)
+    assert plan.length == 224 and sorted(plan.rows) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("num_targets", "together"), [(4096, 8), (2**15, 4), (2**17, 1)])
-def test_many_targets_leave_room_for_fewer_tokens(num_targets, together):
+def test_many_targets_reduce_the_tokens_of_a_micro_batch(num_targets, together):
     few = replace(example(128), loss_inputs={"target_tokens": np.broadcast_to(np.int32(0), (128, num_targets))})
-    slabs = packing.plan([few] * 8, BUDGET)
-    assert [len(slab.members) for slab in slabs] == [together] * (8 // together)
+    plans = packing.plan_micro_batches([few] * 8, BUDGET)
+    assert [len(plan.members) for plan in plans] == [together] * (8 // together)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20)), min_size=1, max_size=8), st.integers(1, 3))
-def test_no_micro_batch_has_more_cells_than_an_example_may_have_padded(shapes, num_rows):
+def test_cells_of_a_micro_batch_are_bounded_by_those_of_a_padded_example(shapes, num_rows):
     examples = [
         replace(example(1), tokens=np.zeros(length, np.int32), loss_inputs={"target_tokens": np.broadcast_to(0, shape)})
         for length, width in shapes
         for shape in [(length, max_targets(length) >> width or 1)]
     ]
-    for slab in packing.plan(examples, 16384, num_rows):
-        assert slab.num_tokens * slab.num_targets <= 1.5 * MAX_CELLS * num_rows
+    for plan in packing.plan_micro_batches(examples, 16384, num_rows):
+        assert plan.num_tokens * plan.num_targets <= 1.5 * MAX_CELLS * num_rows

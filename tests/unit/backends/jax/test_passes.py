@@ -1,15 +1,15 @@
-"""How far ahead of the device passes go."""
+"""The number of micro-batches that are queued on the device."""
 
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 
-from skyrl_tx.backends.jax.passes import MOST_AHEAD, Ahead
+from skyrl_tx.backends.jax.train.passes import MAX_DISPATCHED, DispatchLimit
 
 
 class Output:
-    """An array that is done once somebody waited for it."""
+    """An array that the device has computed once it has been waited for."""
 
     def __init__(self, error=None):
         self.is_done, self.error = False, error
@@ -20,20 +20,20 @@ class Output:
             raise self.error
 
 
-def dispatch(ahead, output):
-    ahead.make_room()
-    ahead.add(SimpleNamespace(logprobs=output))
+def dispatch(limit, output):
+    limit.wait()
+    limit.add(SimpleNamespace(logprobs=output))
 
 
-def test_few_micro_batches_are_ahead_of_what_the_device_has_done():
-    ahead, outputs = Ahead(), [Output() for _ in range(7)]
+def test_at_most_max_dispatched_micro_batches_are_queued_on_the_device():
+    limit, outputs = DispatchLimit(), [Output() for _ in range(7)]
     for num_dispatched, output in enumerate(outputs, start=1):
-        dispatch(ahead, output)
-        assert np.sum([not each.is_done for each in outputs[:num_dispatched]]) <= MOST_AHEAD
+        dispatch(limit, output)
+        assert np.sum([not each.is_done for each in outputs[:num_dispatched]]) <= MAX_DISPATCHED
     assert [each.is_done for each in outputs] == [True] * 5 + [False] * 2
 
 
-def test_who_waits_for_another_pass_is_spared_its_failure():
-    ahead = Ahead()
+def test_waiting_for_another_pass_does_not_raise_its_error():
+    limit = DispatchLimit()
     for output in [Output(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")), Output(), Output()]:
-        dispatch(ahead, output)
+        dispatch(limit, output)

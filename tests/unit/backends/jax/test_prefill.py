@@ -1,101 +1,52 @@
-"""Prompts in chunks, beside running samples, and again from what was computed before."""
+"""Prefill in chunks and the prefix cache, on fake programs.
 
-from collections import Counter
+The fake's log-probabilities depend on the chunk in which each key was computed, so equal bits mean equal chunks.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax import prefill
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.prefill import Prefiller
-from skyrl_tx.backends.jax.sampler import Sampler
-from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
-from skyrl_tx.contract.ids import RequestId, SamplerId
-from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.backends.jax.shapes import SampleMemory
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.requests import PromptOptions
+from tests.support.fake_programs import FakePrograms
+from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
 
-CONFIG = JaxConfig(
-    sample_slots=8,
-    max_sample_tokens=8 * 256,
-    decode_slice_tokens=4,
-    prefill_tokens=64,
-    prefill_chunk_tokens=32,
-    max_sampler_adapters=2,
-    max_lora_rank=4,
-)
-RED, BLUE = SamplerId("red"), SamplerId("blue")
-
-
-def prompt_of(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(2, 256, length, dtype=np.int32)
-
-
-def ask(name: str, prompt: np.ndarray, *, sampler=None, num_samples=1, max_tokens=6, seed=3, **options):
-    return SampleRequest(
-        request_id=RequestId(name),
-        sampler=sampler,
-        prompt=prompt,
-        num_samples=num_samples,
-        params=SamplingParams(seed=seed, max_tokens=max_tokens, eos_stops=False),
-        options=PromptOptions(**options),
-    )
+CONFIG = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
+MEMORY = SampleMemory(num_slots=8, tokens=8 * 256, prompt_tokens=640, prefix_tokens=512, max_length=512)
+NO_PREFIXES = replace(MEMORY, prefix_tokens=0)
 
 
 @pytest.fixture
-def make(tiny):
-    def sampler(**changed) -> Sampler:
-        made = Sampler(tiny.params, tiny.config, CONFIG.model_copy(update=changed), [])
-        made.load(RED, tiny.adapter(1))
-        made.load(BLUE, tiny.adapter(2))
-        return made
-
-    return sampler
+def programs() -> FakePrograms:
+    return FakePrograms()
 
 
 @pytest.fixture
-def computed(monkeypatch) -> Counter:
-    """How many tokens were computed for each request, padding included."""
-    counts: Counter = Counter()
-    real = Prefiller.advance
-
-    def advance(self, under_way):
-        size = real(self, under_way)
-        counts[under_way.request.request_id] += size
-        return size
-
-    monkeypatch.setattr(prefill.Prefiller, "advance", advance)
-    return counts
+def scheduler(programs: FakePrograms) -> SampleScheduler:
+    return start(programs)
 
 
-class Heard:
-    """Tokens and logprobs by request and index, and what was said of the prompts."""
-
-    def __init__(self) -> None:
-        self.bits: dict[tuple[str, int], tuple[bytes, bytes]] = {}
-        self.spared: dict[str, int] = {}
-        self.ended: set[str] = set()
-
-    def add(self, deltas) -> None:
-        for delta in deltas:
-            assert delta.error is None
-            key = (str(delta.request_id), delta.index)
-            tokens, logprobs = self.bits.get(key, (b"", b""))
-            self.bits[key] = (tokens + delta.tokens.tobytes(), logprobs + delta.logprobs.tobytes())
-            if delta.prompt is not None:
-                self.spared[key[0]] = delta.prompt.cache_hit_tokens
-            if delta.stop_reason is not None:
-                self.ended.add(key[0])
+def start(programs: FakePrograms, memory: SampleMemory = MEMORY, config: JaxConfig = CONFIG) -> SampleScheduler:
+    scheduler = SampleScheduler(programs, config, memory, ())
+    scheduler.load(RED, 1)
+    scheduler.load(BLUE, 2)
+    return scheduler
 
 
-def run(sampler: Sampler, *requests: SampleRequest) -> Heard:
-    heard = Heard()
-    sampler.begin(PreparedSampleBatch(requests=requests))
-    while deltas := sampler.step():
-        heard.add(deltas)
-    return heard
+def computed_by(programs: FakePrograms, run_it: Callable[[], Results]) -> tuple[Results, int]:
+    """Return the results and the number of prompt tokens that were computed, padding included."""
+    before = programs.num_computed
+    return run_it(), programs.num_computed - before
 
 
 @pytest.mark.parametrize("adapter", [None, RED])
-def test_hits_are_told_spare_work_and_change_no_bit(make, computed, adapter):
+def test_prefix_cache_hits_save_prefill_and_change_no_bit(programs, adapter):
     prefix = prompt_of(96)
     prompts = {
         "first": np.concatenate([prefix, prompt_of(20, seed=1)]),
@@ -105,150 +56,143 @@ def test_hits_are_told_spare_work_and_change_no_bit(make, computed, adapter):
         "part": prefix[:70],
         "other": prompt_of(80, seed=4),
     }
-    requests = [ask(name, prompt, sampler=adapter) for name, prompt in prompts.items()]
-    fresh = {request.request_id: run(make(prefix_cache_tokens=0), request) for request in requests}
-    assert all(heard.spared == {} for heard in fresh.values())
-    assert computed == {"first": 128, "equal": 128, "alike": 160, "longer": 128, "part": 96, "other": 96}
-    computed.clear()
-    warm = make()
+    requests = [ask(name, prompt, sampler=adapter, max_tokens=6) for name, prompt in prompts.items()]
+    without, sizes = {}, {}
     for request in requests:
-        heard = run(warm, request)
-        assert heard.bits == fresh[request.request_id].bits, request.request_id
-        expected = {"equal": 116, "alike": 96, "longer": 96, "part": 64}.get(request.request_id)
-        assert heard.spared.get(request.request_id) == expected
-    assert computed == {"first": 128, "alike": 64, "longer": 32, "part": 32, "other": 96}
+        fresh = start(programs, NO_PREFIXES)
+        without[request.request_id], sizes[request.request_id] = computed_by(
+            programs, lambda fresh=fresh, request=request: run(fresh, request)
+        )
+    assert all(results.cache_hits == {} for results in without.values())
+    assert sizes == {"first": 128, "equal": 128, "alike": 160, "longer": 128, "part": 96, "other": 96}
+    warm, hits = start(programs), {}
+    for request in requests:
+        results, sizes[request.request_id] = computed_by(programs, lambda request=request: run(warm, request))
+        assert results.bits == without[request.request_id].bits, request.request_id
+        hits |= results.cache_hits
+    assert hits == {"equal": 116, "alike": 96, "longer": 96, "part": 64}
+    assert sizes == {"first": 128, "equal": 0, "alike": 64, "longer": 32, "part": 32, "other": 96}
 
 
-def test_sixteen_requests_of_one_prompt_compute_it_once(make, computed):
+def test_simultaneous_requests_of_one_prompt_compute_it_once(programs, scheduler):
     prompt = prompt_of(70)
-    heard = run(make(), *(ask(f"r{i}", prompt, sampler=RED, seed=i) for i in range(16)))
-    assert computed == {"r0": 96}
-    assert len(set(heard.bits.values())) == 16 and heard.ended == {f"r{i}" for i in range(16)}
-    assert heard.spared == {f"r{i}": 70 for i in range(1, 16)}
+    results = run(scheduler, *(ask(f"r{i}", prompt, sampler=RED, seed=i) for i in range(16)))
+    assert programs.num_computed == 96
+    assert len(set(results.bits.values())) == 16 and results.ended == {(f"r{i}", 0) for i in range(16)}
+    assert results.cache_hits == {f"r{i}": 70 for i in range(1, 16)}
 
 
 @pytest.mark.parametrize("adapter", [None, RED])
-def test_sixteen_requests_of_one_short_prefix_compute_it_once(make, computed, adapter):
-    prefix = prompt_of(140)
+def test_simultaneous_requests_of_one_short_prefix_compute_it_once(programs, adapter):
+    prefix, config = prompt_of(140), CONFIG.model_copy(update={"prefill_chunk_tokens": 256})
     requests = [
         ask(f"r{i}", np.concatenate([prefix, prompt_of(10 + i, seed=i)]), sampler=adapter, max_tokens=3)
         for i in range(16)
     ]
-    fresh = {}
+    memory = replace(MEMORY, prompt_tokens=2048, prefix_tokens=1024)
+    without = {}
     for request in requests[:3]:
-        fresh |= run(make(prefill_chunk_tokens=256, prefix_cache_tokens=0), request).bits
-    computed.clear()
-    heard = run(make(prefill_chunk_tokens=256, prefix_cache_tokens=1024), *requests)
-    assert heard.spared == {f"r{i}": 128 for i in range(1, 16)}
-    assert computed["r0"] == 128 + 32 and all(computed[f"r{i}"] in (32, 64) for i in range(1, 16))
-    assert {key: heard.bits[key] for key in fresh} == fresh
+        without |= run(start(programs, replace(memory, prefix_tokens=0), config), request).bits
+    programs.extended.clear()
+    results = run(start(programs, memory, config), *requests)
+    assert results.cache_hits == {f"r{i}": 128 for i in range(1, 16)}
+    assert programs.extended.count((0, 128)) == 1
+    rest = [chunk for chunk in programs.extended if chunk != (0, 128)]
+    assert len(rest) == 16 and all(start == 128 and padded in (32, 64) for start, padded in rest)
+    assert {key: results.bits[key] for key in without} == without
 
 
-def test_each_sampler_has_prompts_of_its_own_until_it_goes(tiny, make, computed):
-    sampler, prompt = make(), prompt_of(70)
-    red = run(sampler, ask("red", prompt, sampler=RED))
-    blue = run(sampler, ask("blue", prompt, sampler=BLUE))
-    base = run(sampler, ask("base", prompt))
-    assert len({*red.bits.values(), *blue.bits.values(), *base.bits.values()}) == 3
-    assert computed == {"red": 96, "blue": 96, "base": 96}
-    sampler.drop(RED)
-    sampler.load(RED, tiny.adapter(3))
-    again = run(sampler, ask("again", prompt, sampler=RED))
-    assert again.spared == {} and list(again.bits.values()) != list(red.bits.values())
+def test_prefixes_belong_to_one_sampler_until_it_is_dropped(programs, scheduler):
+    prompt = prompt_of(70)
+    red, blue, base = (
+        computed_by(programs, lambda name=name, sampler=sampler: run(scheduler, ask(name, prompt, sampler=sampler)))
+        for name, sampler in (("red", RED), ("blue", BLUE), ("base", None))
+    )
+    assert len({*red[0].bits.values(), *blue[0].bits.values(), *base[0].bits.values()}) == 3
+    assert red[1] == blue[1] == base[1] == 96
+    scheduler.drop(RED)
+    scheduler.load(RED, 3)
+    again = run(scheduler, ask("again", prompt, sampler=RED))
+    assert again.cache_hits == {} and list(again.bits.values()) != list(red[0].bits.values())
 
 
-def test_what_is_asked_of_a_prompt_is_computed_from_its_start(make, computed):
-    sampler, prompt = make(), prompt_of(70)
-    run(sampler, ask("first", prompt))
-    heard = run(sampler, ask("score", prompt, max_tokens=1, logprobs=True), ask("both", prompt, logprobs=True))
-    assert heard.spared == {"score": 0, "both": 0}
-    assert computed == {"first": 96, "score": 96, "both": 96}
+def test_scored_prompts_use_no_cached_prefix(programs, scheduler):
+    prompt, options = prompt_of(70), PromptOptions(logprobs=True)
+    run(scheduler, ask("first", prompt))
+    results = run(
+        scheduler,
+        ask("score", prompt, max_tokens=1, options=options),
+        ask("both", prompt, max_tokens=6, options=options),
+    )
+    assert results.cache_hits == {"score": 0, "both": 0}
+    assert programs.num_computed == 3 * 96
 
 
-def test_a_long_prompt_comes_in_chunks_between_the_tokens_of_others(make, computed):
-    sampler, running = make(), ask("running", prompt_of(9), max_tokens=40)
-    long = ask("long", prompt_of(240, seed=1), max_tokens=2)
-    alone = {name: run(make(), each).bits for name, each in (("running", running), ("long", long))}
-    heard = Heard()
-    sampler.begin(PreparedSampleBatch(requests=(running,)))
-    heard.add(sampler.step())
-    computed.clear()
-    sampler.begin(PreparedSampleBatch(requests=(long,)))
-    steps = 0
-    while "long" not in heard.ended:
-        before = sum(computed.values())
-        deltas = sampler.step()
-        steps += 1
-        assert sum(computed.values()) - before <= CONFIG.prefill_tokens
+def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(programs, scheduler):
+    running, long = ask("running", prompt_of(9), max_tokens=40), ask("long", prompt_of(240, seed=1), max_tokens=2)
+    alone = {each.request_id: run(start(FakePrograms()), each).bits for each in (running, long)}
+    results = Results()
+    begin(scheduler, running)
+    results.add(scheduler.step())
+    before = programs.num_computed
+    begin(scheduler, long)
+    num_steps = 0
+    while ("long", 0) not in results.ended:
+        earlier = programs.num_computed
+        deltas = scheduler.step()
+        num_steps += 1
+        assert programs.num_computed - earlier <= CONFIG.prefill_tokens
         assert any(delta.request_id == "running" and delta.tokens.size == 4 for delta in deltas)
-        heard.add(deltas)
-    assert steps == 4 and computed["long"] == 256
-    while deltas := sampler.step():
-        heard.add(deltas)
-    assert heard.bits == alone["running"] | alone["long"]
+        results.add(deltas)
+    assert num_steps == 4 and programs.num_computed - before == 256
+    while deltas := scheduler.step():
+        results.add(deltas)
+    bits = {key: pair for key, pair in results.bits.items() if pair != (b"", b"")}
+    assert bits == alone["running"] | alone["long"]
 
 
-def test_short_prompts_pass_a_long_one_which_still_comes_to_its_turn(make, computed):
-    sampler, heard = make(), Heard()
+def test_short_prompts_pass_a_long_one_that_progresses_in_every_step(scheduler):
+    results = Results()
     long = ask("long", prompt_of(250), max_tokens=2)
-    shorts = [ask(f"s{i}", prompt_of(20, seed=i), max_tokens=2) for i in range(12)]
-    sampler.begin(PreparedSampleBatch(requests=(long, *shorts)))
+    begin(scheduler, long, *(ask(f"s{i}", prompt_of(20, seed=i), max_tokens=2) for i in range(12)))
     first_of: dict[str, int] = {}
     step = 0
-    while deltas := sampler.step():
-        heard.add(deltas)
+    while deltas := scheduler.step():
+        results.add(deltas)
         for delta in deltas:
             if delta.tokens.size:
                 first_of.setdefault(delta.request_id, step)
         step += 1
-    assert heard.ended == {"long", *(f"s{i}" for i in range(12))}
+    assert results.ended == {("long", 0), *((f"s{i}", 0) for i in range(12))}
     assert first_of["long"] == 6, "64 tokens, then half of 64 while others wait"
     assert sum(first_of[f"s{i}"] < first_of["long"] for i in range(12)) >= 5
     assert max(first_of.values()) <= 9
 
 
-def test_a_step_of_nothing_but_prompt_is_not_the_end(make):
-    sampler = make()
-    sampler.begin(PreparedSampleBatch(requests=(ask("long", prompt_of(200), max_tokens=2),)))
-    (delta,) = sampler.step()
+def test_a_step_that_only_computes_prefill_reports_an_empty_delta(scheduler):
+    begin(scheduler, ask("long", prompt_of(200), sampler=RED, max_tokens=2))
+    (delta,) = scheduler.step()
     assert (delta.request_id, delta.tokens.size, delta.stop_reason, delta.prompt) == ("long", 0, None, None)
-    sampler.cancel([RequestId("long")])
-    assert sampler.step() == []
-    sampler.drop(RED)
+    scheduler.cancel([RequestId("long")])
+    assert scheduler.step() == []
+    scheduler.drop(RED)
 
 
-def test_a_failed_chunk_ends_its_request_alone(make, monkeypatch):
-    sampler, real = make(), Prefiller.advance
-    good = ask("good", prompt_of(40))
-    expected = run(sampler, good).bits
-
-    def advance(self, under_way):
-        if under_way.request.request_id == "bad" and under_way.num_done >= 64:
-            raise RuntimeError("no")
-        return real(self, under_way)
-
-    monkeypatch.setattr(prefill.Prefiller, "advance", advance)
-    sampler.begin(PreparedSampleBatch(requests=(ask("bad", prompt_of(200, seed=1)), good)))
-    errors, heard = [], Heard()
-    while deltas := sampler.step():
-        errors += [delta for delta in deltas if delta.error is not None]
-        heard.add([delta for delta in deltas if delta.error is None and delta.request_id == "good"])
-    assert [delta.request_id for delta in errors] == ["bad"] and "no" in errors[0].error
-    assert heard.bits == expected
+def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
+    good = ask("good", prompt_of(30))
+    expected = run(scheduler, good).bits
+    programs.fail_extend = True  # from the second chunk on
+    results = run(scheduler, ask("bad", prompt_of(200, seed=1)), good, into=Results(may_fail=True))
+    assert results.errors == {"bad": "the prompt could not be computed: prefill failed"}
+    assert {key: bits for key, bits in results.bits.items() if key[0] == "good"} == expected
 
 
-def positions_beside_the_rows(sampler: Sampler) -> int:
-    lanes, prompts = (sampler._scored, sampler._prompts), sampler._prefiller.prefixes._prompts.values()
-    held = [lane.current for lane in lanes if lane.current is not None] + [*sampler._prefilled, *prompts]
-    return sum({id(each.keys): each.keys.k.shape[3] for each in held}.values())  # one may be kept and wait for slots
-
-
-def test_prompts_beside_the_rows_never_take_more_than_their_room(make):
-    sampler = make(max_sample_tokens=256, prefill_tokens=32)  # long ones of both kinds, many samples, many short ones
-    assert sampler.room.prompt_tokens == 256 + 32 and sampler.room.prefix_tokens == 64
+def test_prompt_buffers_never_exceed_their_memory(programs):
+    memory = SampleMemory(num_slots=8, tokens=256, prompt_tokens=256 + 32, prefix_tokens=64, max_length=256)
+    scheduler = start(programs, memory, CONFIG.model_copy(update={"prefill_tokens": 32}))
     requests = [
-        ask(name, prompt_of(size, seed=size), num_samples=num_samples, max_tokens=max_tokens)
-        for name, size, num_samples, max_tokens in (
+        ask(name, prompt_of(size, seed=size), samples=samples, max_tokens=max_tokens)
+        for name, size, samples, max_tokens in (
             ("many", 20, 12, 9),
             ("long", 240, 2, 9),
             ("score", 250, 1, 1),
@@ -258,19 +202,20 @@ def test_prompts_beside_the_rows_never_take_more_than_their_room(make):
             ("short score", 31, 1, 1),
         )
     ]
-    heard, most = Heard(), 0
-    sampler.begin(PreparedSampleBatch(requests=tuple(requests)))
-    while deltas := sampler.step():
-        heard.add(deltas)
-        most = max(most, positions_beside_the_rows(sampler))
-    assert 256 < most <= sampler.room.prompt_tokens
-    assert heard.ended == {request.request_id for request in requests}
-    assert all(len(heard.bits[each.request_id, 0][0]) == 4 * each.params.max_tokens for each in requests)
+    results = run(scheduler, *requests)
+    assert 256 < programs.prompt_tokens_peak <= memory.prompt_tokens
+    for request in requests:
+        for index in range(request.num_samples):
+            assert len(results.tokens[request.request_id, index]) == request.params.max_tokens
 
 
-def test_a_hit_is_not_copied_where_it_and_the_copy_have_no_room(make, computed):
-    sampler, prefix = make(max_sample_tokens=256, prefix_cache_tokens=256), prompt_of(192)
-    run(sampler, ask("first", np.concatenate([prefix, prompt_of(20, seed=1)])))
-    heard = run(sampler, ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)])))
-    assert heard.spared == {} and computed == {"first": 224, "alike": 224}
-    assert run(sampler, ask("equal", np.concatenate([prefix, prompt_of(30, seed=2)]))).spared == {"equal": 222}
+def test_a_hit_is_not_used_when_it_and_its_copy_exceed_the_memory(programs):
+    memory = SampleMemory(num_slots=8, tokens=256, prompt_tokens=256 + 128, prefix_tokens=256, max_length=256)
+    scheduler, prefix = start(programs, memory), prompt_of(192)
+    first = ask("first", np.concatenate([prefix, prompt_of(20, seed=1)]))
+    alike = ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)]))
+    assert computed_by(programs, lambda: run(scheduler, first))[1] == 224
+    results, computed = computed_by(programs, lambda: run(scheduler, alike))
+    assert results.cache_hits == {} and computed == 224
+    assert programs.prompt_tokens_peak == 256, "the evicted prompt was freed first"
+    assert run(scheduler, replace(alike, request_id=RequestId("equal"))).cache_hits == {"equal": 222}

@@ -1,28 +1,26 @@
-"""Which of the prompts computed lately spares how much of another."""
+"""Hits and evictions of the prefix cache."""
 
-import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx.backends.jax.chunks import Chunks
-from skyrl_tx.backends.jax.prefix_cache import ComputedPrompt, PrefixCache
+from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache
+from skyrl_tx.backends.jax.sample.running import PromptKV
+from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.layers import kv_cache
 
 RED, BLUE = SamplerId("red"), SamplerId("blue")
-CHUNKS = Chunks(size=4, longest=32)
+SHAPES = PrefillShapes(chunk_size=4, longest=32)
 
 
-def prompt(*tokens: int, room: int = 8) -> ComputedPrompt:
-    keys = kv_cache.allocate(1, 1, 1, room, 1, jnp.dtype("float32"))
-    return ComputedPrompt(np.array(tokens, np.int32), keys, jnp.zeros((1, 1)))
+def prompt(*tokens: int, length: int = 8) -> ComputedPrompt:
+    return ComputedPrompt(np.array(tokens, np.int32), PromptKV(None, length), None)
 
 
 def ask(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def test_whole_chunks_of_another_prompt_and_all_of_an_equal_one():
-    cache, kept = PrefixCache(64, CHUNKS), prompt(1, 2, 3, 4, 5, 6, 7, 8, 9, room=16)
+def test_a_hit_uses_whole_chunks_of_another_prompt_or_all_of_an_equal_prompt():
+    cache, kept = PrefixCache(64, SHAPES), prompt(1, 2, 3, 4, 5, 6, 7, 8, 9, length=16)
     cache.add(RED, kept)
     assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 8, 9)) == (kept, 9)
     assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 0)) == (kept, 4)
@@ -33,27 +31,27 @@ def test_whole_chunks_of_another_prompt_and_all_of_an_equal_one():
     assert cache.find(BLUE, kept.tokens) is None and cache.find(None, kept.tokens) is None
 
 
-def test_the_best_is_taken():
-    cache, first, second = PrefixCache(64, CHUNKS), prompt(1, 1, 1, 1, 2, 2), prompt(1, 1, 1, 1, 3, 3, 3, 3)
+def test_the_longest_prefix_is_used():
+    cache, first, second = PrefixCache(64, SHAPES), prompt(1, 1, 1, 1, 2, 2), prompt(1, 1, 1, 1, 3, 3, 3, 3)
     cache.add(None, first)
     cache.add(None, second)
     assert cache.find(None, ask(1, 1, 1, 1, 3, 3, 3, 3, 3)) == (second, 8)
 
 
-def test_the_least_recently_used_goes_first_and_the_bound_holds():
-    cache, prompts = PrefixCache(16, CHUNKS), [prompt(each, 1, 1, 1, 1) for each in range(3)]
+def test_the_least_recently_used_prompt_is_evicted_at_the_limit():
+    cache, prompts = PrefixCache(16, SHAPES), [prompt(each, 1, 1, 1, 1) for each in range(3)]
     cache.add(RED, prompts[0])
     cache.add(BLUE, prompts[1])
     assert cache.find(RED, prompts[0].tokens)
     cache.add(RED, prompts[2])
     assert cache.num_tokens == 16
     assert cache.find(BLUE, prompts[1].tokens) is None and cache.find(RED, prompts[0].tokens)
-    cache.add(RED, prompt(*range(20), room=32))
-    assert cache.num_tokens == 16, "what can never fit drives nobody out"
+    cache.add(RED, prompt(*range(20), length=32))
+    assert cache.num_tokens == 16, "a prompt that can never fit evicts no other"
 
 
-def test_a_prompt_takes_the_place_of_those_that_it_goes_on_from():
-    cache, turns = PrefixCache(64, CHUNKS), [prompt(*range(1, end)) for end in (6, 8, 9)]
+def test_a_prompt_replaces_its_own_prefixes():
+    cache, turns = PrefixCache(64, SHAPES), [prompt(*range(1, end)) for end in (6, 8, 9)]
     for turn in turns:
         cache.add(RED, turn)
     cache.add(BLUE, turns[0])
@@ -61,15 +59,15 @@ def test_a_prompt_takes_the_place_of_those_that_it_goes_on_from():
     assert cache.find(RED, ask(1, 2, 3, 4, 5)) == (turns[2], 4)
 
 
-def test_a_dropped_sampler_leaves_nothing():
-    cache = PrefixCache(64, CHUNKS)
+def test_dropping_a_sampler_evicts_its_prompts():
+    cache = PrefixCache(64, SHAPES)
     for sampler in (RED, BLUE, None):
         cache.add(sampler, prompt(1, 2, 3, 4, 5))
     cache.drop(RED)
     assert cache.num_tokens == 16 and cache.find(RED, ask(1, 2, 3, 4, 5)) is None
 
 
-def test_none_is_kept_without_room():
-    cache = PrefixCache(0, CHUNKS)
+def test_a_cache_of_size_zero_stores_nothing():
+    cache = PrefixCache(0, SHAPES)
     cache.add(None, prompt(1, 2, 3, 4, 5))
     assert cache.find(None, ask(1, 2, 3, 4, 5)) is None

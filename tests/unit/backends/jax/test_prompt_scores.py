@@ -1,4 +1,4 @@
-"""What is told about prompt positions equals what a full forward says of them."""
+"""Scores of prompt positions equal those of a full forward pass."""
 
 from functools import partial
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import prompt_scores
-from skyrl_tx.backends.jax.prompt_scores import NOT_COMPUTED, PromptScores
+from skyrl_tx.backends.jax.sample import prompt_scores
+from skyrl_tx.backends.jax.sample.prompt_scores import NOT_COMPUTED, PromptScores
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -58,7 +58,7 @@ def test_logprobs_of_every_position_but_the_first(score):
     np.testing.assert_allclose(result.logprobs[1:], expected()[np.arange(52), PROMPT[1:]], atol=1e-5)
 
 
-def test_only_the_last_n_are_computed(score):
+def test_last_n_limits_the_scored_positions(score):
     result, expected = score(PROMPT, logprobs=True, topk=2, last_n=20)
     assert np.isnan(result.logprobs[:33]).all()
     np.testing.assert_allclose(result.logprobs[33:], expected()[np.arange(32, 52), PROMPT[33:]], atol=1e-5)
@@ -68,7 +68,7 @@ def test_only_the_last_n_are_computed(score):
     np.testing.assert_allclose(result.topk.logprobs[33:], np.take_along_axis(expected()[32:], best, -1), atol=1e-5)
 
 
-def test_targets_are_scored_and_skipped_cells_are_zero(score):
+def test_targets_are_scored_and_skipped_targets_are_zero(score):
     targets = np.random.default_rng(6).integers(0, 256, (52, 3), dtype=np.int64)
     targets[[0, 7, 51], [0, 1, 2]] = -1
     result, expected = score(PROMPT, target_tokens=targets, last_n=2)
@@ -77,7 +77,7 @@ def test_targets_are_scored_and_skipped_cells_are_zero(score):
     np.testing.assert_allclose(result.targets, wanted, atol=1e-5)
 
 
-def test_alternatives_are_drawn_at_the_temperature_of_the_request(score):
+def test_alternatives_follow_the_distribution_at_the_request_temperature(score):
     seen = []
     for seed in range(20):
         result, expected = score(PROMPT, temperature=0.5, seed=seed, alt_tokens_k=32)
@@ -92,14 +92,14 @@ def test_alternatives_are_drawn_at_the_temperature_of_the_request(score):
     assert abs(statistic - often.sum()) < 4 * np.sqrt(2 * often.sum())
 
 
-def test_greedy_alternatives_are_all_the_likeliest(score):
+def test_greedy_alternatives_are_the_most_likely_token(score):
     result, expected = score(PROMPT, temperature=0.0, alt_tokens_k=2)
     best = expected().argmax(-1)
     assert (result.alt_tokens.token_ids == best[:, None]).all()
     np.testing.assert_allclose(result.alt_tokens.logprobs[:, 1], expected().max(-1), atol=1e-5)
 
 
-def test_of_a_prompt_of_one_token_nothing_is_known(score):
+def test_a_prompt_of_one_token_has_no_scores(score):
     result, _ = score(PROMPT[:1], logprobs=True, topk=1, alt_tokens_k=2, target_tokens=np.zeros((0, 3), np.int64))
     assert np.isnan(result.logprobs).tolist() == [True]
     assert result.topk.logprobs.tolist() == [[NOT_COMPUTED]]

@@ -1,4 +1,4 @@
-"""After a warm-up, common requests compile nothing."""
+"""After the warm-up, common requests compile nothing."""
 
 import jax
 import numpy as np
@@ -8,10 +8,11 @@ from skyrl_tx.backends.jax import warmup
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.batches import PreparedSampleBatch
-from skyrl_tx.contract.ids import ModelId, SamplerId
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions
-from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.testing.backend_driver import scoring
+from tests.support.tiny import tiny_directory
 
 CONFIG = JaxConfig(
     compile_cache_dir=None,
@@ -25,18 +26,31 @@ CONFIG = JaxConfig(
 )
 
 
-def test_lengths_are_those_of_the_plan():
+def request(
+    sampler: SamplerId | None, prompt: int, max_tokens: int, num_samples: int, options: PromptOptions
+) -> SampleRequest:
+    return SampleRequest(
+        request_id=RequestId(f"of {sampler}"),
+        sampler=sampler,
+        prompt=np.zeros(prompt, np.int32),
+        num_samples=num_samples,
+        params=SamplingParams(seed=0, max_tokens=max_tokens, eos_stops=False),
+        options=options,
+    )
+
+
+def test_training_lengths_are_those_of_the_micro_batch_plan():
     assert list(warmup.training_lengths(64, 32)) == [32, 48, 64]
     assert list(warmup.training_lengths(64, 128)) == [32, 48, 64, 96, 128]
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
-    backend = JaxBackend(str(write_model(tmp_path, num_layers=1)), CONFIG)
+def test_nothing_is_compiled_after_the_warm_up_and_its_model_is_deleted():
+    backend = JaxBackend(str(tiny_directory()), CONFIG)
     capabilities = backend.start()
     assert (capabilities.max_context_length, capabilities.max_sample_tokens) == (64, 64)
     model = ModelId("m")
-    backend.create_model(model, ModelSpec(lora=LoraSpec(rank=8, seed=1)))  # the only place is free again
+    backend.create_model(model, ModelSpec(lora=LoraSpec(rank=8, seed=1)))  # the only adapter slot is free again
     compiled: list[str] = []
 
     def note(event: str, _: float, **labels: str) -> None:
@@ -46,11 +60,12 @@ def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         for num_tokens, longest in ((14, 7), (30, 32), (60, 20), (160, 32), (60, 60), (130, 64)):  # the budget is 32
-            batch = warmup._training_batch(model, num_tokens, longest)
+            lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
+            batch = scoring(model, [np.arange(length, dtype=np.int32) for length in lengths])
             assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
             backend.forward(batch)
             backend.optim_step(model, OptimizerParams())
-        for number in range(16):  # as many as there may be, of more ranks than one
+        for number in range(16):  # all sampler slots, with two ranks
             if number == 8:
                 backend.delete_model(model)
                 backend.create_model(model, ModelSpec(lora=LoraSpec(rank=2, seed=1)))
@@ -66,7 +81,7 @@ def test_nothing_is_compiled_afterwards_and_nothing_stays(tmp_path):
             )
             for options in (PromptOptions(), *about_prompt[: 4 if new == 1 else 1]):
                 for each in ((None,), (sampler,), (None, sampler)):
-                    requests = tuple(warmup._sample_request(one, prompt, new, num_samples, options) for one in each)
+                    requests = tuple(request(one, prompt, new, num_samples, options) for one in each)
                     assert backend.sample(PreparedSampleBatch(requests=requests))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)

@@ -1,0 +1,200 @@
+"""Authentication: API keys and tokens to principals, and the key that signs tokens and URLs.
+
+Every row has an owner, and every query is made for one.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated, cast
+
+import jwt
+from fastapi import Depends, Request
+from fastapi.concurrency import run_in_threadpool
+from sqlmodel import Session
+
+from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.store import keys
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
+from skyrl_tx.store.keys import LOCAL_OWNER
+
+_KEY_FILE = "signing.key"
+_KEY_BYTES = 32
+_CACHE_S = 1.0
+"""The longest time until a new or a revoked key is noticed."""
+_MAX_CACHED = 1000
+_TOKEN_LIFETIME_S = 12 * 3600
+"""Long, because a token is worth no more than its key, which is looked up with every use."""
+_ALGORITHM = "HS256"
+USER_URN = "tml:user:"
+ORGANIZATION = "self-hosted"
+"""The organization name in tokens and key descriptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """The secret of a data directory. Signatures stay valid when the server restarts."""
+
+    secret: bytes
+
+    @classmethod
+    def of(cls, data_dir: Path) -> "SigningKey":
+        """Read the directory's key, or create it. Raises ValueError for a file of another length."""
+        path = data_dir / _KEY_FILE
+        if not path.exists():
+            _write_once(path, secrets.token_bytes(_KEY_BYTES))
+        secret = path.read_bytes()
+        if len(secret) != _KEY_BYTES:
+            raise ValueError(
+                f"{path} holds {len(secret)} bytes, not a key of {_KEY_BYTES} bytes; delete it to create a new one"
+            )
+        return cls(secret)
+
+    def sign(self, *parts: str) -> str:
+        """Return the signature of these parts, in this order. The first part names the purpose."""
+        message = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
+        return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
+
+    def verify(self, signature: str, *parts: str) -> bool:
+        """Whether `sign` returns this signature for these parts."""
+        return hmac.compare_digest(self.sign(*parts).encode(), signature.encode())
+
+
+def _write_once(path: Path, content: bytes) -> None:
+    """Create a private file atomically; a file that exists already stays."""
+    with NamedTemporaryFile(dir=path.parent) as file:  # readable by its owner only
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(file.name, path)
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The authenticated caller. An admin sees the rows of all owners."""
+
+    owner: str
+    is_admin: bool = False
+    key_id: int | None = None
+
+    def may_see(self, owner: str | None) -> bool:
+        """Whether rows of that owner exist for this caller. `owner` None: there is no such row."""
+        return owner is not None and (self.is_admin or owner == self.owner)
+
+    @property
+    def owner_filter(self) -> str | None:
+        """The owner whose rows queries are limited to; None for an admin, who sees all."""
+        return None if self.is_admin else self.owner
+
+
+LOCAL_ADMIN = Principal(LOCAL_OWNER, is_admin=True)
+"""Every caller while authentication is disabled: with --no-auth, or on loopback until the first key is created."""
+
+
+class Authenticator:
+    """Authenticates callers by an API key, or by a token that was issued for one."""
+
+    def __init__(self, settings: ApiSettings, store: Store, signing_key: SigningKey) -> None:
+        self._settings = settings
+        self._store = store
+        self._secret = signing_key.sign("token")
+        self._cache: dict[str, tuple[Principal, float]] = {}
+
+    def cached(self, credential: str) -> Principal | None:
+        """Return the principal that `authenticate` found within the last second, without a query."""
+        if self._settings.no_auth:
+            return LOCAL_ADMIN
+        principal, until = self._cache.get(credential, (None, 0.0))
+        return principal if until > time.monotonic() else None
+
+    def authenticate(self, credential: str) -> Principal:
+        """Authenticate a credential. Raises ApiError 401 if it is invalid."""
+        principal = self.cached(credential) or self._read(credential)
+        if len(self._cache) >= _MAX_CACHED:
+            self._cache.clear()
+        self._cache[credential] = principal, time.monotonic() + _CACHE_S
+        return principal
+
+    def _read(self, credential: str) -> Principal:
+        try:
+            return self._store.read(lambda tx: self.find(tx, credential))
+        except StoreUnreachable:
+            # A known caller gets the endpoint's own error for a database that is down; others get nothing.
+            known, _ = self._cache.get(credential, (None, 0.0))
+            if known is None:
+                raise
+            return known
+
+    def clear_cache(self) -> None:
+        """Query the database for every credential again."""
+        self._cache.clear()
+
+    def issue_token(self, principal: Principal) -> str:
+        """Issue a JWT for a principal. The SDK reads the caller's identity from its claims."""
+        now = int(time.time())
+        claims = {
+            "sub": f"{USER_URN}{principal.owner}",
+            "org_id": ORGANIZATION,
+            "email": principal.owner if "@" in principal.owner else "",
+            "iat": now,
+            "exp": now + _TOKEN_LIFETIME_S,
+            "key_id": principal.key_id,
+        }
+        return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)  # pyright: ignore[reportUnknownMemberType]
+
+    def find(self, tx: Session, credential: str) -> Principal:
+        """Look up the principal of a credential. Raises ApiError 401 if it is invalid."""
+        if self._settings.no_auth or (self._settings.is_loopback and not keys.any_made(tx)):
+            return LOCAL_ADMIN
+        if not credential:
+            raise _unauthorized("X-API-Key: missing; this server asks for a key, made with `skyrl-tx keys create`")
+        if credential.startswith("tml-"):
+            row = keys.find(tx, credential)
+            if row is None:
+                raise _unauthorized("X-API-Key: unknown or revoked key")
+        else:
+            row = keys.get(tx, self._key_id(credential))
+            if row is None:
+                raise _unauthorized("X-API-Key: the key of this token has been revoked", is_token=True)
+        return Principal(row.owner, is_admin=row.scope == "admin", key_id=row.key_id)
+
+    def _key_id(self, token: str) -> int:
+        """Return the key id in a token. Raises ApiError 401 for an invalid token."""
+        try:
+            claims: dict[str, object] = jwt.decode(  # pyright: ignore[reportUnknownMemberType]
+                token, self._secret, algorithms=[_ALGORITHM]
+            )
+        except jwt.PyJWTError as error:
+            raise _unauthorized(
+                f"X-API-Key: neither a key nor a token of this server ({error})", is_token=True
+            ) from error
+        key_id = claims.get("key_id")
+        if not isinstance(key_id, int):
+            raise _unauthorized("X-API-Key: this token was issued while authentication was disabled", is_token=True)
+        return key_id
+
+
+def _unauthorized(detail: str, *, is_token: bool = False) -> ApiError:
+    """Return a 401. `invalid_token` makes the SDK fetch a new token (RFC 6750, section 3)."""
+    challenge = 'Bearer error="invalid_token"' if is_token else "Bearer"
+    return ApiError(HTTPStatus.UNAUTHORIZED, detail, headers={"WWW-Authenticate": challenge})
+
+
+async def authenticate_request(request: Request) -> Principal:
+    """Authenticate the caller of a request."""
+    authenticator = cast(Authenticator, request.app.state.authenticator)
+    credential = request.headers.get("x-api-key", "")
+    return authenticator.cached(credential) or await run_in_threadpool(authenticator.authenticate, credential)
+
+
+Caller = Annotated[Principal, Depends(authenticate_request)]

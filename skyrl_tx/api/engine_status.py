@@ -1,0 +1,99 @@
+"""The engine's health as the API reports it, and admission control for samples (429)."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from http import HTTPStatus
+
+from fastapi.concurrency import run_in_threadpool
+
+from skyrl_tx.api.errors import ApiError
+from skyrl_tx.store import engine_state
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
+
+_HEALTH_MAX_AGE_S = 0.5
+_LOAD_MAX_AGE_S = 0.25
+# The SDK pauses after a 429 with this header (0.38, lib/public_interfaces/sampling_client.py).
+_HEADERS = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
+
+
+class EngineHealth:
+    """Reads the engine's published status; polls that end together share one query."""
+
+    def __init__(self, store: Store, silence_s: float) -> None:
+        self._store = store
+        self._silence_s = silence_s
+        self._checked_at = float("-inf")
+        self._cached: str | None = None
+        self._lock = asyncio.Lock()
+
+    def problem(self) -> str | None:
+        """Return why the engine executes no requests at the moment; None while it is healthy."""
+        state = self._store.read(engine_state.get)
+        if state is None:
+            return "the engine has not started yet"
+        silence_s = time.time() - state.updated_at
+        if silence_s > self._silence_s:
+            silence = f"the engine has published no status for {silence_s:.0f} s"
+            return silence if self._store.write_failure is None else f"{silence}; {self._store.write_failure}"
+        if state.status != "ready":
+            return f"the engine is {state.status}" + (f": {state.detail}" if state.detail else "")
+        return f"the engine waits: {state.detail}" if state.detail else None
+
+    async def recent_problem(self) -> str | None:
+        """Return `problem`, at most half a second old. Called on one event loop."""
+        async with self._lock:
+            if time.monotonic() - self._checked_at >= _HEALTH_MAX_AGE_S:
+                self._cached = await run_in_threadpool(self.problem)
+                self._checked_at = time.monotonic()
+            return self._cached
+
+
+class AdmissionControl:
+    """Refuses samples while the queued ones exceed the engine's byte limit.
+
+    The load is what the engine published last, plus what this process has submitted since.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._load: SampleLoad | None = None
+        self._submitted: deque[tuple[int, int]] = deque()  # (position, bytes)
+        self._num_bytes = 0
+
+    def check(self, num_bytes: int) -> None:
+        """Raise ApiError 429 if a sample of this size exceeds the limit now.
+
+        A sample that exceeds the limit by itself passes: the engine refuses it and names the numbers.
+        """
+        self._refresh()
+        with self._lock:
+            load, queued = self._load, self._num_bytes
+        size = num_bytes + REQUEST_BYTES
+        if load is not None and size <= load.max_bytes < load.num_bytes + queued + size:
+            detail = f"queued samples take {load.num_bytes + queued} of {load.max_bytes} bytes: send this one later"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS)
+
+    def record(self, position: int, num_bytes: int) -> None:
+        """Count a submitted sample until the engine's published load includes it."""
+        with self._lock:
+            self._submitted.append((position, num_bytes + REQUEST_BYTES))
+            self._num_bytes += num_bytes + REQUEST_BYTES
+
+    def _refresh(self) -> None:
+        """Read the published load if the cached one is old, and drop the submissions that it includes."""
+        now = time.monotonic()
+        if now - self._read_at < _LOAD_MAX_AGE_S:
+            return
+        self._read_at = now
+        load = self._store.read(engine_state.sample_load)
+        with self._lock:
+            self._load = load
+            counted = 0 if load is None else load.position
+            # Several threads record submissions, so the queue is only roughly in the order of positions.
+            while self._submitted and self._submitted[0][0] <= counted:
+                self._num_bytes -= self._submitted.popleft()[1]

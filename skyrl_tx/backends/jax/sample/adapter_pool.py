@@ -1,0 +1,105 @@
+"""The pool of frozen LoRA adapters on the device, copies that training never changes.
+
+Adapter slot 0 stays zero: it is the base model.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.mesh import adapter_placement
+from skyrl_tx.backends.jax.sample.running import BASE
+from skyrl_tx.backends.jax.shapes import next_power
+from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.layers.lora import Adapter, GatheredAdapter, RowsByLayer, gather_rows
+from skyrl_tx.layers.sharding import WHOLE, Layout
+from skyrl_tx.models import ModelConfig
+
+LOWEST_RANK = 8
+
+
+class SamplerPool:
+    """The adapter slot of each sampler, and the adapters: an `Adapter` whose leaves have a leading axis of slots.
+
+    The arrays begin with `num_slots` slots, the base model's included, and a low rank. They grow to the number of slots
+    and the rank in use. Growing changes shapes, so programs are compiled again.
+    """
+
+    def __init__(self, model_config: ModelConfig, max_samplers: int, layout: Layout = WHOLE, *, num_slots: int) -> None:
+        self._model = model_config
+        self._max_samplers = max_samplers
+        self._put = adapter_placement(layout, model_config, is_pool=True) if layout.is_split else lambda tree: tree
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(num_slots, LOWEST_RANK))
+        self._adapters: Adapter = self._put(empty)
+        self._slot_of: dict[SamplerId, int] = {}
+        self._gathered: tuple[tuple[int, ...], RowsByLayer] | None = None
+
+    def load(self, sampler: SamplerId, adapter: Adapter) -> None:
+        """Copy an adapter of any padded rank into a free slot. Does nothing when it is loaded. Raises CapacityError."""
+        if sampler in self._slot_of:
+            return
+        if len(self._slot_of) == self._max_samplers:
+            raise CapacityError(f"all {self._max_samplers} adapter slots for sampling are in use")
+        slot = min(set(range(BASE + 1, 2 + self._max_samplers)) - set(self._slot_of.values()))
+        num_slots, rank = self._adapters.weights["unembed"].a.shape[0], self._adapters.weights["unembed"].a.shape[-1]
+        rank = max(rank, adapter.weights["unembed"].a.shape[-1])
+        if slot >= num_slots:
+            num_slots = min(next_power(slot + 1), 1 + self._max_samplers)
+        self._gathered = None
+        larger = self._put(jax.tree.map(_pad, self._adapters, self._shapes(num_slots, rank)))
+        # On the host to the pool's rank, so that one program writes adapters of all ranks.
+        padded = jax.tree.map(partial(_pad, pad=np.pad), adapter, models.adapter_shapes(self._model, rank))
+        self._adapters = self._put(_write(larger, np.int32(slot), padded))
+        self._slot_of[sampler] = slot
+
+    def drop(self, sampler: SamplerId) -> None:
+        """Free a sampler's adapter slot. Idempotent."""
+        self._slot_of.pop(sampler, None)
+
+    def slot_of(self, sampler: SamplerId | None) -> int:
+        """Return the adapter slot of a loaded sampler; None is the base model."""
+        return BASE if sampler is None else self._slot_of[sampler]
+
+    def adapters(self, *, any_used: bool) -> Adapter | None:
+        """Return all adapters, or None when only the base model is used: programs without adapters are faster."""
+        return self._adapters if any_used else None
+
+    def gathered(self, slots: Sequence[int]) -> GatheredAdapter:
+        """Return all adapters, with a copy of those in `slots` by row. The copy is valid until the next call."""
+        key = tuple(slots)
+        if self._gathered is None or self._gathered[0] != key:
+            slot_G, former = np.asarray(slots, np.int32), self._gathered
+            self._gathered = None  # the next copy reuses its memory
+            if former is None or len(former[0]) != len(key):
+                shapes = jax.eval_shape(gather_rows, self._adapters, slot_G)
+                former = (), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            self._gathered = key, _gather(self._adapters, slot_G, former[1])
+        return GatheredAdapter(weights=self._adapters.weights, scale=self._adapters.scale, rows=self._gathered[1])
+
+    def _shapes(self, num_slots: int, rank: int) -> Adapter:
+        shapes = models.adapter_shapes(self._model, rank)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_slots, *leaf.shape), leaf.dtype), shapes)
+
+
+@partial(jax.jit, donate_argnames="former", keep_unused=True)
+def _gather(adapters: Adapter, slot_G: jax.Array, former: RowsByLayer) -> RowsByLayer:
+    """Gather adapters by row into the memory of `former`: on CPU, touching new memory costs more than the copy."""
+    return gather_rows(adapters, slot_G)
+
+
+def _pad(leaf: Any, padded: jax.ShapeDtypeStruct, pad: Callable[..., Any] = jnp.pad) -> Any:
+    if leaf.shape == padded.shape:
+        return leaf
+    return pad(leaf, [(0, wanted - size) for size, wanted in zip(leaf.shape, padded.shape, strict=True)])
+
+
+@partial(jax.jit, donate_argnames="adapters")
+def _write(adapters: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
+    """Overwrite one adapter slot."""
+    return jax.tree.map(lambda into, leaf: into.at[slot].set(leaf.astype(into.dtype)), adapters, adapter)

@@ -1,0 +1,95 @@
+"""Draws tokens from logits, with log-probabilities: temperature, then top-k, then top-p.
+
+Legend: S rows, N steps, V vocab, K top tokens, Z rows of a tile.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from skyrl_tx.backends.jax.sample.blocks import Blocks, scale
+from skyrl_tx.backends.jax.sample.filters import redraw
+
+PROMPT_INDEX = np.uint32(0xFFFFFFFF)
+"""The sample index, counted down, of tokens drawn at prompt positions."""
+
+
+@struct.dataclass
+class DrawParams:
+    """The sampling parameters of each row. All are data, so one program runs any mix of them."""
+
+    seed_S2: jax.Array  # uint32: the request's 64 bits, high word first
+    index_S: jax.Array  # uint32: which sample of its request
+    temperature_S: jax.Array  # float32; 0 is greedy
+    top_k_S: jax.Array  # int32; <= 0 is off
+    top_p_S: jax.Array  # float32; >= 1 is off
+
+
+@struct.dataclass
+class Drawn:
+    """The tokens that a program drew, before any stop is applied: of rows [S], of N steps [N, S], of one sample [N]."""
+
+    tokens: Any  # int32
+    logprobs: Any  # float32, see `scale`
+    topk_tokens: Any  # int32 [..., K], best first; K is 0 without `max_topk`
+    topk_logprobs: Any  # float32 [..., K]
+
+    def row(self, row: int, num_steps: int) -> "Drawn":
+        """Return the first `num_steps` tokens of one row of steps."""
+        return jax.tree.map(lambda leaf: leaf[:num_steps, row], self)
+
+
+def draw(
+    logits_SV: jax.Array, params: DrawParams, position_S: jax.Array, *, max_topk: int = 0, wants_topk: jax.Array
+) -> Drawn:
+    """Draw each row's token number `position_S` (0 is the first new token) from float32 logits.
+
+    If the scalar `wants_topk` is False, the top-k is not computed and is zero.
+    """
+    blocks = Blocks.of(logits_SV, params.temperature_S)
+
+    key_S = keys(params.seed_S2, params.index_S, position_S)
+
+    def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
+        return uniform(jax.vmap(jax.random.fold_in)(key_S[row_Z], round_Z))
+
+    drawn_S = redraw(blocks, params.top_k_S, params.top_p_S, numbers, blocks.pick(uniform(key_S)))
+    token_S = jnp.where(params.temperature_S > 0, drawn_S, blocks.most_likely())
+    token_SK, logprob_SK = top(blocks, logits_SV.shape[1], max_topk, wants_topk)
+    return Drawn(token_S, blocks.logprob(token_S), token_SK, logprob_SK)
+
+
+def seed_words(seed: int) -> np.ndarray:
+    """Return a seed of up to 64 bits as uint32 [2], high word first."""
+    return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+
+
+def keys(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> jax.Array:
+    """Return a random key for each row, which depends on seed, sample index and position alone."""
+
+    def one(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(key, index), position)
+
+    return jax.vmap(one)(seed_S2, index_S, position_S)
+
+
+def uniform(key_S: jax.Array) -> jax.Array:
+    """Return one uniform number in [0, 1) for each key."""
+    return jax.vmap(jax.random.uniform)(key_S)
+
+
+def top(blocks: Blocks, num_tokens: int, max_topk: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the `max_topk` most likely of V tokens and their log-probabilities, best first; zeros unless `wanted`."""
+    shape = (blocks.row_S.shape[0], min(max_topk, num_tokens))
+
+    def find() -> tuple[jax.Array, jax.Array]:
+        logits_SK, token_SK = blocks.best(shape[1])
+        return token_SK, scale(logits_SK, blocks.highest_S, blocks.temperature_S) - blocks.log_total_S[:, None]
+
+    if shape[1] == 0:
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    return jax.lax.cond(wanted, find, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))

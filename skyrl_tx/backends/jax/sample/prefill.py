@@ -1,0 +1,110 @@
+"""Prefill in chunks, so that running samples wait for a chunk and not for a whole prompt."""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache
+from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
+from skyrl_tx.backends.jax.sample.running import PromptKV, RunningSample, max_tokens
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, padded_chunk
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.requests import PromptOptions
+
+
+@dataclass(slots=True, kw_only=True)
+class Prefill:
+    """One prompt, from its arrival until all its samples have KV cache slots.
+
+    The first `num_done` tokens have keys; the first `num_cached` of these came from the prefix cache.
+    """
+
+    request: SampleRequest
+    preempted: RunningSample | None = None
+    """The sample that is recomputed: the prompt is all that it had in the KV cache, and its rest is to be sampled."""
+    kv: PromptKV = field(default_factory=lambda: PromptKV(None, 0))
+    """Empty before the prefill begins."""
+    num_done: int = 0
+    num_cached: int = 0
+    last_hidden: Any = None
+    scores: PromptScores | None = None
+    samples: deque[RunningSample] = field(default_factory=deque[RunningSample])
+    """After the prefill, the samples that wait for a slot."""
+
+    @classmethod
+    def of_preempted(cls, sample: RunningSample) -> "Prefill":
+        """Return the prefill that recomputes the keys of a preempted sample."""
+        request = replace(
+            sample.request,
+            prompt=sample.cached_tokens(),
+            first_index=sample.index,
+            num_samples=1,
+            params=replace(sample.request.params, max_tokens=sample.num_left),
+            options=PromptOptions(),
+        )
+        return cls(request=request, preempted=sample)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every token of the prompt has keys."""
+        return self.num_done == self.request.prompt.size
+
+    def kv_length(self, slice_tokens: int) -> int:
+        """Return how many KV positions each sample needs to the end of its first slice."""
+        return self.request.prompt.size + min(slice_tokens, max_tokens(self.request))
+
+
+class Prefiller:
+    """Computes prompts and caches their keys in the prefix cache."""
+
+    def __init__(self, programs: JaxPrograms, shapes: PrefillShapes, memory: SampleMemory) -> None:
+        self._programs = programs
+        self._shapes = shapes
+        self._max_tokens = memory.prompt_tokens
+        self.prefixes = PrefixCache(memory.prefix_tokens, shapes)
+
+    def fits(self, num_tokens: int, *, in_use: int) -> bool:
+        """Return whether a prompt's buffer fits when `in_use` positions cannot be evicted."""
+        return in_use + self._shapes.buffer_length(num_tokens) <= self._max_tokens
+
+    def begin(self, prefill: Prefill, *, in_use: int) -> None:
+        """Allocate a prompt's buffer, evicting cached prompts for it, and fill it from the prefix cache.
+
+        Scores of a prompt need the hidden states of all its tokens, so they use no cached prefix.
+        """
+        request, wants_scores = prefill.request, prefill.request.options.wants_prompt
+        length = self._shapes.buffer_length(request.prompt.size)
+        found = None if wants_scores else self.prefixes.find(request.sampler, request.prompt)
+        if found is not None and found[1] == request.prompt.size:
+            hit, prefill.num_done = found
+            prefill.kv, prefill.last_hidden = hit.kv, hit.last_hidden
+        else:
+            self.prefixes.shrink(self._max_tokens - in_use - length)
+            if found is not None and found[0] in self.prefixes:
+                hit, prefill.num_done = found
+                prefill.kv = self._programs.copy_prompt(hit.kv, length)
+            else:
+                found = None  # an evicted prompt's buffer is freed before the next is allocated
+                prefill.scores = self._programs.scores(request) if wants_scores else None
+                prefill.kv = self._programs.allocate_prompt(length)
+        prefill.num_cached = prefill.num_done
+
+    def advance(self, prefill: Prefill) -> int:
+        """Compute the next chunk and return its number of tokens, padding included."""
+        request, start = prefill.request, prefill.num_done
+        tokens = request.prompt[start : self._shapes.chunk_end(start)]
+        padded = padded_chunk(tokens.size)
+        prefill.last_hidden = self._programs.extend(
+            prefill.kv,
+            tokens,
+            start,
+            padded=padded,
+            adapter=self._programs.pool.slot_of(request.sampler),
+            scores=prefill.scores,
+        )
+        prefill.num_done += tokens.size
+        # A preempted sample's prompt contains drawn tokens, with which no other prompt begins.
+        if prefill.is_done and prefill.scores is None and prefill.preempted is None:
+            self.prefixes.add(request.sampler, ComputedPrompt(request.prompt, prefill.kv, prefill.last_hidden))
+        return padded

@@ -1,0 +1,82 @@
+"""The prefix cache: keys and values of recent prompts, so that equal beginnings are computed once.
+
+A prompt that is equal to a cached one uses all of it; any other prompt uses whole prefill chunks only. The keys of a
+position are therefore computed by the same program whether they come from the cache or not: hits are batch-invariant.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from skyrl_tx.backends.jax.sample.running import PromptKV
+from skyrl_tx.backends.jax.shapes import PrefillShapes
+from skyrl_tx.contract.arrays import Int32Array
+from skyrl_tx.contract.ids import SamplerId
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedPrompt:
+    """A prompt, its keys and values, and the hidden state of its last token."""
+
+    tokens: Int32Array
+    kv: PromptKV
+    last_hidden: Any
+
+
+class PrefixCache:
+    """Computed prompts by sampler. The least recently used are evicted first."""
+
+    def __init__(self, max_tokens: int, shapes: PrefillShapes) -> None:
+        self._max_tokens = max_tokens
+        self._shapes = shapes
+        self._prompts: OrderedDict[tuple[SamplerId | None, bytes], ComputedPrompt] = OrderedDict()
+
+    @property
+    def num_tokens(self) -> int:
+        """The positions of all cached buffers, padding included."""
+        return sum(prompt.kv.length for prompt in self._prompts.values())
+
+    def __contains__(self, prompt: ComputedPrompt) -> bool:
+        return any(cached is prompt for cached in self._prompts.values())
+
+    def find(self, sampler: SamplerId | None, tokens: Int32Array) -> tuple[ComputedPrompt, int] | None:
+        """Return the cached prompt with the longest usable prefix, and that prefix's length in tokens."""
+        equal = (sampler, tokens.tobytes())
+        if equal in self._prompts:
+            self._prompts.move_to_end(equal)
+            return self._prompts[equal], tokens.size
+        usable = {key: self._usable(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == sampler}
+        best = max(usable, key=usable.__getitem__, default=None)
+        if best is None or usable[best] == 0:
+            return None
+        self._prompts.move_to_end(best)
+        return self._prompts[best], usable[best]
+
+    def _usable(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
+        """Return the length of the common prefix in whole chunks, without the last of `tokens`."""
+        size = min(prompt.tokens.size, tokens.size)
+        unequal = np.flatnonzero(prompt.tokens[:size] != tokens[:size])
+        common = int(unequal[0]) if unequal.size else size
+        return self._shapes.full_chunks(min(common, tokens.size - 1))
+
+    def add(self, sampler: SamplerId | None, prompt: ComputedPrompt) -> None:
+        """Cache a prompt in place of its own prefixes, and evict others until all fit."""
+        if prompt.kv.length > self._max_tokens:
+            return
+        for key, other in list(self._prompts.items()):
+            if key[0] == sampler and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
+                del self._prompts[key]
+        self._prompts[sampler, prompt.tokens.tobytes()] = prompt
+        self.shrink(self._max_tokens)
+
+    def shrink(self, max_tokens: int) -> None:
+        """Evict prompts until the rest has at most `max_tokens` positions."""
+        while self._prompts and self.num_tokens > max_tokens:
+            self._prompts.popitem(last=False)
+
+    def drop(self, sampler: SamplerId | None) -> None:
+        """Evict all prompts of a sampler."""
+        for key in [key for key in self._prompts if key[0] == sampler]:
+            del self._prompts[key]

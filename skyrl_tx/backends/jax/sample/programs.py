@@ -1,0 +1,164 @@
+"""The jitted programs of sampling: extend a prompt by a chunk, insert it into slots, decode a slice.
+
+Legend: S KV cache slots, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, G adapters
+(one for each tile of slots, or one for each slot).
+
+Shapes depend on the configuration and on the sizes in shapes.py: of a chunk, of a prompt buffer, of the KV cache layout
+and of the KV read length. All else is data.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
+from skyrl_tx.layers import kv_cache
+from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.models import DecoderParams, ModelConfig
+
+Recent = KeyValues | tuple[KeyValues, ...]
+
+
+@struct.dataclass
+class SlotBatch:
+    """The inputs of a decode slice by slot; free slots run too, at position 0."""
+
+    token_S: jax.Array  # int32: drawn, and not yet in the KV cache
+    position_S: jax.Array  # int32: where its key is written
+    num_drawn_S: jax.Array  # int32: tokens of the sample so far
+    adapter_G: jax.Array  # int32: adapter slot
+    draws: DrawParams
+    wants_topk: jax.Array  # bool scalar
+
+
+def take_adapter(pool: Adapter | None, adapter: jax.Array) -> Adapter | None:
+    """Return one adapter of the pool, for all rows; without a pool None, the base model."""
+    return None if pool is None else jax.tree.map(lambda leaf: leaf[adapter], pool)
+
+
+by_layer = jax.jit(models.by_layer, static_argnames="config")
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="keys")
+def extend(
+    params: DecoderParams,
+    config: ModelConfig,
+    pool: Adapter | None,
+    adapter: jax.Array,
+    token_T: jax.Array,
+    start: jax.Array,
+    last: jax.Array,
+    keys: KeyValues,
+) -> tuple[jax.Array, jax.Array, KeyValues]:
+    """Compute a chunk of one prompt, padded on the right, after the first `start` positions of `keys` [L, 1, K, C, H].
+
+    Returns the chunk's hidden states [T, D], the one at index `last` [1, D], and the keys with the chunk's own.
+    """
+    hidden_1TD, keys = models.extend(params, config, token_T[None], start, keys, take_adapter(pool, adapter))
+    return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), keys
+
+
+@partial(jax.jit, static_argnames="length")
+def copy_prompt(keys: KeyValues, *, length: int) -> KeyValues:
+    """Return a copy of a prompt's keys, cut or padded to `length` positions."""
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        first = leaf[:, :, :, :length]
+        return jnp.pad(first, ((0, 0), (0, 0), (0, 0), (0, length - first.shape[3]), (0, 0)))
+
+    return jax.tree.map(copy, keys)
+
+
+@jax.jit
+def first_logits(params: DecoderParams, pool: Adapter | None, adapter: jax.Array, last_1D: jax.Array) -> jax.Array:
+    """Return the logits [1, V] of a prompt's last hidden state."""
+    return models.logits(params, last_1D, take_adapter(pool, adapter))
+
+
+@partial(jax.jit, static_argnames="max_topk")
+def draw_first(logits_1V: jax.Array, draws: DrawParams, wants_topk: jax.Array, *, max_topk: int) -> Drawn:
+    """Draw the first token of M samples of one prompt from its logits."""
+    M = draws.index_S.shape[0]
+    logits_MV = jnp.broadcast_to(logits_1V, (M, logits_1V.shape[1]))
+    return draw(logits_MV, draws, jnp.zeros(M, jnp.int32), max_topk=max_topk, wants_topk=wants_topk)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot_S: jax.Array, count: jax.Array) -> KeyValues:
+    """Copy a prompt of `size` tokens into the first `count` of `slot_S`, one by one, so that no second cache exists."""
+
+    def one(i: jax.Array, cache: KeyValues) -> KeyValues:
+        return kv_cache.insert(cache, prompt, size, slot_S[i])
+
+    return jax.lax.fori_loop(0, count, one, cache)
+
+
+@partial(jax.jit, static_argnames="size")
+def read_positions(cache: KeyValues, slot: jax.Array, start: jax.Array, *, size: int) -> KeyValues:
+    """Return a copy [L, 1, K, T, H] of `size` positions of one slot; the slot must have all of them."""
+
+    def read(leaf: jax.Array) -> jax.Array:
+        num_layers, _, num_kv_heads, _, head_dim = leaf.shape
+        return jax.lax.dynamic_slice(leaf, (0, slot, 0, start, 0), (num_layers, 1, num_kv_heads, size, head_dim))
+
+    return jax.tree.map(read, cache)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def write_positions(cache: KeyValues, block: KeyValues, slot: jax.Array, start: jax.Array) -> KeyValues:
+    """Write what `read_positions` returned into a slot."""
+    return jax.tree.map(
+        lambda into, leaf: jax.lax.dynamic_update_slice(into, leaf, (0, slot, 0, start, 0)), cache, block
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "read_length", "max_steps", "max_topk"), donate_argnames="cache")
+def decode_slice(
+    params: DecoderParams,
+    config: ModelConfig,
+    pool: Adapter | None,
+    cache: KeyValues,
+    batch: SlotBatch,
+    num_steps: jax.Array,
+    *,
+    read_length: int,
+    max_steps: int,
+    max_topk: int,
+) -> tuple[KeyValues, Drawn]:
+    """Run `num_steps` <= `max_steps` decode steps of every slot.
+
+    `read_length` must be at least the position of every live slot. A slot that runs past its own end, or the cache's,
+    affects only itself. With `params` split by layer the positions read are split by layer once per slice rather than
+    in each step: a larger program and more memory, but much less copying on CPU.
+
+    Returns:
+        The cache, and the tokens drawn with a leading axis N of `max_steps`, filled up to `num_steps`.
+    """
+    is_by_layer = isinstance(params.layers, tuple)
+    opened = kv_cache.open_slice(
+        cache, batch.position_S, read_length=read_length, max_tokens=max_steps, by_layer=is_by_layer
+    )
+
+    def step(n: jax.Array, carry: tuple[Recent, jax.Array, Drawn]) -> tuple[Recent, jax.Array, Drawn]:
+        recent, token_S, kept = carry
+        now = replace(opened, recent=recent, num_recent=n)
+        hidden_SD, now = models.decode_step(params, config, token_S, now, pool, batch.adapter_G)
+        logits_SV = models.logits(params, hidden_SD, pool, batch.adapter_G)
+        drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
+        return now.recent, drawn.tokens, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
+
+    S, K = batch.token_S.shape[0], min(max_topk, config.vocab_size)
+    kept = Drawn(
+        tokens=jnp.zeros((max_steps, S), jnp.int32),
+        logprobs=jnp.zeros((max_steps, S), jnp.float32),
+        topk_tokens=jnp.zeros((max_steps, S, K), jnp.int32),
+        topk_logprobs=jnp.zeros((max_steps, S, K), jnp.float32),
+    )
+    recent, _, kept = jax.lax.fori_loop(0, num_steps, step, (opened.recent, batch.token_S, kept))
+    cache = kv_cache.close_slice(cache, replace(opened, recent=recent, num_recent=num_steps))
+    return jax.tree.map(lambda leaf: params.layout.constrain(leaf, *kv_cache.AXES), cache), kept

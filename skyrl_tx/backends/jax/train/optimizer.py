@@ -1,0 +1,89 @@
+"""AdamW on one model's weights: Loshchilov & Hutter 2019, arXiv:1711.05101, with the arithmetic of torch.optim.AdamW.
+
+optax gives other numbers than torch, see docs/decisions/training.md: its clipping has no epsilon, betas as float32 data
+lose the digits of 1 - beta, and `eps` 0 gives NaN where ranks are padded.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from skyrl_tx.contract.requests import OptimizerParams
+from skyrl_tx.layers.lora import AdapterWeights
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
+
+
+@struct.dataclass
+class OptimizerState:
+    """The first and second moments, in the shapes of the weights, and the number of steps, int32."""
+
+    first: AdapterWeights
+    second: AdapterWeights
+    step: Any
+
+
+@struct.dataclass
+class Coefficients:
+    """The factors of one step, float32 scalars. The host computes them in float64, as torch does."""
+
+    decay: Any  # 1 - learning rate * weight decay
+    step_size: Any  # learning rate / (1 - beta1^t)
+    root_correction: Any  # sqrt(1 - beta2^t)
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    eps: Any
+    max_norm: Any  # infinity: no clipping
+
+
+def fresh_state(weights: AdapterWeights) -> OptimizerState:
+    """Return the state before the first step, as host arrays."""
+
+    def zeros() -> AdapterWeights:
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), weights)
+
+    return OptimizerState(first=zeros(), second=zeros(), step=np.int32(0))
+
+
+def coefficients(params: OptimizerParams, step: int) -> Coefficients:
+    """Return the factors of the `step`-th step, counted from 1."""
+    assert 0 <= params.beta1 < 1 and 0 <= params.beta2 < 1, params
+    assert min(params.learning_rate, params.eps, params.weight_decay, params.grad_clip_norm) >= 0, params
+    with np.errstate(over="ignore"):  # a very large learning rate becomes infinite, and affects its own model only
+        return Coefficients(
+            decay=np.float32(1 - params.learning_rate * params.weight_decay),
+            step_size=np.float32(params.learning_rate / (1 - params.beta1**step)),
+            root_correction=np.float32((1 - params.beta2**step) ** 0.5),
+            one_minus_beta1=np.float32(1 - params.beta1),
+            beta2=np.float32(params.beta2),
+            one_minus_beta2=np.float32(1 - params.beta2),
+            eps=np.float32(params.eps),
+            max_norm=np.float32(params.grad_clip_norm if params.grad_clip_norm > 0 else np.inf),
+        )
+
+
+@jax.jit
+def adamw(
+    weights: AdapterWeights, state: OptimizerState, gradient: AdapterWeights, c: Coefficients
+) -> tuple[AdapterWeights, OptimizerState, jax.Array]:
+    """Return new weights, new state and the global L2 norm of the gradient before clipping.
+
+    Padded ranks, whose weights and gradients are always zero, stay zero even with `eps` 0.
+    """
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)))
+    clip = jnp.where(jnp.isinf(c.max_norm), 1.0, jnp.minimum(1.0, c.max_norm / (norm + CLIP_EPSILON)))
+    gradient = jax.tree.map(lambda g: g * clip, gradient)
+    first = jax.tree.map(lambda m, g: m + (g - m) * c.one_minus_beta1, state.first, gradient)
+    second = jax.tree.map(lambda v, g: v * c.beta2 + g * g * c.one_minus_beta2, state.second, gradient)
+
+    def update(weight: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        change = c.step_size * m / (jnp.sqrt(v) / c.root_correction + c.eps)
+        return weight * c.decay - jnp.where(m == 0, 0.0, change)
+
+    weights = jax.tree.map(update, weights, first, second)
+    return weights, OptimizerState(first=first, second=second, step=state.step + 1), norm

@@ -1,0 +1,211 @@
+"""A pass over whole requests: dispatches micro-batches one by one, and commits gradients when all have succeeded.
+
+So a pass that runs out of device memory can start again with smaller micro-batches.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import jax
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted, no_memory
+from skyrl_tx.backends.jax.train import packing
+from skyrl_tx.backends.jax.train import step as training
+from skyrl_tx.backends.jax.train.adapters import AdapterPool, TrainingState
+from skyrl_tx.contract.backend import Pass
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.results import PassResult
+from skyrl_tx.layers.lora import AdapterWeights
+
+log = logging.getLogger(__name__)
+
+MAX_DISPATCHED = 2
+"""The most micro-batches queued on the device: one that runs, and the next. With more, a new sample waits longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The examples of one request, and the index in the batch of the first."""
+
+    model_id: ModelId
+    start: int
+    examples: tuple[PassExample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One planned micro-batch of a request."""
+
+    request: _Request
+    plan: packing.MicroBatchPlan
+    is_last: bool
+
+
+class DispatchLimit:
+    """Bounds the micro-batches of all passes that are queued on the device."""
+
+    def __init__(self) -> None:
+        self._logprobs: deque[jax.Array] = deque()
+
+    def wait(self) -> None:
+        """Wait until another micro-batch may be dispatched."""
+        while len(self._logprobs) >= MAX_DISPATCHED:
+            with suppress(jax.errors.JaxRuntimeError):  # the pass that it belongs to gets the error in `results`
+                self._logprobs.popleft().block_until_ready()
+
+    def add(self, outputs: training.Outputs) -> None:
+        """Count a dispatched micro-batch."""
+        self._logprobs.append(outputs.logprobs)
+
+
+class JaxPass(Pass):
+    """See Pass.
+
+    The gradient of each request is summed by itself, in the order of its micro-batches, then added to its model's.
+    """
+
+    def __init__(
+        self,
+        batch: PreparedModelPassBatch,
+        *,
+        backward: bool,
+        params: models.DecoderParams,
+        config: models.ModelConfig,
+        pool: AdapterPool,
+        memory: Memory,
+        limit: DispatchLimit,
+        num_rows: int,
+    ) -> None:
+        """Plan the micro-batches, each with `num_rows` rows, which the mesh shards."""
+        self._params = params
+        self._num_rows = num_rows
+        self._config = config
+        self._pool = pool
+        self._backward = backward
+        self._memory = memory
+        self._limit = limit
+        self._requests = _group(batch.examples)
+        self._before: dict[ModelId, TrainingState] = {r.model_id: pool.get(r.model_id) for r in self._requests}
+        self._is_finished = self._has_shrunk = False
+        self._restart(memory.plan)
+
+    def _restart(self, memory_plan: MemoryPlan) -> None:
+        """Discard what was computed, and plan all micro-batches."""
+        self._memory_plan = memory_plan
+        self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
+        self._request_gradient: AdapterWeights | None = None
+        self._dispatched: list[tuple[_Step, training.Outputs]] = []
+        self._pending = deque(self._steps(memory_plan))
+
+    def _steps(self, memory_plan: MemoryPlan) -> list[_Step]:
+        steps: list[_Step] = []
+        for request in self._requests:
+            plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, self._num_rows)
+            steps += (_Step(request, plan, plan is plans[-1]) for plan in plans)
+        return steps
+
+    def step(self) -> bool:
+        """See Pass."""
+        assert not self._is_finished, "this pass has ended"
+        if self._pending:
+            step = self._pending.popleft()
+            self._limit.wait()
+            with self._restart_if_exhausted():
+                outputs = self._dispatch(step)
+                self._limit.add(outputs)
+                self._dispatched.append((step, outputs))
+        return not self._pending
+
+    def results(self) -> list[PassResult]:
+        """See Pass."""
+        outputs: list[Any] | None = None  # on the host
+        while outputs is None:
+            while not self.step():
+                pass
+            with self._restart_if_exhausted():  # some devices report an error only when results are read
+                jax.block_until_ready(self._gradients)
+                outputs = jax.device_get([outputs for _, outputs in self._dispatched])
+        results: dict[int, PassResult] = {}
+        for (step, _), output in zip(self._dispatched, outputs, strict=True):
+            request = step.request
+            for index, result in packing.read_results(step.plan, request.examples, output.logprobs, output.loss):
+                results[request.start + index] = result
+        if self._backward:
+            self._commit()
+        if self._has_shrunk:
+            self._memory.shrink(self._memory_plan)
+        self.abort()
+        return [results[index] for index in range(len(results))]
+
+    def abort(self) -> None:
+        """See Pass."""
+        self._is_finished = True
+        self._pending.clear()
+        self._dispatched, self._gradients, self._request_gradient = [], {}, None
+
+    def _commit(self) -> None:
+        for model_id, before in self._before.items():
+            assert self._pool.get(model_id) is before, "a model must not change while a pass over it runs"
+        for model_id, before in self._before.items():
+            self._pool.put(model_id, before.with_gradient(self._gradients[model_id]))
+
+    @contextmanager
+    def _restart_if_exhausted(self) -> Generator[None]:
+        """If the device is out of memory, restart with smaller micro-batches. Raises CapacityError if there are none.
+
+        The smaller plan becomes that of later passes only when this pass has succeeded with it, because other shapes
+        give other bits.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            self._restart(self._smaller(error))
+            self._has_shrunk = True
+
+    def _smaller(self, error: Exception) -> MemoryPlan:
+        """Return a memory plan with smaller micro-batches for this pass. Raises CapacityError if there is none."""
+        largest = max(step.plan.num_tokens for step in self._steps(self._memory_plan))
+        for plan in self._memory_plan.smaller():
+            helps = plan.remat and not self._memory_plan.remat and self._backward
+            if helps or max(step.plan.num_tokens for step in self._steps(plan)) < largest:
+                log.warning("out of device memory with %s: retrying with %s (%s)", self._memory_plan, plan, error)
+                return plan
+        raise no_memory("this pass, in the smallest micro-batches", error) from error
+
+    def _dispatch(self, step: _Step) -> training.Outputs:
+        request = step.request
+        batch = packing.fill(step.plan, request.examples)
+        adapter = self._before[request.model_id].adapter
+        if not self._backward:
+            return training.forward(self._params, adapter, batch, config=self._config)
+        if self._request_gradient is None:
+            self._request_gradient = training.zeros_like(adapter.weights)
+        self._request_gradient, outputs = training.accumulate(
+            self._params, adapter, self._request_gradient, batch, config=self._config, remat=self._memory_plan.remat
+        )
+        if step.is_last:
+            total = self._gradients[request.model_id]
+            new = self._request_gradient
+            self._gradients[request.model_id] = new if total is None else training.sum_gradients(total, new)
+            self._request_gradient = None
+        return outputs
+
+
+def _group(examples: tuple[PassExample, ...]) -> list[_Request]:
+    requests: list[_Request] = []
+    start = 0
+    for _, group in groupby(examples, key=lambda example: example.request_id):
+        members = tuple(group)
+        requests.append(_Request(members[0].model_id, start, members))
+        start += len(members)
+    assert len({request.examples[0].request_id for request in requests}) == len(requests), "a request is not adjacent"
+    return requests

@@ -1,0 +1,102 @@
+"""The compiled functions of training: one micro-batch of one adapter, with or without its gradient.
+
+Legend: B rows, T positions. Only shapes are static. Everything that differs between requests, their loss included, is
+data.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.mesh import constrain_adapter
+from skyrl_tx.backends.jax.train import loss_switch
+from skyrl_tx.backends.jax.train.packing import MicroBatch
+from skyrl_tx.layers.lora import Adapter, AdapterWeights
+from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.losses import LossOutput
+
+
+@struct.dataclass
+class Outputs:
+    """The outputs of a micro-batch: log-probabilities in the shape of its targets, each position's loss and metrics."""
+
+    logprobs: jax.Array
+    loss: LossOutput
+
+
+@partial(jax.jit, static_argnames="config")
+def forward(
+    params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
+) -> Outputs:
+    """Compute one micro-batch without a gradient."""
+    hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, start_BT=batch.start_BT)
+    logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
+    return Outputs(logprobs, loss_switch.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT))
+
+
+@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total")
+def accumulate(
+    params: models.DecoderParams,
+    adapter: Adapter,
+    total: AdapterWeights,
+    batch: MicroBatch,
+    *,
+    config: models.ModelConfig,
+    remat: bool,
+) -> tuple[AdapterWeights, Outputs]:
+    """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused.
+
+    With `remat`, the backward pass recomputes whole layers.
+    """
+
+    def hidden_of(weights: AdapterWeights) -> jax.Array:
+        own = Adapter(weights, adapter.scale)
+        policy = RematPolicy.FULL if remat else RematPolicy.SAVE_MATMULS
+        return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=policy)
+
+    hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
+    logprobs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)
+    (d_blocks,) = backward(d_hidden_BTD)
+    loss = loss_switch.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
+    outputs = Outputs(logprobs, loss)
+    total = jax.tree.map(jnp.add, total, d_blocks | d_unembed)
+    return constrain_adapter(params.layout, config, total), outputs
+
+
+def _head(
+    params: models.DecoderParams, adapter: Adapter, hidden_BTD: jax.Array, batch: MicroBatch
+) -> tuple[jax.Array, jax.Array, AdapterWeights]:
+    """Return log-probabilities, and the loss's gradient by the hidden states and by the unembedding's adapter.
+
+    For a local loss, d loss / d logprob follows from the chunk of logits that is in memory, so the logits are computed
+    once. For any other loss they are computed twice, the first time to get d loss / d logprob of whole rows.
+    """
+    is_local = loss_switch.is_local(batch.loss, batch.targets.ndim)
+
+    def gradient_of_rows() -> jax.Array:
+        logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
+        return loss_switch.logprob_gradient(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
+
+    def gradient_of_chunk(logprobs: jax.Array, pieces: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
+        of_rows, inputs = pieces
+        own = loss_switch.logprob_gradient(batch.loss, logprobs, inputs, batch.config_BC)
+        return jnp.where(is_local, own, of_rows)
+
+    of_rows = jax.lax.cond(is_local, lambda: jnp.zeros(batch.targets.shape), gradient_of_rows)
+    return models.target_logprobs_and_gradient(
+        params, hidden_BTD, batch.targets, adapter, gradient_of_chunk, (of_rows, batch.inputs)
+    )
+
+
+@jax.jit
+def sum_gradients(x: AdapterWeights, y: AdapterWeights) -> AdapterWeights:
+    """Return the sum of two gradients without donating either."""
+    return jax.tree.map(jnp.add, x, y)
+
+
+def zeros_like(weights: AdapterWeights) -> AdapterWeights:
+    """Return a gradient of zeros, placed as the weights: another placement would compile `accumulate` again."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), weights)

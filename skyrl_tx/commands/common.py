@@ -1,0 +1,122 @@
+"""Shared by the commands: flags, access to a data directory, and output of records as a table or as JSON."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sqlmodel import Session
+
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.settings import ENVIRONMENT_PREFIX, default_data_dir
+from skyrl_tx.store import checkpoints
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.dialect import DATABASE_NAME, role_lock
+from skyrl_tx.store.errors import StoreInUse
+from skyrl_tx.store.tables import CheckpointRow
+
+Record = dict[str, object]
+
+
+class CommandError(Exception):
+    """A command fails; the message states the reason."""
+
+
+def absolute_path(text: str) -> Path:
+    """Convert the value of a flag or an argument."""
+    return Path(text).expanduser().absolute()
+
+
+def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
+    """Add the flags --data-dir and --database-url, and set the function that runs the command."""
+    parser.add_argument(
+        "--data-dir",
+        type=absolute_path,
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATA_DIR") or str(default_data_dir()),
+        help="the server's data directory (default: $SKYRL_TX_DATA_DIR, or the default of `serve`)",
+    )
+    parser.add_argument(
+        "--database-url",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATABASE_URL"),
+        help="the server's database if it is not a file in --data-dir (default: $SKYRL_TX_DATABASE_URL)",
+    )
+    parser.set_defaults(run=run)
+
+
+def finish_list_parser(
+    parser: argparse.ArgumentParser, read: Callable[[Session, argparse.Namespace], Sequence[Record]], nothing: str
+) -> None:
+    """Add the common flags and --json; the command prints the records that `read` returns, or `nothing`."""
+
+    def run(arguments: argparse.Namespace) -> None:
+        with open_database(arguments) as store:
+            records = store.read(lambda tx: read(tx, arguments))
+        if arguments.json:
+            print(json.dumps(records, indent=2))
+        else:
+            print("\n".join(_table(records)) if records else nothing)
+
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    finish_parser(parser, run)
+
+
+def open_database(arguments: argparse.Namespace, *, create: bool = False) -> closing[Store]:
+    """Open the database, which a server may be using; raises CommandError if there is none and `create` is False."""
+    data_dir: Path = arguments.data_dir
+    url: str | None = arguments.database_url or None
+    if not create and url is None and not (data_dir / DATABASE_NAME).is_file():
+        raise CommandError(f"--data-dir {data_dir}: no server has stored anything there")
+    return closing(Store.open(data_dir, role="tool", url=url))
+
+
+def find_checkpoint(store: Store, text: str) -> CheckpointRow:
+    """Return a checkpoint by its path; raises UserError for an invalid path, CommandError for an unknown checkpoint."""
+    path = CheckpointPath.parse(text)
+    row = store.read(lambda tx: checkpoints.get(tx, path, time.time()))
+    if row is None:
+        raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+    return row
+
+
+def collect_artifacts(store: Store, data_dir: Path) -> str:
+    """Remove unreferenced artifacts, unless a running engine does that; return a message for the user."""
+    try:
+        with role_lock(data_dir, "engine"):
+            keep = store.read(checkpoints.referenced_artifacts)
+            if keep is None:
+                return "no files were removed: a pending load request is damaged; the next start of the server fails it"
+            removed = ArtifactStore(data_dir / "artifacts").collect(keep)
+    except StoreInUse:
+        return "the running server removes the unused files"
+    return f"removed {len(removed)} unused artifacts; recent ones are removed by the next start of the server"
+
+
+def when(seconds: float | None) -> str | None:
+    """Return a time as text in UTC."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def _table(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the lines of a table of records with equal keys."""
+    rows = [[_text(value) for value in record.values()] for record in records]
+    rows.insert(0, [name.upper().replace("_", " ") for name in records[0]])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _text(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return ", ".join(map(str, value)) or "-"
+        case _:
+            return str(value)

@@ -1,0 +1,75 @@
+"""Dependencies shared by the engine's components."""
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
+from skyrl_tx.contract.requests import ModelPass, Rejected
+from skyrl_tx.contract.results import Failure
+from skyrl_tx.engine.background_writer import BackgroundWriter
+from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
+from skyrl_tx.engine.residency import Models, Samplers
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.store import models
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
+
+_log = logging.getLogger(__name__)
+FATAL_ERRORS = (BackendLost, StoreError)
+"""Errors that end the engine, because the device or the database is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """The components of one engine, and how a request fails."""
+
+    settings: EngineSettings
+    backend: AbstractBackend
+    capabilities: Capabilities
+    store: Store
+    attempts: DeliveryAttempts
+    request_log: RequestLog
+    background_writer: BackgroundWriter
+    recovery: Recovery
+    models: Models
+    samplers: Samplers
+    ephemeral_samplers: EphemeralSamplers
+
+    def count_attempts(self, requests: list[QueuedRequest]) -> list[QueuedRequest]:
+        """Count a delivery attempt of each request and return those that may run.
+
+        The others were running in too many crashes and fail now.
+        """
+        accepted: list[QueuedRequest] = []
+        for queued in requests:
+            if queued.attempts < self.settings.max_attempts:
+                accepted.append(queued)
+            else:
+                message = f"given up: the engine ended {queued.attempts} times while it ran this"
+                self.fail(queued, ServerError(message))
+        if accepted:
+            self.attempts.count([queued.request_id for queued in accepted])
+        return accepted
+
+    def fail(self, queued: QueuedRequest, error: Exception) -> None:
+        """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""
+        if isinstance(error, FATAL_ERRORS):
+            raise error
+        if not isinstance(error, RequestError):
+            _log.error("%s request %s failed", queued.kind, queued.request_id, exc_info=error)
+            error = ServerError(f"internal error: {type(error).__name__}: {error}")
+        failure = Failure(message=error.message, category=error.category)
+        request, model_id, rows = queued.request, queued.model_id, None
+        if model_id is not None and isinstance(request, ModelPass | Rejected) and request.backward:
+            with suppress(RequestError):  # a model that does not exist has no gradient
+                model = self.models.get(model_id)
+                model.gradient_error = cause = model.gradient_error or failure.message
+                rows = partial(models.set_incomplete_gradient, model_id=model_id, message=cause)
+        self.request_log.commit(queued, failure, rows)

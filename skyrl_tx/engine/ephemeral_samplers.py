@@ -1,0 +1,130 @@
+"""Ephemeral samplers: usable as soon as their save has a result, written to disk in the background.
+
+Until its files exist, such a sampler is in memory only. Its save is a log record of the model, so that replay creates
+it again, and no snapshot that contains the save is recorded before the files are on disk.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from skyrl_tx.artifacts import Artifact, ArtifactStore, artifact_id_for
+from skyrl_tx.contract.backend import Snapshot
+from skyrl_tx.contract.errors import ServerError
+from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import SaveWeights
+from skyrl_tx.engine.background_writer import BackgroundWriter
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.store import samplers
+from skyrl_tx.store.database import Store
+
+_log = logging.getLogger(__name__)
+
+
+def sampler_of(request_id: RequestId) -> SamplerId:
+    """Return the id of the sampler that an ephemeral save creates: the same whenever the save is replayed."""
+    return SamplerId(artifact_id_for(request_id))
+
+
+@dataclass(slots=True, kw_only=True)
+class _UnwrittenSampler:
+    """A sampler without files. `error` is why the last write failed; None while it is being written."""
+
+    model_id: ModelId
+    effect_order: int
+    snapshot: Snapshot
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class EphemeralSamplers:
+    """Writes ephemeral samplers to disk, and holds those that are not written yet."""
+
+    background_writer: BackgroundWriter
+    store: Store
+    artifacts: ArtifactStore
+    metadata: Mapping[str, str]
+    """Added to each artifact."""
+    max_pending: int
+    """A model whose save exceeds this number of unwritten samplers waits for its write."""
+    _unwritten: dict[SamplerId, _UnwrittenSampler] = field(default_factory=dict[SamplerId, _UnwrittenSampler])
+    _lost: dict[SamplerId, str] = field(default_factory=dict[SamplerId, str])
+
+    def check_capacity(self) -> None:
+        """Raise ServerError while as many writes have failed as may be pending."""
+        errors = [each.error for each in self._unwritten.values() if each.error is not None]
+        if len(errors) >= self.max_pending:
+            raise ServerError(f"{len(errors)} ephemeral samplers wait to be written to the disk: {errors[-1]}")
+
+    def add(self, sampler: SamplerId, model_id: ModelId, effect_order: int, snapshot: Snapshot) -> None:
+        """Start to write a sampler that the log record `effect_order` created. No effect if it is pending already."""
+        if sampler in self._unwritten:
+            return
+        self._lost.pop(sampler, None)
+        self._unwritten[sampler] = _UnwrittenSampler(model_id=model_id, effect_order=effect_order, snapshot=snapshot)
+        self._write(sampler, blocks=model_id if len(self._unwritten) > self.max_pending else None)
+
+    def recreate(self, save: QueuedRequest, effect_order: int, capture: Callable[[], Snapshot]) -> None:
+        """Create the sampler of a replayed save again, if a session uses it and its files were never written."""
+        request = save.request
+        if not isinstance(request, SaveWeights) or (name := request.sampling_session_id) is None:
+            return
+        row = self.store.read(lambda tx: samplers.get(tx, name))
+        sampler = sampler_of(save.request_id)
+        if row is not None and row.sampler_id is not None and not self._has_files(sampler):
+            assert save.model_id is not None
+            self.add(sampler, save.model_id, effect_order, capture())
+
+    def lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
+        """Return the samplers whose files a crash prevented, by model and by the save that created them."""
+        lost: dict[ModelId, dict[RequestId, SamplerId]] = {}
+        for each in self.store.read(samplers.list_ephemeral):
+            if sampler_of(each.request_id) == each.sampler_id and not self._has_files(each.sampler_id):
+                lost.setdefault(each.model_id, {})[each.request_id] = each.sampler_id
+        return lost
+
+    def mark_lost(self, lost: Iterable[SamplerId], reason: str) -> None:
+        """Record why samplers cannot be used. Restoring their model clears it."""
+        self._lost.update(dict.fromkeys(lost, reason))
+
+    def pending_snapshot(self, sampler: SamplerId) -> Snapshot | None:
+        """Return the weights of a sampler that is not written yet. Raises ServerError for a lost one."""
+        if sampler in self._lost:
+            raise ServerError(self._lost[sampler])
+        unwritten = self._unwritten.get(sampler)
+        return None if unwritten is None else unwritten.snapshot
+
+    def has_unwritten(self, model_id: ModelId, up_to: int) -> bool:
+        """Whether a sampler of a log record up to `up_to` of this model has no files yet."""
+        return any(each.model_id == model_id and each.effect_order <= up_to for each in self._unwritten.values())
+
+    def retry_failed_writes(self) -> None:
+        """Start the failed writes again."""
+        for sampler, unwritten in self._unwritten.items():
+            if unwritten.error is not None:
+                unwritten.error = None
+                self._write(sampler)
+
+    def _has_files(self, sampler: SamplerId) -> bool:
+        return self.artifacts.has(ArtifactId(sampler))
+
+    def _write(self, sampler: SamplerId, blocks: ModelId | None = None) -> None:
+        unwritten = self._unwritten[sampler]
+        metadata = {**self.metadata, "model_id": unwritten.model_id, "kind": "sampler_weights"}
+
+        def on_written(future: Future[Artifact]) -> None:
+            try:
+                artifact = future.result()
+            except Exception as error:  # the sampler stays in memory, and housekeeping tries again
+                _log.exception("cannot write ephemeral sampler %s of model %s", sampler, unwritten.model_id)
+                unwritten.error = error
+                return
+            del self._unwritten[sampler]
+            self.store.write_soon(lambda tx: samplers.set_size(tx, unwritten.model_id, sampler, artifact.size_bytes))
+
+        self.background_writer.submit(
+            lambda: self.artifacts.create(unwritten.snapshot.write, metadata, ArtifactId(sampler)),
+            on_written,
+            blocks=blocks,
+        )

@@ -1,0 +1,165 @@
+"""Heartbeat timeouts, retention and garbage collection."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from sqlmodel import Session
+
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
+from skyrl_tx.engine.context import EngineContext
+from skyrl_tx.engine.sampling import SamplingExecutor
+from skyrl_tx.store import checkpoints, futures, models, pruning, samplers, sessions, stability
+from skyrl_tx.store.database import Store
+
+_log = logging.getLogger(__name__)
+_CHECK_PERIOD_S = 0.05
+_MAX_CHECK_GAP_S = 60.0
+"""Uptime that one check adds to `continuous_s` at most: an engine that was busy for longer cannot know more."""
+
+
+class ApiUptime:
+    """API uptime as seen by the engine. Clients can send heartbeats and requests only during this time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._checked_at = time.monotonic()
+        self._total_s = self._continuous_s = 0.0
+
+    def total_s(self) -> float:
+        """Return the total uptime: a clock that stops while the API is down."""
+        self._check()
+        return self._total_s
+
+    def continuous_s(self) -> float:
+        """Return the uptime since the API was last down."""
+        self._check()
+        return self._continuous_s
+
+    def _check(self) -> None:
+        elapsed = time.monotonic() - self._checked_at
+        if elapsed < _CHECK_PERIOD_S:  # a check takes a system call
+            return
+        self._checked_at += elapsed
+        if self._store.is_peer_running():
+            self._total_s += elapsed
+            self._continuous_s += min(elapsed, _MAX_CHECK_GAP_S)
+        else:
+            self._continuous_s = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Housekeeping:
+    """Frees what closed sessions hold, and removes expired data."""
+
+    context: EngineContext
+    artifacts: ArtifactStore
+    sampling: SamplingExecutor
+    api_uptime: ApiUptime
+
+    def evict_idle_models(self, is_waiting: Callable[[ModelId], bool], now: float) -> None:
+        """Evict the models of closed sessions that have no running or waiting request."""
+        models = self.context.models
+        for model in models.resident():
+            is_needed = model.model_id in models.busy or is_waiting(model.model_id)
+            if not is_needed and self._end_of(model.session_id, now) is not None:
+                models.evict(model)
+
+    def fail_samples_of_closed_sessions(self, now: float) -> None:
+        """Fail the samples of closed sessions. Their clients cannot fetch them."""
+        for session_id in self.sampling.sessions():
+            if (how := self._end_of(session_id, now)) is not None:
+                self.sampling.end_session(session_id, f"its session {how}; begin a new one to sample again")
+
+    def expire(self, now: float) -> None:
+        """Remove models, checkpoints, samplers and sampled logprobs past their retention; close silent sessions."""
+        settings = self.context.settings
+        retention_s = self._timeout_s(settings.session_retention_s)
+        reason = f"no heartbeat for {retention_s:.0f} s"
+
+        def drop(tx: Session) -> list[ModelId]:
+            checkpoints.expire(tx, now)
+            before = now - settings.sampler_retention_s
+            samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
+            stability.expire(tx, now)
+            sessions.finish_timed_out(tx, now - retention_s, reason, now)
+            return models.expire(tx, now - retention_s)
+
+        for model_id in self.context.store.write(drop):
+            self.context.models.discard(model_id)
+            _log.info("removed model %s: its session is past its retention", model_id)
+
+    def collect_garbage(self, read_position: int, now: float) -> None:
+        """Start to remove unreferenced artifacts, and evict unreferenced samplers.
+
+        Nothing is removed while requests that arrived after `read_position` wait: they may name an artifact that lost
+        its other references since.
+        """
+
+        def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
+            return bool(futures.pending(tx, read_position, 1)), checkpoints.referenced_artifacts(tx)
+
+        # One transaction: a request that arrives later names a referenced artifact or a young one.
+        has_unread, referenced = self.context.store.read(look)
+        if has_unread:
+            _log.debug("no artifact is removed now: there are unread requests")
+            return
+        if referenced is None:
+            _log.warning("no artifact is removed now: a waiting load_weights is damaged and its artifact is unknown")
+            return
+        in_use = self.sampling.samplers_in_use()
+        keep = referenced | {ArtifactId(sampler) for sampler in in_use}
+        self._evict_idle_samplers(keep, in_use, now)
+
+        def on_collected(removed: Future[list[ArtifactId]]) -> None:
+            if (error := removed.exception()) is not None:  # they only take disk space
+                _log.error("cannot remove unreferenced artifacts; retrying later", exc_info=error)
+                return
+            for artifact_id in removed.result():
+                _log.debug("removed unreferenced artifact %s", artifact_id)
+
+        self.context.background_writer.submit(lambda: self.artifacts.collect(keep), on_collected)
+
+    def prune(self, now: float) -> bool:
+        """Remove some old results, requests and sampling sessions. Returns whether more are left."""
+        settings = self.context.settings
+        session_retention_s = self._timeout_s(settings.session_retention_s)
+
+        def drop(tx: Session) -> int:
+            num_results = pruning.prune_results(tx, now, retention_s=settings.result_retention_s)
+            num_requests = pruning.delete_tombstones(
+                tx, now, retention_s=settings.request_retention_s, session_retention_s=session_retention_s
+            )
+            num_samplers = pruning.delete_sampling_sessions(tx, now - session_retention_s)
+            return max(num_results, num_requests, num_samplers)
+
+        is_full = self.context.store.write(drop) >= pruning.MAX_ROWS
+        return self.context.store.vacuum() or is_full
+
+    def _end_of(self, session_id: SessionId, now: float) -> str | None:
+        """Return how a session ended or that its heartbeat timed out; None while it is open."""
+        row = self.context.store.read(lambda tx: sessions.get(tx, session_id))
+        if row is None:
+            return "is gone"
+        if row.finished_at is not None:
+            return f"has finished ({row.finish_reason})"
+        timeout_s = self._timeout_s(self.context.settings.session_timeout_s)
+        return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
+
+    def _timeout_s(self, limit_s: float) -> float:
+        """Return a heartbeat timeout: infinite until the API was up long enough to receive heartbeats."""
+        settings = self.context.settings
+        enough_s = min(settings.session_timeout_s, settings.session_retention_s)
+        return limit_s if self.api_uptime.continuous_s() >= enough_s else math.inf
+
+    def _evict_idle_samplers(self, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
+        """Evict samplers that are unreferenced, or that only closed sessions used."""
+        for sampler, used_by in self.context.samplers.idle().items():
+            is_wanted = sampler in in_use or any(self._end_of(session_id, now) is None for session_id in used_by)
+            if not is_wanted or ArtifactId(sampler) not in keep:
+                self.context.samplers.evict(sampler)
+                _log.info("evicted sampler %s", sampler)

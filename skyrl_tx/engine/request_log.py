@@ -1,0 +1,144 @@
+"""Delivery attempts, and the commit of results: one transaction per result, in the order of the log."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from sqlmodel import Session
+
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import Sample
+from skyrl_tx.contract.results import Failure, Result
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.failpoints import failpoint
+from skyrl_tx.store import futures, models
+from skyrl_tx.store.database import Store, StoreError
+
+_log = logging.getLogger(__name__)
+_TOUCH_PERIOD_S = 5.0  # `last_request_at` is informative only; updating it seldom keeps commits short
+Rows = Callable[[Session], object]
+"""Writes further rows in the transaction of a result."""
+
+
+class DeliveryAttempts:
+    """Counts delivery attempts on disk. A crash leaves the count, a result or a clean stop removes it. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()  # held until a write is queued, so that writes are in the order of decisions
+        self._counted: set[RequestId] = set()
+        self._is_counting = True
+
+    def count(self, request_ids: Collection[RequestId]) -> None:
+        """Count one more attempt of each request, and wait for the commit. No effect after `undo_all_on_stop`."""
+        with self._lock:
+            if not self._is_counting:
+                return
+            self._counted.update(request_ids)
+            written = self._store.write_soon(lambda tx: futures.count_delivery_attempt(tx, request_ids))
+        written.result()
+        failpoint("engine.attempt")
+
+    def forget(self, request_ids: Collection[RequestId]) -> None:
+        """Forget requests that have a result: its commit reset their counts."""
+        with self._lock:
+            self._counted.difference_update(request_ids)
+
+    def undo(self, request_ids: Collection[RequestId]) -> None:
+        """Uncount requests that were stopped cleanly and will run again."""
+        with self._lock:
+            undone = self._counted.intersection(request_ids)
+            if not undone:
+                return
+            self._counted -= undone
+            written = self._store.write_soon(lambda tx: futures.undo_delivery_attempt(tx, undone))
+        written.result()
+
+    def undo_all_on_stop(self, stop: threading.Event) -> None:
+        """Wait for `stop`, then uncount all running requests and count no more.
+
+        A process that is killed because it stops too slowly then leaves no count. Needs a thread of its own, because
+        the engine's thread may be waiting for the device.
+        """
+        stop.wait()
+        with self._lock:
+            self._is_counting = False
+        try:
+            self.undo(self._counted)
+        except StoreError as error:
+            _log.error("cannot reset the delivery attempts of running requests: %s", error)
+
+    def close(self) -> None:
+        """Stop counting and leave the counts on disk."""
+        with self._lock:
+            self._is_counting = False
+            self._counted.clear()
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """Commits results in the given order, with their log sequence numbers and dependent rows."""
+
+    store: Store
+    attempts: DeliveryAttempts
+    _pending: deque[Future[None]] = field(default_factory=deque[Future[None]])
+    _touched: dict[ModelId, float] = field(default_factory=dict[ModelId, float])
+
+    def commit(
+        self, queued: QueuedRequest, result: Result, rows: Rows | None = None, *, effect_order: int | None = None
+    ) -> None:
+        """Commit a request's result and `rows` in one transaction, without waiting for the disk.
+
+        `effect_order` is the request's log sequence number; None if it did not change its model.
+        """
+        failpoint("engine.result")
+        written = self.store.write_soon(self._transaction(queued, result, rows, effect_order))
+        written.add_done_callback(lambda _: None if written.exception() else self.attempts.forget([queued.request_id]))
+        self._pending.append(written)
+        failpoint("engine.answer")
+
+    def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows) -> None:
+        """Like `commit`, but wait. Raises what `rows` raises; nothing is committed then."""
+        self.store.write(self._transaction(queued, result, rows))
+        self.attempts.forget([queued.request_id])
+
+    def check_commits(self) -> None:
+        """Raise the error of a finished commit, if any."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+
+    def wait_for_commits(self) -> None:
+        """Wait until all results are on disk. Raises the first error."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _transaction(
+        self, queued: QueuedRequest, result: Result, rows: Rows | None, effect_order: int | None = None
+    ) -> Callable[[Session], None]:
+        data, failed, model_id = codec.encode(result), isinstance(result, Failure), queued.model_id
+
+        def write(tx: Session) -> None:
+            now = time.time()
+            if failed:
+                _log.debug("%s %s failed: %s", queued.kind, queued.request_id, result)
+            if effect_order is not None:
+                assert model_id is not None
+                counted = models.next_effect_order(tx, model_id)
+                assert counted == effect_order, f"log record {effect_order} of {model_id} is no. {counted} on disk"
+            if not futures.complete(tx, queued.request_id, data, failed=failed, effect_order=effect_order, now=now):
+                level = logging.DEBUG if isinstance(queued.request, Sample) else logging.WARNING  # samples: cancelled
+                _log.log(level, "%s request %s already has a result or was removed", queued.kind, queued.request_id)
+            if model_id is not None and now - self._touched.get(model_id, 0.0) >= _TOUCH_PERIOD_S:
+                self._touched[model_id] = now
+                with suppress(LookupError):
+                    models.touch(tx, model_id, now)
+            if rows is not None:
+                rows(tx)
+
+        return write

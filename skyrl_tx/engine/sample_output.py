@@ -1,0 +1,113 @@
+"""Assembles the output of one sample request from the backend's deltas, and finds stop strings in it."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.results import PromptResult, SampleDelta, SampledSequence, SampleOutput, StopReason, TopK
+
+_MARGIN_CHARS = 4  # a window may start inside a character, or with a space that the tokenizer drops
+
+
+class SampleAssembler:
+    """Joins the deltas of one request's samples."""
+
+    def __init__(self, request: SampleRequest, text_of: Callable[[list[int]], str]) -> None:
+        """`text_of` decodes tokens, for stop strings."""
+        self.request = request
+        self._sequences = [
+            _Sequence(StopStringMatcher(request.params.stop_strings, text_of)) for _ in range(request.num_samples)
+        ]
+        self._prompt = PromptResult()
+
+    def add(self, delta: SampleDelta) -> bool:
+        """Add one delta. Returns whether a stop string ends this sample, which the backend cannot know.
+
+        Deltas after the end of their sample are dropped.
+        """
+        if delta.prompt is not None:
+            self._prompt = delta.prompt
+        return self._sequences[delta.index].add(delta)
+
+    @property
+    def num_open(self) -> int:
+        """Number of samples that have not ended."""
+        return sum(sequence.stop_reason is None for sequence in self._sequences)
+
+    def output(self) -> SampleOutput:
+        """Return the output of all samples, once complete."""
+        return SampleOutput(
+            sequences=tuple(sequence.joined() for sequence in self._sequences),
+            prompt=self._prompt,
+            target_cells=self.request.options.target_cells,
+        )
+
+
+class _Sequence:
+    """The deltas of one sample."""
+
+    def __init__(self, matcher: "StopStringMatcher") -> None:
+        self.stop_reason: StopReason | None = None
+        self._matcher = matcher
+        self._deltas: list[SampleDelta] = []
+        self._num_dropped = 0
+
+    def add(self, delta: SampleDelta) -> bool:
+        if self.stop_reason is not None:
+            return False
+        self._deltas.append(delta)
+        self.stop_reason = delta.stop_reason
+        num_kept = self._matcher.feed(delta.tokens.tolist())
+        if num_kept is not None:
+            self.stop_reason = "stop"
+            self._num_dropped = len(delta.tokens) - num_kept
+        return num_kept is not None
+
+    def joined(self) -> SampledSequence:
+        assert self.stop_reason is not None
+        tokens = np.concatenate([delta.tokens for delta in self._deltas])
+        end = len(tokens) - self._num_dropped
+        topks = [delta.topk for delta in self._deltas if delta.topk is not None]
+        topk = None
+        if topks:
+            ids = np.concatenate([part.token_ids for part in topks])
+            topk = TopK(token_ids=ids[:end], logprobs=np.concatenate([part.logprobs for part in topks])[:end])
+        logprobs = np.concatenate([delta.logprobs for delta in self._deltas])
+        return SampledSequence(tokens=tokens[:end], logprobs=logprobs[:end], stop_reason=self.stop_reason, topk=topk)
+
+
+class StopStringMatcher:
+    """Finds stop strings in the text of one growing sample, also across token boundaries."""
+
+    def __init__(self, stop_strings: Sequence[str], text_of: Callable[[list[int]], str]) -> None:
+        self._stop_strings = tuple(stop_strings)
+        self._text_of = text_of
+        self._longest = max((len(text) for text in stop_strings), default=0)
+        self._longest_bytes = max((len(text.encode()) for text in stop_strings), default=0)
+        self._window: list[int] = []
+
+    def feed(self, tokens: list[int]) -> int | None:
+        """Add tokens. Returns how many of them to keep if a stop string ends among them, else None.
+
+        The token that completes the match is kept.
+        """
+        if not self._stop_strings:
+            return None
+        if self._matches(self._window + tokens):
+            return next(n for n in range(1, len(tokens) + 1) if self._matches(self._window + tokens[:n]))
+        self._window = self._tail(self._window + tokens)
+        return None
+
+    def _matches(self, tokens: list[int]) -> bool:
+        text = self._text_of(tokens)
+        return any(stop in text for stop in self._stop_strings)
+
+    def _tail(self, tokens: list[int]) -> list[int]:
+        """Return the last tokens, with enough text for the start of any later match."""
+        count = self._longest_bytes + _MARGIN_CHARS
+        while count < len(tokens):
+            if len(self._text_of(tokens[-count:])) >= self._longest + _MARGIN_CHARS:
+                return tokens[-count:]
+            count *= 2
+        return tokens

@@ -1,0 +1,105 @@
+"""The start-up phase: recovers from the last engine's crash before new requests run.
+
+A request that has no result but a counted delivery attempt was running when an engine crashed, and may be the cause. It
+is quarantined: executed alone, while nothing else runs and no file is being written. If the engine crashes again, only
+this request's count grows, until `max_attempts` fails it.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+
+from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import Sample
+from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.sampling import SamplingExecutor
+from skyrl_tx.engine.schedule import Schedule
+from skyrl_tx.engine.training import TrainingExecutor
+from skyrl_tx.store import futures
+
+_log = logging.getLogger(__name__)
+
+
+def recreate_lost_samplers(context: EngineContext) -> None:
+    """Create the ephemeral samplers whose files a crash prevented, by replaying their models.
+
+    The replay is a delivery attempt of the saves, so that a save whose replay crashes engines is given up.
+    """
+    for model_id, saves in sorted(context.ephemeral_samplers.lost().items()):
+        if (reason := _replay_saves(context, model_id, saves)) is not None:
+            _log.error("%d ephemeral samplers of model %s are lost: %s", len(saves), model_id, reason)
+            message = f"its unsaved weights are lost: {reason}; save them again to sample"
+            context.ephemeral_samplers.mark_lost(saves.values(), message)
+
+
+def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[RequestId]) -> str | None:
+    """Replay a model with its ephemeral saves. Returns why that failed, or None."""
+    attempts, reason = context.store.read(lambda tx: futures.max_delivery_attempts(tx, saves)), None
+    if attempts >= context.settings.max_attempts:
+        return f"the engine ended {attempts} times while it restored them"
+    context.attempts.count(saves)
+    try:
+        context.models.ensure_resident([model_id])
+    except FATAL_ERRORS:
+        raise
+    except RequestError as error:
+        reason = error.message
+    except Exception as error:  # any error concerns this model only
+        _log.exception("cannot restore model %s", model_id)
+        reason = f"internal error: {type(error).__name__}: {error}"
+    context.attempts.undo(saves)
+    return reason
+
+
+def replay_quarantined(
+    context: EngineContext, training: TrainingExecutor, sampling: SamplingExecutor, is_stopping: Callable[[], bool]
+) -> None:
+    """Execute the quarantined requests one at a time: samples first, then each model's in `seq_id` order.
+
+    Returns early when the engine stops.
+    """
+    quarantined = [QueuedRequest.from_row(row) for row in context.store.read(futures.in_flight)]
+    if not quarantined:
+        return
+    _log.warning("%d requests were running at the last crash; each runs alone now", len(quarantined))
+    by_model: dict[ModelId, list[QueuedRequest]] = {}
+    _wait_for_writes(context)
+    for queued in quarantined:
+        if queued.model_id is not None and not isinstance(queued.request, Sample):
+            by_model.setdefault(queued.model_id, []).append(queued)
+            continue
+        if is_stopping():
+            return
+        sampling.add(queued)
+        while sampling.step():
+            if is_stopping():
+                return
+        _wait_for_writes(context)
+    for model_id, requests in by_model.items():
+        schedule = _schedule_of(context, model_id, requests)
+        while not is_stopping() and (step := schedule.take(0.0)) is not None:
+            training.start_step(step)
+            while training.step():
+                pass
+            _wait_for_writes(context)
+
+
+def _schedule_of(context: EngineContext, model_id: ModelId, requests: list[QueuedRequest]) -> Schedule:
+    """Schedule a model's quarantined requests one by one, after those that precede them and arrived since.
+
+    A sequence gap before a quarantined request does not delay it: the crashed engine had waited already.
+    """
+    last_seq = max(queued.seq_id or 0 for queued in requests)
+    preceding = context.store.read(lambda tx: futures.not_started_before(tx, model_id, last_seq))
+    schedule = Schedule(gap_timeout_s=0.0, max_pass_tokens=1, max_models=1, max_batch_requests=1)
+    schedule.add_model(model_id, context.recovery.sequence_cursor(model_id))
+    for queued in (*map(QueuedRequest.from_row, preceding), *requests):
+        schedule.add(queued)
+    return schedule
+
+
+def _wait_for_writes(context: EngineContext) -> None:
+    """Wait until files and results are on disk, so that a crash while writing counts for one request only."""
+    context.background_writer.drain()
+    context.request_log.wait_for_commits()

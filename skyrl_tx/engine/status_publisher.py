@@ -1,0 +1,93 @@
+"""Publishes the engine's status every second, on a thread of its own."""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from sqlmodel import Session
+
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.store import engine_state
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, StoreUnreachable
+from skyrl_tx.store.tables import EngineStateRow, EngineStatus
+
+_log = logging.getLogger(__name__)
+_PERIOD_S = 1.0
+
+
+class StatusPublisher:
+    """Writes the engine's current status to the database: at once when it changes, and every second."""
+
+    def __init__(self, store: Store, base_models: list[str]) -> None:
+        self._store = store
+        self._base_models = base_models
+        self._boot_id = secrets.token_hex(8)
+        self._status: EngineStatus = "starting"
+        self._capabilities: Mapping[str, object] = {}
+        self.sample_load: engine_state.SampleLoad | None = None
+        """Published with the next status."""
+        self._failure: StoreUnreachable | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="engine-status", daemon=True)
+
+    def start(self) -> None:
+        """Publish "starting", and go on publishing."""
+        self._publish()
+        self._thread.start()
+
+    def set_status(self, status: EngineStatus, capabilities: Capabilities) -> None:
+        """Change the status and publish it at once, with the capabilities that clients and operators see."""
+        self._status = status
+        self._capabilities = {
+            "max_context_length": capabilities.max_context_length,
+            "vocab_size": capabilities.vocab_size,
+            "max_lora_rank": capabilities.max_lora_rank,
+            "max_models": capabilities.max_models,
+            "devices": list(capabilities.devices),
+            "num_parameters": capabilities.num_parameters,
+            "losses": sorted(capabilities.losses),
+        }
+        self._publish()
+
+    def close(self) -> None:
+        """Stop publishing."""
+        self._ended.set()
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raise StoreUnreachable if the database was lost: this process cannot write any more."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(_PERIOD_S):
+            try:
+                self._publish()
+            except StoreUnreachable as error:
+                self._failure = error
+                self._store.wake()
+                return
+            except StoreError as error:
+                _log.error("cannot write the engine's status; retrying: %s", error)
+
+    def _publish(self) -> None:
+        status, capabilities, load = self._status, self._capabilities, self.sample_load
+
+        def work(tx: Session) -> None:
+            row = EngineStateRow(
+                boot_id=self._boot_id,
+                pid=os.getpid(),
+                status=status,
+                capabilities=capabilities,
+                base_models=self._base_models,
+                load=None if load is None else asdict(load),
+                updated_at=time.time(),
+            )
+            engine_state.publish(tx, row)
+
+        self._store.write(work)

@@ -1,0 +1,152 @@
+"""Runs the requests of models: passes in batches of many requests, other requests one by one."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyrl_tx.contract.backend import Pass
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.contract.results import Failure, PassResult
+from skyrl_tx.engine import prepare, validate
+from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.handlers import handle
+from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.schedule import Step
+from skyrl_tx.failpoints import failpoint
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedPass:
+    """A valid request and its examples for the backend."""
+
+    queued: QueuedRequest
+    model_id: ModelId
+    backward: bool
+    examples: tuple[PassExample, ...]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Requests that started together, in groups that run one after the other.
+
+    `on_device` is the running pass of the first group. `long_pass_of`: the session, if this is a long pass.
+    """
+
+    models: frozenset[ModelId]
+    long_pass_of: SessionId | None
+    groups: deque[Sequence[_PreparedPass]]
+    on_device: Pass | None = None
+
+
+class TrainingExecutor:
+    """Runs batches of different models in turns of one micro-batch.
+
+    If a batch fails, each of its requests runs again alone, so that only the cause fails.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._batches: deque[_Batch] = deque()  # the next turn's batch first
+
+    @property
+    def num_running(self) -> int:
+        """Number of running batches."""
+        return len(self._batches)
+
+    @property
+    def sessions_with_long(self) -> set[SessionId]:
+        """Sessions with a running long pass."""
+        return {batch.long_pass_of for batch in self._batches if batch.long_pass_of is not None}
+
+    def start_step(self, step: Step) -> None:
+        """Start a batch of passes, or execute one request of another kind."""
+        first = step.requests[0]
+        _log.debug("%s: %d requests, first %s of %s", first.kind, len(step.requests), first.request_id, first.model_id)
+        if step.refusal is not None:
+            refused = Failure(message=step.refusal, category=ErrorCategory.USER)
+            self._context.request_log.commit(first, refused)  # the gradient stays complete
+        elif first.model_pass is not None:
+            self._start_batch(step.requests, is_long=step.is_long)
+        elif self._context.count_attempts([first]):
+            handle(self._context, first)
+
+    def step(self) -> bool:
+        """Dispatch one micro-batch of the next batch, and commit its results at its end. Returns whether any ran."""
+        if not self._batches:
+            return False
+        batch = self._batches.popleft()
+        self._advance(batch)
+        if batch.groups:
+            self._batches.append(batch)
+        else:
+            self._context.models.busy.difference_update(batch.models)
+        return True
+
+    def _start_batch(self, requests: Sequence[QueuedRequest], *, is_long: bool) -> None:
+        """Start a batch of models without another running batch. Invalid requests fail at once."""
+        prepared = {each.queued.request_id: each for each in map(self._prepare, requests) if each is not None}
+        accepted = self._context.count_attempts([each.queued for each in prepared.values()])
+        if accepted:
+            group = [prepared[queued.request_id] for queued in accepted]
+            models = frozenset(each.model_id for each in group)
+            self._context.models.busy.update(models)
+            self._batches.append(_Batch(models, accepted[0].session_id if is_long else None, deque([group])))
+
+    def _advance(self, batch: _Batch) -> None:
+        requests = batch.groups[0]
+        results: list[PassResult] | Exception
+        try:
+            if batch.on_device is None:
+                # After the attempts are counted, because restoring a model can crash the engine too.
+                self._context.models.ensure_resident({request.model_id for request in requests})
+                examples = tuple(example for request in requests for example in request.examples)
+                prepared = PreparedModelPassBatch(examples=examples)
+                batch.on_device = self._context.backend.begin_pass(prepared, backward=requests[0].backward)
+            is_dispatched = batch.on_device.step()
+            failpoint("engine.dispatched")
+            if not is_dispatched:
+                return
+            results = batch.on_device.results()
+        except FATAL_ERRORS:
+            raise
+        except Exception as error:
+            if batch.on_device is not None:
+                batch.on_device.abort()
+            results = error
+        batch.on_device = None
+        batch.groups.popleft()
+        if not isinstance(results, Exception):
+            self._commit(requests, results)
+        elif len(requests) == 1:
+            self._context.fail(requests[0].queued, results)
+        else:
+            _log.warning("a batch of %d requests failed; each runs alone now: %s", len(requests), results)
+            batch.groups.extend([request] for request in requests)
+
+    def _prepare(self, queued: QueuedRequest) -> _PreparedPass | None:
+        request = queued.model_pass
+        assert request is not None and queued.model_id is not None
+        try:
+            self._context.models.get(queued.model_id)
+            validate.check_pass(request, self._context.capabilities)
+            examples = prepare.pass_examples(queued.request_id, queued.model_id, request, self._context.capabilities)
+        except Exception as error:
+            self._context.fail(queued, error)
+            return None
+        return _PreparedPass(queued, queued.model_id, request.backward, tuple(examples))
+
+    def _commit(self, requests: Sequence[_PreparedPass], results: list[PassResult]) -> None:
+        start = 0
+        for request in requests:
+            end = start + len(request.examples)
+            output = prepare.pass_output(results[start:end], request.queued.num_tokens)
+            effect_order = self._context.models.get(request.model_id).next_effect_order() if request.backward else None
+            # One transaction each: in a common one the first client would wait for the last result.
+            self._context.request_log.commit(request.queued, output, effect_order=effect_order)
+            start = end
+        assert start == len(results), f"the backend gave {len(results)} results for {start} examples"

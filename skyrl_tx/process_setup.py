@@ -1,0 +1,134 @@
+"""Setup of a server process: common settings, log format, listening socket, open files, memory."""
+
+import gc
+import logging
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, SecretStr
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_OPEN_FILES = 65_536
+"""Enough for tens of thousands of long polls. A higher limit would slow the start of child processes."""
+
+
+class CannotServe(Exception):
+    """The server cannot start or continue; the message is for its operator."""
+
+
+class CommonSettings(BaseModel):
+    """Base class of `ApiSettings` and `EngineSettings`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    data_dir: Path
+    """Directory of the database and all weights."""
+    database_url: SecretStr | None = None
+    """Database other than a file in --data-dir: postgresql://user:password@host/name.
+    Prefer the environment variable for a URL with a password."""
+    base_model: str
+    """Hub id or local directory of the model to serve."""
+    served_model_name: str | None = None
+    """Name of the model for clients; default: --base-model as given."""
+
+    @property
+    def store_url(self) -> str | None:
+        """The database's URL, with its secrets."""
+        return None if self.database_url is None else self.database_url.get_secret_value()
+
+
+def configure_logging(role: str, level: LogLevel = "info") -> None:
+    """Send this process's log to stderr; other libraries log warnings and errors only.
+
+    A line is `2026-01-31T12:00:00.123Z INFO engine message`.
+    """
+    formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {role} %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("skyrl_tx").setLevel(level.upper())
+    logging.captureWarnings(True)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket, bound before anything costly starts.
+
+    Raises CannotServe with the address if it cannot be bound.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        # The protocol is named because only then asyncio disables Nagle's algorithm for accepted connections. With it,
+        # each response body waits up to 40 ms for a delayed acknowledgement.
+        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise CannotServe(f"--host {host}: {error.strerror or error}") from error
+    try:
+        # Lets a restart bind while connections of the last server are in TIME_WAIT.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # A second server's bind fails only once this one listens, so that does not wait for uvicorn.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise CannotServe(
+            f"cannot listen on {host}:{port}: {error.strerror}; is another server running? --port takes another port"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket for clients on this machine."""
+    bound_host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound_host, str(bound_host))
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files for this process and its children, up to `_OPEN_FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def tune_garbage_collection(*, full_after: int) -> None:
+    """Make cyclic garbage collection rarer and exclude all present objects from it.
+
+    A full collection runs after `full_after` smaller ones. With ten thousand queued requests it stops a thread for a
+    tenth of a second or more, which delays the response that this thread is writing.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, full_after)
+
+
+def enable_huge_pages(environment: MutableMapping[str, str]) -> bool:
+    """Request huge pages for large buffers of processes that start with `environment`; return whether it changed.
+
+    On CPU, XLA allocates the temporary memory of each micro-batch with malloc and frees it afterwards. With pages of
+    4 KB, page faults took a fifth of a training step in measurements. glibc reads its tunables when a process starts
+    (GNU C library manual, "Memory Allocation Tunables"). A value that the user has set stays. Only Linux is changed; C
+    libraries other than glibc ignore the variable.
+    """
+    present = environment.get("GLIBC_TUNABLES", "")
+    if not sys.platform.startswith("linux") or "glibc.malloc.hugetlb" in present:
+        return False
+    environment["GLIBC_TUNABLES"] = f"{present}:glibc.malloc.hugetlb=1".removeprefix(":")
+    return True
+
+
+def restart_with_huge_pages() -> None:
+    """Re-execute this process with huge pages; return at once if they are set. Call it first in a program."""
+    if enable_huge_pages(os.environ):
+        os.execv(sys.executable, sys.orig_argv)

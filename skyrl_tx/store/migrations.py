@@ -1,0 +1,133 @@
+"""Creation of new databases, and migrations of existing ones.
+
+To change the schema: change `tables.py`, add a function to `MIGRATIONS` that makes the same change to existing
+databases, and raise `database.HEAD`. A test compares the two results. No migration can be undone: older releases refuse
+the database. Version 0001 is the schema of the first release.
+"""
+
+from collections.abc import Callable, Mapping
+
+import sqlalchemy as sa
+from alembic import op
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext
+from sqlmodel import SQLModel
+
+from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.tables import AnswerCounterRow
+
+VERSION = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+
+
+def create(connection: sa.Connection, head: str) -> None:
+    """Create all tables in an empty database."""
+    SQLModel.metadata.create_all(connection, checkfirst=False)
+    VERSION.create(connection)
+    connection.execute(sa.insert(AnswerCounterRow))
+    connection.execute(sa.insert(VERSION).values(version_num=head))
+
+
+def migrate(connection: sa.Connection, version: str, head: str) -> None:
+    """Run the migrations from a version up to another one. Raises StoreError for an unknown version."""
+    if version not in ("0001", *MIGRATIONS):
+        raise StoreError(
+            f"database {connection.engine.url.database} has schema version {version!r}, this release supports 0001 to "
+            f"{max(MIGRATIONS)}: a newer release wrote it; run that one, or choose another data directory"
+        )
+    with Operations.context(MigrationContext.configure(connection)):
+        for revision, migration in MIGRATIONS.items():
+            if version < revision <= head:
+                migration()
+    connection.execute(sa.update(VERSION).values(version_num=head))
+
+
+def _add_stability() -> None:
+    """Add recorded log-probabilities of sampled sequences."""
+    op.create_table(
+        "stability",
+        sa.Column("sequence_id", sa.String, primary_key=True),
+        sa.Column("owner", sa.String, nullable=False),
+        sa.Column("prompt_length", sa.Integer, nullable=False),
+        sa.Column("logprobs", sa.LargeBinary, nullable=False),
+        sa.Column("last_used_at", sa.Float, nullable=False),
+    )
+    op.create_index("ix_stability_last_used_at", "stability", ["last_used_at"])
+
+
+def _add_answer_order() -> None:
+    """Add the completion order, cancellations, and copies of sampling clients."""
+    op.create_table(
+        "answer_counter",
+        sa.Column("id", sa.Integer, primary_key=True),
+        sa.Column("value", sa.BigInteger, nullable=False),
+    )
+    op.execute("INSERT INTO answer_counter (id, value) VALUES (1, 0)")
+    op.add_column("requests", sa.Column("answer_order", sa.BigInteger))
+    op.create_index("ix_requests_answers", "requests", ["answer_order"])
+    op.create_index("ix_requests_sampling_session_answers", "requests", ["sampling_session_id", "answer_order"])
+    op.create_table(
+        "cancellations",
+        sa.Column("position", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+        sa.Column("request_id", sa.String, nullable=False),
+        sqlite_autoincrement=True,
+    )
+    op.add_column("sampling_sessions", sa.Column("num_clones", sa.Integer, nullable=False, server_default="0"))
+
+
+def _add_ephemeral_samplers() -> None:
+    """Add the size of ephemeral samplers, and whether they are in-flight."""
+    op.add_column("sampling_sessions", sa.Column("size_bytes", sa.BigInteger))
+    op.add_column("sampling_sessions", sa.Column("is_inflight", sa.Boolean, nullable=False, server_default=sa.false()))
+
+
+def _add_keys() -> None:
+    """Add API keys."""
+    op.create_table(
+        "api_keys",
+        sa.Column("key_id", sa.Integer, primary_key=True),
+        sa.Column("digest", sa.String, nullable=False, unique=True),
+        sa.Column("hint", sa.String, nullable=False),
+        sa.Column("owner", sa.String, nullable=False),
+        sa.Column("scope", sa.String, nullable=False),
+        sa.Column("name", sa.String, nullable=False),
+        sa.Column("note", sa.String, nullable=False),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("revoked_at", sa.Float),
+        sqlite_autoincrement=True,
+    )
+
+
+def _add_engine_load() -> None:
+    """Add the memory load of the engine's queued samples."""
+    op.add_column("engine_state", sa.Column("load", sa.JSON))
+
+
+def _add_base_model_hash() -> None:
+    """Add the hash of the base weights that a model is trained on; it stays empty for existing models."""
+    op.add_column("models", sa.Column("base_model_hash", sa.String, nullable=True))
+
+
+def _add_pruned() -> None:
+    """Add high-water marks of deleted requests, and checksums; existing rows have none."""
+    op.create_table(
+        "pruned",
+        sa.Column("numbered_by", sa.String, primary_key=True),
+        sa.Column("up_to", sa.BigInteger, nullable=False),
+    )
+    for name in ("body_crc", "result_crc"):
+        op.add_column("requests", sa.Column(name, sa.BigInteger, nullable=True))
+    is_pruned = sa.text("result IS NULL AND status <> 'open'")
+    op.create_index(
+        "ix_requests_pruned", "requests", ["fetched_at"], sqlite_where=is_pruned, postgresql_where=is_pruned
+    )
+
+
+MIGRATIONS: Mapping[str, Callable[[], None]] = {
+    "0002": _add_stability,
+    "0003": _add_answer_order,
+    "0004": _add_ephemeral_samplers,
+    "0005": _add_keys,
+    "0006": _add_engine_load,
+    "0007": _add_base_model_hash,
+    "0008": _add_pruned,
+}

@@ -1,0 +1,212 @@
+"""Helpers of tests that call a backend directly: small requests, and short ways to train and sample."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.losses import LossInput
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.contract.results import PassResult, SampleDelta
+
+STEP = OptimizerParams(learning_rate=0.05, weight_decay=0.1, grad_clip_norm=1.0)
+WEIGHTS_ONLY = frozenset({StatePart.WEIGHTS})
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One complete sample."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: str
+
+
+@dataclass(slots=True)
+class BackendDriver:
+    """Calls a started backend for one test; `clean` frees the models and samplers that the test created."""
+
+    backend: AbstractBackend
+    capabilities: Capabilities
+    directory: Path
+    _models: list[ModelId] = field(default_factory=list[ModelId])
+    _samplers: list[SamplerId] = field(default_factory=list[SamplerId])
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def spec(self, seed: int = 1) -> ModelSpec:
+        """Return a small adapter on all layers that the backend can train."""
+        targets = self.capabilities.lora_targets
+        lora = LoraSpec(
+            rank=min(4, self.capabilities.max_lora_rank),
+            seed=seed,
+            train_attn="attn" in targets,
+            train_mlp="mlp" in targets,
+            train_unembed="unembed" in targets,
+        )
+        return ModelSpec(lora=lora)
+
+    def new_id(self) -> ModelId:
+        """Return the id of a model that the test creates itself."""
+        self._models.append(ModelId(f"model-{next(self._numbers)}"))
+        return self._models[-1]
+
+    def model(self, seed: int = 1, *, steps: int = 0) -> ModelId:
+        """Create a model and train it for some steps."""
+        model_id = self.new_id()
+        self.backend.create_model(model_id, self.spec(seed))
+        for step in range(steps):
+            self.backend.forward_backward(self.batch(self.request(model_id, seed=step)))
+            self.backend.optim_step(model_id, STEP)
+        return model_id
+
+    def request(
+        self, model_id: ModelId, lengths: Sequence[int] = (5, 9), *, seed: int = 0, loss: str = "cross_entropy"
+    ) -> list[PassExample]:
+        """Return the examples of one request, drawn from the seed."""
+        draw = np.random.default_rng(seed)
+        request_id = RequestId(f"request-{next(self._numbers)}")
+        return [self._example(request_id, model_id, length, draw, loss) for length in lengths]
+
+    def batch(self, *requests: list[PassExample]) -> PreparedModelPassBatch:
+        """Return a batch of requests."""
+        return PreparedModelPassBatch(examples=tuple(example for request in requests for example in request))
+
+    def files_of(self, snapshot: Snapshot) -> dict[str, bytes]:
+        """Write a snapshot, and return the bytes of its safetensors files by name."""
+        directory = self.directory / f"snapshot-{next(self._numbers)}"
+        directory.mkdir()
+        snapshot.write(directory)
+        return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))}
+
+    def state_of(self, model_id: ModelId) -> dict[str, bytes]:
+        """Return the whole state of a model as bytes, see `files_of`."""
+        return self.files_of(self.backend.capture(model_id, ALL_PARTS))
+
+    def sampler(self, model_id: ModelId) -> SamplerId:
+        """Load a model's current weights as a sampler."""
+        self._samplers.append(SamplerId(f"sampler-{next(self._numbers)}"))
+        self.backend.load_sampler(self._samplers[-1], self.backend.capture(model_id, WEIGHTS_ONLY))
+        return self._samplers[-1]
+
+    def sample_request(
+        self,
+        sampler: SamplerId | None,
+        *,
+        num_samples: int = 1,
+        params: SamplingParams | None = None,
+        options: PromptOptions | None = None,
+    ) -> SampleRequest:
+        """Return a request with a prompt of four tokens, by default for eight new tokens."""
+        return SampleRequest(
+            request_id=RequestId(f"request-{next(self._numbers)}"),
+            sampler=sampler,
+            prompt=np.array([3, 1, 2, 3], np.int32),
+            num_samples=num_samples,
+            params=params or SamplingParams(seed=7, max_tokens=8, eos_stops=False),
+            options=options or PromptOptions(),
+        )
+
+    def run_samples(self, *requests: SampleRequest) -> list[SampleDelta]:
+        """Sample requests together, slice by slice, and return all deltas."""
+        self.backend.begin_sample(PreparedSampleBatch(requests=requests))
+        deltas: list[SampleDelta] = []
+        while new := self.backend.step_sample():
+            deltas.extend(new)
+        return deltas
+
+    def draw(self, request: SampleRequest, *others: SampleRequest) -> list[Drawn]:
+        """Return the complete samples of the first request, in index order."""
+        deltas = self.run_samples(request, *others)
+        return [drawn_of(deltas, request.request_id, index) for index in range(request.num_samples)]
+
+    def clean(self) -> None:
+        """Free the models and samplers."""
+        for model_id in self._models:
+            self.backend.delete_model(model_id)
+        for sampler in self._samplers:
+            self.backend.drop_sampler(sampler)
+
+    def _example(
+        self, request_id: RequestId, model_id: ModelId, length: int, draw: np.random.Generator, loss: str
+    ) -> PassExample:
+        spec, vocab_size = self.capabilities.losses[loss], self.capabilities.vocab_size
+
+        def array(name: str, kind: LossInput) -> NDArray[np.int32] | NDArray[np.float32]:
+            if kind.is_integer:
+                return draw.integers(0, vocab_size, length, dtype=np.int32)
+            if name == "logprobs":
+                return -draw.random(length, np.float32) * np.float32(np.log(vocab_size))
+            return 0.5 + draw.random(length, np.float32)
+
+        return PassExample(
+            request_id=request_id,
+            model_id=model_id,
+            tokens=draw.integers(0, vocab_size, length, dtype=np.int32),
+            loss=loss,
+            loss_inputs={name: array(name, kind) for name, kind in spec.inputs.items()},
+            loss_config=dict(spec.config),
+        )
+
+
+def drawn_of(deltas: Sequence[SampleDelta], request_id: RequestId, index: int) -> Drawn:
+    """Return the sample of some deltas. Asserts that it ended once, with its last delta."""
+    own = [delta for delta in deltas if delta.request_id == request_id and delta.index == index]
+    assert own, f"sample {index} of {request_id} has no delta"
+    assert all(delta.error is None for delta in own), own
+    reasons = [delta.stop_reason for delta in own]
+    assert reasons[-1] is not None and reasons[:-1] == [None] * (len(own) - 1)
+    return Drawn(
+        tokens=tuple(int(token) for delta in own for token in delta.tokens),
+        logprobs=tuple(float(logprob) for delta in own for logprob in delta.logprobs),
+        stop_reason=reasons[-1],
+    )
+
+
+def drawn_examples(
+    model_id: ModelId, *shapes: tuple[int, ...], seed: int = 0, request: str = "r", vocab_size: int = 256
+) -> tuple[PassExample, ...]:
+    """Return the examples of one cross_entropy request, drawn from the seed, with targets of the given shapes."""
+    draw = np.random.default_rng(seed)
+    return tuple(
+        PassExample(
+            request_id=RequestId(request),
+            model_id=model_id,
+            tokens=draw.integers(0, vocab_size, shape[0], dtype=np.int32),
+            loss="cross_entropy",
+            loss_inputs={
+                "target_tokens": draw.integers(0, vocab_size, shape, dtype=np.int32),
+                "weights": draw.random(shape, np.float32),
+            },
+            loss_config={},
+        )
+        for shape in shapes
+    )
+
+
+def scoring(model_id: ModelId, rows: Sequence[NDArray[np.int32]]) -> PreparedModelPassBatch:
+    """Return a batch that computes the log-probabilities of each row's tokens, except the first."""
+    return PreparedModelPassBatch(
+        examples=tuple(
+            PassExample(
+                request_id=RequestId("scored"),
+                model_id=model_id,
+                tokens=row[:-1],
+                loss="cross_entropy",
+                loss_inputs={"target_tokens": row[1:], "weights": np.ones(row.size - 1, np.float32)},
+                loss_config={},
+            )
+            for row in rows
+        )
+    )
+
+
+def same_bits(left: PassResult, right: PassResult) -> bool:
+    """Return whether two results are equal to the last bit."""
+    return left.logprobs.tobytes() == right.logprobs.tobytes() and dict(left.sums) == dict(right.sums)

@@ -1,1 +1,0 @@
-"""`make chaos`: hundreds of kills while clients train, and what came of it as a table."""

@@ -1,0 +1,228 @@
+"""FakeBackend: wires the fake model to the contract."""
+
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
+
+from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
+from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
+from skyrl_tx.testing.fake import bigram, losses, sampling
+from skyrl_tx.testing.fake.bigram import Pair
+from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.testing.fake.state import FakeSnapshot, State
+
+
+class FakeBackend(AbstractBackend):
+    """A bigram model in float64; see `bigram` for its numbers."""
+
+    def __init__(self, base_model: str, config: BaseModel) -> None:
+        assert isinstance(config, FakeConfig)
+        self._config = config
+        self._models: dict[ModelId, State] = {}
+        self._samplers: dict[SamplerId, Pair] = {}
+        self._running: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
+
+    def start(self) -> Capabilities:
+        """See AbstractBackend."""
+        config = self._config
+        return Capabilities(
+            max_context_length=config.max_context_length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=(config.eos_token_id,),
+            num_parameters=config.vocab_size**2,
+            devices=("fake",),
+            max_models=config.max_models,
+            max_samplers=config.max_samplers,
+            max_sample_tokens=config.max_sample_tokens,
+            max_pass_tokens=config.max_pass_tokens,
+            micro_batch_tokens=config.micro_batch_tokens,
+            sample_slots=config.sample_slots,
+            max_lora_rank=config.max_lora_rank,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            losses={name: LOSS_SPECS[name] for name in losses.FUNCTIONS},
+            max_topk_logprobs=min(20, config.vocab_size),
+            max_alt_tokens=20,
+            offers_target_logprobs=True,
+            fingerprint={"dtype": "float64", "numpy": np.__version__},
+            base_model_hash=f"fake-{config.vocab_size}",
+        )
+
+    def close(self) -> None:
+        """See AbstractBackend."""
+        self._models.clear()
+        self._samplers.clear()
+        self._running.clear()
+
+    def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
+        """See AbstractBackend."""
+        self._put(model_id, State.fresh(spec, self._config.vocab_size))
+
+    def delete_model(self, model_id: ModelId) -> None:
+        """See AbstractBackend."""
+        self._models.pop(model_id, None)
+
+    def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
+        """See AbstractBackend."""
+        return _FakePass(self._models, batch, backward, self._config)
+
+    def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
+        """See AbstractBackend."""
+        time.sleep(self._config.step_delay_s)
+        with np.errstate(all="ignore"):  # a diverged model is no reason to warn
+            state, norm = self._models[model_id].stepped(params)
+        self._models[model_id] = state
+        return {
+            "unclipped_grad_l2:mean": norm,
+            "learning_rate:mean": params.learning_rate,
+            "step:max": float(state.moments.step),
+        }
+
+    def clear_gradient(self, model_id: ModelId) -> None:
+        """See AbstractBackend."""
+        self._models[model_id] = replace(self._models[model_id], gradient=None)
+
+    def begin_sample(self, batch: PreparedSampleBatch) -> None:
+        """See AbstractBackend."""
+        for request_id, samples in self._decoders(batch).items():
+            self._running.setdefault(request_id, {}).update(samples)
+
+    def step_sample(self) -> list[SampleDelta]:
+        """See AbstractBackend."""
+        if not self._running:
+            return []
+        time.sleep(self._config.step_delay_s)
+        deltas: list[SampleDelta] = []
+        num_free = self._config.sample_slots or sys.maxsize
+        for request_id, samples in list(self._running.items()):
+            slices = [next(sample) for sample in list(samples.values())[:num_free]]
+            num_free -= len(slices)
+            deltas.extend(slices)
+            for delta in slices:
+                if delta.stop_reason is not None:
+                    self.end_sample(request_id, delta.index)
+        return deltas
+
+    def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
+        """See AbstractBackend."""
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """See AbstractBackend."""
+        samples = self._running.get(request_id, {})
+        samples.pop(index, None)
+        if not samples:
+            self._running.pop(request_id, None)
+
+    def text_of(self, tokens: list[int]) -> str:
+        """One character a token, by code point."""
+        return "".join(chr(token) for token in tokens)
+
+    def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
+        """See AbstractBackend."""
+        return FakeSnapshot(self._models[model_id], frozenset(parts))
+
+    def open_snapshot(self, directory: Path) -> Snapshot:
+        """See AbstractBackend."""
+        return FakeSnapshot.read(directory, self._config.vocab_size)
+
+    def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
+        """See AbstractBackend."""
+        assert isinstance(source, FakeSnapshot)
+        self._put(model_id, source.merged(spec, parts))
+
+    def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
+        """See AbstractBackend."""
+        assert isinstance(source, FakeSnapshot)
+        if sampler not in self._samplers and len(self._samplers) >= self._config.max_samplers:
+            raise CapacityError(f"all {self._config.max_samplers} sampler slots are taken")
+        self._samplers.setdefault(sampler, source.state.weights)
+
+    def drop_sampler(self, sampler: SamplerId) -> None:
+        """See AbstractBackend."""
+        self._samplers.pop(sampler, None)
+
+    def _put(self, model_id: ModelId, state: State) -> None:
+        if model_id not in self._models and len(self._models) >= self._config.max_models:
+            raise CapacityError(f"all {self._config.max_models} model slots are taken")
+        self._models[model_id] = state
+
+    def _decoders(self, batch: PreparedSampleBatch) -> dict[RequestId, dict[int, Iterator[SampleDelta]]]:
+        config = self._config
+        decoders: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
+        for request in batch.requests:
+            adapter = None if request.sampler is None else self._samplers[request.sampler]
+            eos = frozenset({config.eos_token_id})
+            decoders.setdefault(request.request_id, {}).update(
+                (index, sampling.decode(request, index, adapter, config.vocab_size, eos, config.slice_tokens))
+                for index in range(request.first_index, request.first_index + request.num_samples)
+            )
+        return decoders
+
+
+class _FakePass(Pass):
+    """One example a step; gradients wait in a scratch list until `results` commits them."""
+
+    def __init__(
+        self, models: dict[ModelId, State], batch: PreparedModelPassBatch, backward: bool, config: FakeConfig
+    ) -> None:
+        self._models = models
+        self._backward = backward
+        self._config = config
+        self._todo = list(reversed(batch.examples))
+        self._results: list[PassResult] = []
+        # Batch invariance: a request's gradient is summed from its own examples, then added to the model's.
+        self._gradients: dict[tuple[ModelId, RequestId], Pair] = {}
+
+    def step(self) -> bool:
+        """See Pass."""
+        if self._todo:
+            time.sleep(self._config.step_delay_s)
+            with np.errstate(all="ignore"):
+                self._run_example(self._todo.pop())
+        return not self._todo
+
+    def results(self) -> list[PassResult]:
+        """See Pass."""
+        while not self.step():
+            pass
+        with np.errstate(all="ignore"):
+            for (model_id, _), gradient in self._gradients.items():
+                state = self._models[model_id]
+                total = gradient if state.gradient is None else state.gradient + gradient
+                self._models[model_id] = replace(state, gradient=total)
+        self._gradients = {}
+        return self._results
+
+    def abort(self) -> None:
+        """See Pass."""
+        self._todo, self._gradients = [], {}
+
+    def _run_example(self, example: PassExample) -> None:
+        weights = self._models[example.model_id].weights
+        logprobs_TV = bigram.log_softmax(bigram.logits(example.tokens, weights, self._config.vocab_size))
+        targets = example.loss_inputs["target_tokens"]
+        targets_TK = targets.reshape(len(targets), -1)
+        logprobs = np.take_along_axis(logprobs_TV, targets_TK, axis=1).reshape(targets.shape)
+        inputs = {name: array.astype(np.float64) for name, array in example.loss_inputs.items()}
+        config = {name: float(value) for name, value in example.loss_config.items()}
+        value = losses.evaluate(example.loss, logprobs, inputs, config)
+        self._results.append(
+            PassResult(logprobs=logprobs.astype(np.float32), sums={"loss": float(value.loss.sum())}, means=value.means)
+        )
+        if self._backward:
+            d_logprobs_TK = value.d_logprobs.reshape(targets_TK.shape)
+            gradient = bigram.gradient(example.tokens, targets_TK, d_logprobs_TK, logprobs_TV, weights)
+            key = (example.model_id, example.request_id)
+            self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient

@@ -1,0 +1,34 @@
+"""Settings of the fake backend."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class FakeConfig(BaseModel):
+    """Sizes and delays of the fake backend."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    vocab_size: int = Field(default=256, ge=4)
+    """Number of tokens; token i is followed by i + 1 half of the time."""
+    eos_token_id: int = Field(default=0, ge=0)
+    """The token that ends a sample."""
+    max_context_length: int = Field(default=4096, ge=2)
+    """Longest sequence, in tokens."""
+    max_models: int = Field(default=32, ge=1)
+    """Models resident for training at once."""
+    max_samplers: int = Field(default=8, ge=1)
+    """Frozen samplers resident at once."""
+    max_sample_tokens: int = Field(default=1 << 20, ge=2)
+    """Prompt and new tokens resident at once, all samples."""
+    max_pass_tokens: int = Field(default=4096, ge=1)
+    """Target number of tokens in one training batch."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """Tokens of one training step, as reported in the capabilities; 0: not reported."""
+    sample_slots: int = Field(default=0, ge=0)
+    """Samples decoded at once at most; 0: all."""
+    max_lora_rank: int = Field(default=64, ge=1)
+    """Largest adapter rank."""
+    slice_tokens: int = Field(default=16, ge=1)
+    """Tokens that one decoding slice adds to each sample."""
+    step_delay_s: float = Field(default=0.0, ge=0)
+    """Time that each training step and decoding slice takes longer."""

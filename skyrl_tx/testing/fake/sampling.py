@@ -1,0 +1,136 @@
+"""Sampling from the fake model: one sample at a time, one slice at a time."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.requests import SamplingParams
+from skyrl_tx.contract.results import PromptResult, SampleDelta, StopReason, TopK
+from skyrl_tx.testing.fake.bigram import Floats, Pair, log_softmax, logits
+
+_NO_LOGPROB = -99999.0
+
+
+def decode(
+    request: SampleRequest,
+    index: int,
+    adapter: Pair | None,
+    vocab_size: int,
+    eos: frozenset[int],
+    slice_tokens: int,
+) -> Iterator[SampleDelta]:
+    """Draw one sample; each delta holds at most `slice_tokens` tokens, the last one its stop reason."""
+    params = request.params
+    assert params.max_tokens is not None
+    stops = frozenset(params.stop_token_ids) | (eos if params.eos_stops else frozenset())
+    prompt = describe_prompt(request, adapter, vocab_size) if index == 0 else None
+    tokens: list[int] = []
+    rows: list[Floats] = []
+    previous = int(request.prompt[-1])
+    for position in range(params.max_tokens):
+        logits_V = logits(np.array([previous], np.int32), adapter, vocab_size)[0]
+        rows.append(scaled_logprobs(logits_V, params.temperature))
+        draw = np.random.default_rng([params.seed % 2**64, index, position])
+        previous = choose(logits_V, params, draw)
+        tokens.append(previous)
+        ends: StopReason | None = None
+        if previous in stops:
+            ends = "stop"
+        elif position + 1 == params.max_tokens:
+            ends = "length"
+        if ends or len(tokens) == slice_tokens:
+            yield _delta(request, index, tokens, rows, ends, prompt)
+            tokens, rows, prompt = [], [], None
+        if ends:
+            return
+
+
+def scaled_logprobs(logits_V: Floats, temperature: float) -> Floats:
+    """Log-probabilities as reported: at the temperature, not truncated; greedy reports those of temperature 1."""
+    return log_softmax(logits_V / (temperature or 1.0))
+
+
+def choose(logits_V: Floats, params: SamplingParams, draw: np.random.Generator) -> int:
+    """Draw one token."""
+    if params.temperature == 0:
+        return int(np.argmax(logits_V))
+    probabilities_V = np.exp(scaled_logprobs(logits_V, params.temperature))
+    if np.isnan(probabilities_V).any():
+        return 0  # the model has diverged; its log-probabilities are NaN as well
+    order = np.argsort(-probabilities_V, kind="stable")
+    keep = len(order) if params.top_k <= 0 else min(params.top_k, len(order))
+    order = order[:keep]
+    # The nucleus of what is left: the likeliest tokens until their sum reaches top_p, at least one.
+    before = np.cumsum(probabilities_V[order]) - probabilities_V[order]
+    kept = order[before < params.top_p * probabilities_V[order].sum()]
+    weights = probabilities_V[kept]
+    return int(draw.choice(kept, p=weights / weights.sum()))
+
+
+def describe_prompt(request: SampleRequest, adapter: Pair | None, vocab_size: int) -> PromptResult:
+    """Return the requested prompt logprobs; row i of the logits predicts position i + 1."""
+    options, prompt, length = request.options, request.prompt, len(request.prompt)
+    if not options.wants_prompt:
+        return PromptResult()
+    logits_TV = logits(prompt[:-1], adapter, vocab_size)
+    logprobs_TV = log_softmax(logits_TV)
+    start = 1 if options.last_n is None else max(1, length - options.last_n)
+    logprobs = topk = targets = alt_tokens = None
+    if options.logprobs:
+        logprobs = np.full(length, np.nan, np.float32)
+        logprobs[start:] = logprobs_TV[np.arange(length - 1), prompt[1:]][start - 1 :]
+    if options.topk:
+        found = top(logprobs_TV[start - 1 :], options.topk)
+        ids = np.zeros((length, options.topk), np.int32)
+        values = np.full((length, options.topk), _NO_LOGPROB, np.float32)
+        ids[start:], values[start:] = found.token_ids, found.logprobs
+        topk = TopK(token_ids=ids, logprobs=values)
+    if options.target_tokens is not None:
+        wanted = options.target_tokens
+        values = np.take_along_axis(logprobs_TV, np.maximum(wanted, 0), axis=1)
+        targets = np.where(wanted < 0, 0.0, values).astype(np.float32)
+    if options.alt_tokens_k:
+        alt_tokens = _alternatives(logits_TV, options.alt_tokens_k, request.params)
+    return PromptResult(logprobs=logprobs, topk=topk, targets=targets, alt_tokens=alt_tokens)
+
+
+def top(logprobs_TV: Floats, count: int) -> TopK:
+    """The likeliest tokens of each row, the lower id first among equals."""
+    ids = np.argsort(-logprobs_TV, axis=1, kind="stable")[:, :count]
+    values = np.take_along_axis(logprobs_TV, ids, axis=1)
+    return TopK(token_ids=ids.astype(np.int32), logprobs=values.astype(np.float32))
+
+
+def _alternatives(logits_TV: Floats, count: int, params: SamplingParams) -> TopK:
+    ids = np.zeros((len(logits_TV), count), np.int32)
+    values = np.zeros((len(logits_TV), count), np.float32)
+    for position, logits_V in enumerate(logits_TV):
+        logprobs_V = scaled_logprobs(logits_V, params.temperature)
+        for k in range(count):
+            draw = np.random.default_rng([params.seed % 2**64, k, position, 1])
+            token = choose(logits_V, SamplingParams(seed=0, temperature=params.temperature), draw)
+            ids[position, k], values[position, k] = token, logprobs_V[token]
+    return TopK(token_ids=ids, logprobs=values)
+
+
+def _delta(
+    request: SampleRequest,
+    index: int,
+    tokens: list[int],
+    rows: list[Floats],
+    ends: StopReason | None,
+    prompt: PromptResult | None,
+) -> SampleDelta:
+    logprobs_TV: NDArray[np.float64] = np.stack(rows)
+    count = request.options.sample_topk
+    return SampleDelta(
+        request_id=request.request_id,
+        index=index,
+        tokens=np.array(tokens, np.int32),
+        logprobs=logprobs_TV[np.arange(len(tokens)), tokens].astype(np.float32),
+        stop_reason=ends,
+        topk=top(logprobs_TV, count) if count else None,
+        prompt=prompt,
+    )

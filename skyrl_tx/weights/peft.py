@@ -1,0 +1,356 @@
+"""Adapters as files in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+
+The tensors are `base_model.model.<module>.lora_A.weight` [R, I] and `.lora_B.weight` [O, R]. The update of a linear map
+is B A times `lora_alpha / r`. Experts are either modules of their own (`….mlp.experts.7.gate_proj`), or stacked per
+layer (`….mlp.experts.w1`, [E, R, I] and [E, O, R]); `read_adapter` reads both.
+
+`AdapterFiles` is any adapter, by the names of its modules. `AdapterFormat` converts between files and the arrays of one
+base model, which are transposed, stacked over layers, and named as our linear maps.
+
+Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save_file
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.layers.lora import AdapterWeights, LoraPair
+from skyrl_tx.weights.hf import locate_tensors
+from skyrl_tx.weights.weight_map import STACKED_EXPERTS, TIED_UNEMBED_MODULE, expand
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_A, _B, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
+
+Factors = tuple[np.ndarray, np.ndarray]
+"""A [R, I] and B [O, R] of one module."""
+Tensors = Mapping[str, np.ndarray]
+"""Host arrays by their names in files."""
+
+
+class AdapterError(UserError):
+    """The files are not an adapter, or not one that this server supports. The message names file, key or tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetModule:
+    """A linear map that adapters can change, with A [*stack, I, R] and B [*stack, R, O].
+
+    `module` is its name in files, where `{layer}` stands for a number of `layers`; None means all layers from 0.
+    """
+
+    module: str
+    stack: tuple[int, ...]
+    layers: tuple[int, ...] | None
+    inputs: int
+    outputs: int
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the module's name, as `target_modules` of adapter_config.json lists it."""
+        return self.module.rpartition(".")[2]
+
+    def zeros(self, rank: int) -> LoraPair:
+        """Return factors of zeros, float32."""
+        a = np.zeros((*self.stack, self.inputs, rank), np.float32)
+        b = np.zeros((*self.stack, rank, self.outputs), np.float32)
+        return LoraPair(a=a, b=b)  # type: ignore[arg-type]
+
+    def tensors(self, pair: LoraPair) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the name of each tensor in files and a view of its values in `pair`."""
+        for factor, array in ((_A, np.asarray(pair.a)), (_B, np.asarray(pair.b))):
+            for index, module in expand(self.module, self.stack, self.layers):
+                yield f"{PREFIX}{module}{factor}", array[index].swapaxes(-1, -2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFormat:
+    """The adapters of one base model: the name in files and the shape of each linear map, by our name of it."""
+
+    base_model: str
+    modules: Mapping[str, TargetModule]
+
+    def tensors(self, weights: AdapterWeights, prefix: str = "") -> Tensors:
+        """Return host arrays of the tensors in files; each name gets the prefix."""
+        return {
+            f"{prefix}{name}": np.ascontiguousarray(array)
+            for target, pair in weights.items()
+            for name, array in self.modules[target].tensors(pair)
+        }
+
+    def weights(self, tensors: Tensors, targets: tuple[str, ...], rank: int, prefix: str = "") -> AdapterWeights:
+        """Return the inverse of `tensors`: host arrays of all linear maps, zeros in those that are not targets.
+
+        Raises AdapterError if a tensor is missing, unexpected or of another shape.
+        """
+        weights = {name: each.zeros(rank) for name, each in self.modules.items()}
+        expected: set[str] = set()
+        for target in targets:
+            for name, destination in self.modules[target].tensors(weights[target]):
+                found = tensors.get(prefix + name)
+                if found is None:
+                    raise AdapterError(f"adapter: lacks tensor {prefix + name!r}")
+                if found.shape != destination.shape:
+                    wanted = destination.shape
+                    raise AdapterError(f"adapter: tensor {prefix + name!r} is {found.shape}, this base needs {wanted}")
+                destination[...] = found
+                expected.add(prefix + name)
+        unexpected = sorted(name for name in tensors.keys() - expected if name.startswith(prefix))
+        if unexpected:
+            raise AdapterError(f"adapter: unexpected tensor {unexpected[0]!r}")
+        return weights
+
+    def targets(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the linear maps that an adapter_config.json lists. Raises AdapterError for an unknown module."""
+        listed = config.get("target_modules")
+        if not isinstance(listed, list) or not listed:
+            raise AdapterError(f"adapter: {CONFIG_FILE} has target_modules = {listed!r}")
+        unknown = sorted(set(listed) - {each.leaf for each in self.modules.values()})
+        if unknown:
+            known = ", ".join(dict.fromkeys(each.leaf for each in self.modules.values()))
+            raise AdapterError(f"adapter: target_modules has {unknown[0]!r}; this base model has {known}")
+        return tuple(name for name, each in self.modules.items() if each.leaf in listed)
+
+    def write_config(self, directory: Path, targets: tuple[str, ...], rank: int, alpha: float) -> None:
+        """Write adapter_config.json into an existing directory."""
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model,
+            "r": rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(dict.fromkeys(self.modules[name].leaf for name in targets)),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+
+    def with_factors(self, weights: AdapterWeights, factors: Mapping[str, Factors], b_scale: float) -> AdapterWeights:
+        """Return copies of `weights` with the given factors of modules, those of B multiplied by `b_scale`.
+
+        Raises AdapterError for a module or a shape that `weights` lack.
+        """
+        weights = {name: LoraPair(a=np.array(p.a), b=np.array(p.b)) for name, p in weights.items()}  # type: ignore[arg-type]
+        views = {name: view for target, pair in weights.items() for name, view in self.modules[target].tensors(pair)}
+        for module, (a, b) in factors.items():
+            stack, expert = stack_of(module)
+            for name, array in ((_A, a), (_B, b * np.float32(b_scale))):
+                view = views.get(f"{PREFIX}{stack}{name}")
+                if view is not None and expert is not None:
+                    view = view[expert] if expert < len(view) else None
+                if view is None:
+                    known = ", ".join(sorted(each.leaf for each in self.modules.values()))
+                    raise AdapterError(f"module {module!r} is not a trainable module of this base model ({known})")
+                if view.shape != array.shape:
+                    raise AdapterError(
+                        f"{name.split('.')[1]} of {module!r} is {array.shape}, {self.base_model} needs {view.shape}"
+                    )
+                view[...] = array
+        return weights
+
+
+TIED_UNEMBED_NAMES: Mapping[str, str] = {"peft": "lm_head", "cookbook": TIED_UNEMBED_MODULE}
+"""The module name of a tied unembedding in each layout. The layout "cookbook" stacks the experts of a layer too.
+
+PEFT, and other readers of its files, find modules by their names in the Hugging Face model.
+"""
+
+_EXPERT_OF = {stacked: name for name, stacked in STACKED_EXPERTS.items()}
+_EXPERT = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(STACKED_EXPERTS)})")
+_STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_EXPERT_OF)})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFiles:
+    """An adapter in memory: its `adapter_config.json`, and the two factors of each module.
+
+    `base_layers` are copies of base weights, which PEFT writes with the adapter of an unembedding.
+    """
+
+    config: Mapping[str, Any]
+    factors: Mapping[str, Factors]
+    base_layers: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+
+    @property
+    def rank(self) -> int:
+        """The rank of all factors."""
+        return self.config["r"]
+
+    @property
+    def scale(self) -> float:
+        """The number that the product of two factors is multiplied by (rank-stabilised: arXiv:2312.03732)."""
+        rank = math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank
+        return self.config["lora_alpha"] / rank
+
+    def in_layout(self, layout: str) -> "AdapterFiles":
+        """Return the same adapter under the names of a layout."""
+        names = {TIED_UNEMBED_MODULE: TIED_UNEMBED_NAMES[layout]}
+        factors = {names.get(module, module): pair for module, pair in self.factors.items()}
+        if layout == "cookbook":
+            factors = _stacked(factors)
+        targets = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
+        return replace(self, factors=factors, config={**self.config, "target_modules": targets})
+
+    def write(self, directory: Path) -> None:
+        """Write into an existing directory."""
+        tensors = {
+            f"{PREFIX}{module}{name}": np.ascontiguousarray(array)
+            for module, pair in self.factors.items()
+            for name, array in zip((_A, _B), pair, strict=True)
+        }
+        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        (directory / CONFIG_FILE).write_text(json.dumps(dict(self.config), indent=2) + "\n", encoding="utf-8")
+
+    def check_base_layers(self, base: Path, tensor_of: Mapping[str, str], *, is_tied: bool) -> None:
+        """Raise AdapterError if `base_layers` differ from the base model; `tensor_of` names tensors by our names."""
+        files = locate_tensors(base) if self.base_layers else {}
+        for module, copy in self.base_layers.items():
+            name = f"{module}.weight"
+            if is_tied and name == tensor_of["unembed"]:
+                name = tensor_of["embed"]
+            if name not in files:
+                raise AdapterError(f"adapter: it holds weights of {module!r}, which the base model does not have")
+            with safe_open(files[name], framework="np") as file:
+                ours = file.get_tensor(name)
+            if ours.shape != copy.shape or not np.array_equal(ours.astype(copy.dtype), copy):
+                raise AdapterError(f"adapter: its base weights of {module!r} are not those of the base model")
+
+
+def read_adapter(directory: Path) -> AdapterFiles:
+    """Read an adapter. Raises AdapterError for other files, and for settings that would change its numbers here."""
+    config = read_config(directory)
+    tensors = read_tensors(directory / WEIGHTS_FILE)
+    factors: dict[str, Factors] = {}
+    base_layers = {name.removeprefix(PREFIX).removesuffix(_BASE): name for name in tensors if name.endswith(_BASE)}
+    for name in sorted(tensors.keys() - base_layers.values()):
+        if not (name.startswith(PREFIX) and name.endswith((_A, _B))):
+            raise AdapterError(f"{WEIGHTS_FILE}: tensor {name!r} is not of the form {PREFIX}<module>{_A} or {_B}")
+        module = name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B)
+        a, b = (tensors.get(f"{PREFIX}{module}{factor}") for factor in (_A, _B))
+        if a is None or b is None:
+            raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has lora_A or lora_B, not both")
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        if (stack := _STACK.fullmatch(module)) and a.ndim == b.ndim == 3:
+            experts = _unstacked(stack, a, b)
+        else:
+            experts = {module: (a, b)}
+        for each, (a, b) in experts.items():
+            _check(each, a, b, config["r"])
+        factors |= experts
+    if not factors:
+        raise AdapterError(f"{WEIGHTS_FILE}: holds no tensors")
+    copies = {module: tensors[name] for module, name in base_layers.items()}
+    return AdapterFiles(config=config, factors=factors, base_layers=copies)
+
+
+def _check(module: str, a: np.ndarray, b: np.ndarray, rank: int) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has factors {a.shape} and {b.shape}, not of r = {rank}")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} holds numbers that are not finite")
+
+
+def stack_of(module: str) -> tuple[str, int | None]:
+    """Return the stack that holds the module of an expert, and its index; other modules are returned with None."""
+    match = _EXPERT.fullmatch(module)
+    if match is None:
+        return module, None
+    prefix, index, leaf = match.groups()
+    return f"{prefix}.{STACKED_EXPERTS[leaf]}", int(index)
+
+
+def _unstacked(stack: re.Match[str], a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
+    """Return the factors of each expert; a factor that all experts share has a leading 1."""
+    prefix, leaf = stack.groups()
+    num_experts = max(len(a), len(b))
+    if not {len(a), len(b)} <= {1, num_experts}:
+        raise AdapterError(f"{WEIGHTS_FILE}: module {stack.group()!r} has factors of {len(a)} and of {len(b)} experts")
+    each_a, each_b = (np.broadcast_to(array, (num_experts, *array.shape[1:])) for array in (a, b))
+    return {f"{prefix}.{index}.{_EXPERT_OF[leaf]}": (each_a[index], each_b[index]) for index in range(num_experts)}
+
+
+def _stacked(factors: Mapping[str, Factors]) -> dict[str, Factors]:
+    """Stack the experts of each layer in order; an expert without an update gets zeros."""
+    found: dict[str, Factors] = {}
+    experts: dict[str, dict[int, Factors]] = {}
+    for module, pair in factors.items():
+        stack, index = stack_of(module)
+        if index is None:
+            found[module] = pair
+        else:
+            experts.setdefault(stack, {})[index] = pair
+    for module, pairs in experts.items():
+        a, b = next(iter(pairs.values()))
+        empty = np.zeros_like(a), np.zeros_like(b)
+        all_pairs = [pairs.get(index, empty) for index in range(max(pairs) + 1)]
+        found[module] = np.stack([a for a, _ in all_pairs]), np.stack([b for _, b in all_pairs])
+    return found
+
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("r", "lora_alpha", "use_rslora", "lora_dropout", "inference_mode", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size"),
+    }
+)
+"""Keys of adapter_config.json that need no check: they do not change the meaning of the factors, or are read.
+
+Names are those of PEFT 0.21. Configs of initialisations are among them; `init_lora_weights` says which one was used.
+"""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    # Other initialisations subtract the first factors from the base weights: such an adapter needs changed ones.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+}
+"""Keys that may change the meaning of the factors, with the values that do not."""
+_UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""The values that any other key may have."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read adapter_config.json. Raises AdapterError if it is invalid or may change the meaning of the factors."""
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{CONFIG_FILE}: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{CONFIG_FILE}: not a JSON object")
+    if config.get("peft_type", "LORA") != "LORA":
+        raise AdapterError(f"{CONFIG_FILE}: peft_type {config['peft_type']!r} is not LORA")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1:
+        raise AdapterError(f"{CONFIG_FILE}: r = {rank!r} must be a positive integer")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
+        raise AdapterError(f"{CONFIG_FILE}: lora_alpha = {alpha!r} must be a number above 0")
+    for key in sorted(config.keys() - _WITHOUT_EFFECT):
+        if config[key] not in _NEUTRAL.get(key, _UNSET):
+            raise AdapterError(f"{CONFIG_FILE}: {key} = {config[key]!r} is not supported, as it may change the numbers")
+    return config
+
+
+def read_tensors(path: Path) -> Tensors:
+    """Read a safetensors file. Raises AdapterError if it cannot be read."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path.name}: {error}") from error

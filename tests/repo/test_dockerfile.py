@@ -1,0 +1,81 @@
+"""The Dockerfile installs a working command; its steps run in a virtual environment, without Docker."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.cli import read_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def steps() -> list[tuple[str, str]]:
+    """Return all instructions with their arguments, continued lines joined."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+def arguments_of(instruction: str) -> list[str]:
+    return [argument for name, argument in steps() if name == instruction]
+
+
+def test_image_serves_as_an_unprivileged_user_with_data_in_a_volume(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arguments_of("USER") == ["skyrl"]
+    assert arguments_of("VOLUME") == ["/data"]
+    for name, value in (variable.split("=", 1) for variable in arguments_of("ENV")):
+        monkeypatch.setenv(name, value)
+    program, command, *flags = json.loads(arguments_of("ENTRYPOINT")[-1])
+    settings = read_settings(command, [*flags, *json.loads(arguments_of("CMD")[-1])])
+    assert (program, command, settings.host) == ("skyrl-tx", "serve", "0.0.0.0")
+    assert settings.data_dir == Path("/data")
+
+
+def test_values_of_the_build_argument_are_extras() -> None:
+    assert 'EXTRA=""' in arguments_of("ARG")
+    offered = re.findall(r'"(\w+)"', (ROOT / "Dockerfile").read_text().split('ARG EXTRA=""')[0].splitlines()[-1])
+    project = (ROOT / "pyproject.toml").read_text()
+    assert "cuda12" in offered
+    assert all(re.search(rf"^{extra} = ", project, re.MULTILINE) for extra in offered if extra)
+
+
+@pytest.mark.slow
+def test_install_steps_give_a_working_command(tmp_path: Path) -> None:
+    source, environment = tmp_path / "source", tmp_path / "environment"
+    source.mkdir()
+    for copied in arguments_of("COPY"):
+        *names, _ = shlex.split(copied)
+        for name in names:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, source)
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    path = f"{environment / 'bin'}:/usr/bin:/bin"
+    installs = [step for step in arguments_of("RUN") if step.startswith("pip ")]
+    assert installs
+    for step in installs:
+        subprocess.run(["bash", "-euc", step], cwd=source, env=_environment(path), check=True)
+    shown = subprocess.run(
+        [environment / "bin" / "skyrl-tx", "serve", "--help"],
+        env=_environment(path),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "--backend-config.max-lora-rank" in shown.stdout
+
+
+def _environment(path: str) -> dict[str, str]:
+    """Return this process's environment for pip, without PYTHON* variables and with an empty EXTRA."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
+        "PATH": path,
+        "EXTRA": "",
+    }

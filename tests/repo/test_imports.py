@@ -1,0 +1,31 @@
+"""Light modules do not import heavy libraries."""
+
+import json
+import subprocess
+import sys
+
+HEAVY = ("flax", "jax", "matplotlib", "tinker", "torch", "transformers")
+LIGHT = (
+    "skyrl_tx.contract.backend",
+    "skyrl_tx.store.database",
+    "skyrl_tx.backends.registry",
+    "skyrl_tx.backends.jax",
+    "skyrl_tx.api.app",
+    "skyrl_tx.engine.engine",
+    "skyrl_tx.supervisor",
+    "skyrl_tx.cli",
+    "skyrl_tx.quickstart.model",  # `serve --base-model tiny` works without the extra `quickstart`
+)
+PROGRAM = f"""
+import importlib, json, sys
+loaded = {{}}
+for module in {LIGHT}:
+    importlib.import_module(module)
+    loaded[module] = [name for name in {HEAVY} if name in sys.modules]
+print(json.dumps(loaded))
+"""
+
+
+def test_import_loads_no_device_library() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {module: [] for module in LIGHT}

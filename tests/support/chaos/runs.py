@@ -1,0 +1,164 @@
+"""A run of one or two training clients on a server whose processes are killed by a schedule.
+
+Results, saved weights and the log on disk are compared with those of the same clients on an undisturbed server.
+"""
+
+import hashlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyrl_tx.testing.tiny_models import write_model
+from tests.support.chaos.client import Transcript, run_tenants
+from tests.support.chaos.processes import Kill, ServerProcesses, Victim
+from tests.support.database_rows import rows
+
+_FREQUENT_SNAPSHOTS = (
+    "--snapshot-interval-requests",
+    "5",
+    "--snapshot-interval-s",
+    "0.5",
+    "--snapshot-max-share",
+    "1",
+    "--max-attempts",
+    "1000",
+)
+"""Flags for frequent snapshots, and for more delivery attempts than the kills of one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """The server that the clients train on."""
+
+    name: str
+    base_model: str
+    api_flags: Sequence[str] = ()
+    engine_flags: Sequence[str] = ()
+    database_url: str | None = None
+    """URL of an empty PostgreSQL database; None selects SQLite."""
+    slowness: float = 1.0
+    """Duration of start and work relative to the fake backend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The results of a run and the state on disk after it."""
+
+    transcripts: list[Transcript]
+    kinds: Counter[str]
+    """Number of stored requests by kind and status."""
+    weights: list[str]
+    """Hashes of all named checkpoints (weights, moments, gradients), sorted by name."""
+    num_open: int
+    num_repeated: int
+    """Number of models with duplicate or missing log sequence numbers."""
+    changed_results: int = 0
+    done: Counter[tuple[Victim, str]] = field(default_factory=Counter[tuple[Victim, str]])
+
+
+def fake_server(database_url: str | None = None) -> Server:
+    """Return a server with the fake backend, slowed so that random kills hit its work."""
+    common = ("--base-model", "fake", "--backend", "fake")
+    slowed = ("--backend-config.step-delay-s", "0.01", "--backend-config.slice-tokens", "4")
+    flags = (*common, *slowed, *_FREQUENT_SNAPSHOTS)
+    name = "fake" if database_url is None else "fake, PostgreSQL"
+    return Server(name=name, base_model="fake", api_flags=common, engine_flags=flags, database_url=database_url)
+
+
+def jax_server(directory: Path, dtype: str = "float32") -> Server:
+    """Return a server with the JAX backend, a model of one layer, and a shared compile cache."""
+    model = str(write_model(directory / "model", vocab_size=256, num_layers=1, max_context_length=64))
+    common = ("--base-model", model, "--served-model-name", "small")
+    sizes = {
+        "compile-cache-dir": str(directory / "cache"),
+        "dtype": dtype,
+        "max-lora-adapters": "2",
+        "max-lora-rank": "4",
+        "max-sampler-adapters": "2",
+        "micro-batch-tokens": "64",
+        "sample-slots": "8",  # one tile per tenant: a shared tile uses another decode program
+        "max-sample-tokens": "512",
+    }
+    flags = [argument for name, value in sizes.items() for argument in (f"--backend-config.{name}", value)]
+    return Server(
+        name=f"jax {dtype}",
+        base_model="small",
+        api_flags=common,
+        engine_flags=(*common, *flags, *_FREQUENT_SNAPSHOTS),
+        slowness=4.0,
+    )
+
+
+Network = Callable[[str], AbstractContextManager[str]]
+"""Returns a context that puts a proxy in front of a server URL and gives the URL for clients."""
+
+
+def run(server: Server, num_tenants: int, kills: Sequence[Kill], network: Network = nullcontext) -> Outcome:
+    """Train while the processes of a server are killed, through `network`; return results and state."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        directory = Path(name)
+        processes = ServerProcesses(
+            directory, kills, server.api_flags, server.engine_flags, server.database_url, server.slowness
+        )
+        try:
+            with processes, network(processes.url) as url:
+                transcripts = run_tenants(url, server.base_model, num_tenants)
+        except BaseException as error:
+            error.add_note(f"{kills}\n{processes.log_path.read_text()[-8000:]}")
+            raise
+        return _outcome(processes, transcripts)
+
+
+def _outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> Outcome:
+    def found(query: str) -> Sequence[tuple[Any, ...]]:
+        return rows(processes.data_dir, processes.database_url, query)
+
+    by_kind = found("SELECT kind, status, count(*) FROM requests GROUP BY kind, status")
+    ((num_open,),) = found("SELECT count(*) FROM requests WHERE status = 'open'")
+    per_model = found(
+        "SELECT m.effect_order, count(r.effect_order), count(DISTINCT r.effect_order), max(r.effect_order)"
+        " FROM models m JOIN requests r ON r.model_id = m.model_id GROUP BY m.model_id"
+    )
+    saved = found("SELECT name, artifact_id FROM checkpoints")
+    weights = sorted(f"{name} {_hash(processes.data_dir / 'artifacts' / str(artifact))}" for name, artifact in saved)
+    return Outcome(
+        transcripts=transcripts,
+        kinds=Counter({f"{kind} {status}": number for kind, status, number in by_kind}),
+        weights=weights,
+        num_open=num_open,
+        num_repeated=sum(len(set(counts)) != 1 for counts in per_model),
+        changed_results=processes.changed_results,
+        done=processes.done,
+    )
+
+
+def _hash(artifact: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(artifact.rglob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def differences(found: Outcome, undisturbed: Outcome) -> list[str]:
+    """Return all differences between a run and the undisturbed one; the guarantee is that there are none."""
+    differing: list[str] = []
+    for tenant, (one, other) in enumerate(zip(found.transcripts, undisturbed.transcripts, strict=True)):
+        differing += [
+            f"tenant {tenant}, line {line}: {a} is not {b}"
+            for line, (a, b) in enumerate(zip(one, other, strict=True))
+            if a != b
+        ]
+    if found.kinds != undisturbed.kinds:
+        differing.append(f"requests {found.kinds} are not {undisturbed.kinds}")
+    if found.weights != undisturbed.weights:
+        differing.append(f"saved weights {found.weights} are not {undisturbed.weights}")
+    if found.num_open or found.num_repeated or found.changed_results:
+        differing.append(
+            f"{found.num_open} futures open, {found.num_repeated} models with repeated effects, "
+            f"{found.changed_results} results changed"
+        )
+    return differing

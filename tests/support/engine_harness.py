@@ -1,0 +1,219 @@
+"""A data directory with the API's side of its store, and engines that run on it, for tests of the engine."""
+
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sqlmodel import Session
+
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.contract import codec, requests
+from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
+from skyrl_tx.contract.batches import PreparedModelPassBatch
+from skyrl_tx.contract.errors import BackendLost
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams, OptimStep, Sample
+from skyrl_tx.contract.results import Metrics, SampleDelta
+from skyrl_tx.engine.engine import Engine
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine_process import open_store, run_engine
+from skyrl_tx.store import futures, models, samplers, sessions
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.tables import ModelRow
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+
+SPEC = ModelSpec(lora=LoraSpec(rank=2, seed=5))
+OWNER = "local"
+_EAGER: dict[str, Any] = {"gap_timeout_s": 0.3, "snapshot_max_share": 1.0}
+"""Settings for short tests with many snapshots."""
+
+
+class Perishable(FakeBackend):
+    """A fake backend that loses its device in its n-th call, before or after the call has its effect."""
+
+    def __init__(self, config: FakeConfig, calls_left: int) -> None:
+        super().__init__("tiny", config)
+        self.calls_left = calls_left
+
+    def _count(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise BackendLost("unplugged")
+
+    def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
+        """See AbstractBackend."""
+        self._count()
+        return super().begin_pass(batch, backward=backward)
+
+    def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
+        """See AbstractBackend."""
+        self._count()
+        metrics = super().optim_step(model_id, params)
+        self._count()
+        return metrics
+
+    def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
+        """See AbstractBackend."""
+        self._count()
+        return super().capture(model_id, parts)
+
+    def step_sample(self) -> list[SampleDelta]:
+        """See AbstractBackend."""
+        deltas = super().step_sample()
+        if deltas:
+            self._count()
+        return deltas
+
+
+class EngineHarness:
+    """One data directory, on which a client, the API and several engines in turn work."""
+
+    def __init__(self, data_dir: Path, **settings: Any) -> None:
+        self.data_dir = data_dir
+        self.config = FakeConfig(vocab_size=128)
+        self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{**_EAGER, **settings})
+        self.api = Store.open(data_dir, role="api", url=self.settings.store_url)
+        self.artifacts = ArtifactStore(data_dir / "artifacts")
+        self.session_id = self.new_session()
+
+    def close(self) -> None:
+        """Close the API's store."""
+        self.api.close()
+
+    def new_session(self) -> SessionId:
+        """Create a client session."""
+        return self.api.write(lambda tx: sessions.create(tx, owner=OWNER, now=time.time()))
+
+    def submit(
+        self,
+        request: requests.Request,
+        *,
+        model_id: ModelId | None = None,
+        seq_id: int | None = None,
+        sampling_session_id: SamplingSessionId | None = None,
+    ) -> RequestId:
+        """Store a request, like the API."""
+        return self.api.write(
+            lambda tx: self._submit(
+                tx, request, model_id=model_id, seq_id=seq_id, sampling_session_id=sampling_session_id
+            )
+        )
+
+    def _submit(self, tx: Session, request: requests.Request, **where: Any) -> RequestId:
+        new = NewRequest(
+            key="",
+            kind=request.kind if isinstance(request, requests.Rejected) else codec.kind_of(request),
+            owner=OWNER,
+            session_id=self.session_id,
+            body=codec.encode(request),
+            **where,
+        )
+        return futures.submit(tx, new, time.time()).request_id
+
+    def make(self, request: requests.CreateModel | requests.LoadWeights, name: str = "m") -> tuple[ModelId, RequestId]:
+        """Submit a create_model, or a load_weights that creates a model."""
+        model_id = ModelId(f"{self.session_id}:train:{name}")
+
+        def work(tx: Session) -> RequestId:
+            now = time.time()
+            row = ModelRow(
+                model_id=model_id,
+                session_id=self.session_id,
+                base_model="tiny",
+                spec=codec.encode(request.spec),
+                created_at=now,
+                last_request_at=now,
+            )
+            models.create(tx, row)
+            return self._submit(tx, request, model_id=model_id)
+
+        return model_id, self.api.write(work)
+
+    def create(self, name: str = "m", spec: ModelSpec = SPEC) -> tuple[ModelId, RequestId]:
+        """Submit a create_model."""
+        return self.make(requests.CreateModel(base_model="tiny", spec=spec), name)
+
+    def save_samplers(self, count: int) -> list[SamplerId]:
+        """Create a model, run an engine that makes `count` ephemeral saves, and return their samplers."""
+        model_id, last = self.create()
+        names = [SamplingSessionId(f"{self.session_id}:sample:{number}") for number in range(count)]
+        for seq_id, name in enumerate(names, start=1):
+            save = requests.SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
+            last = self.submit(save, model_id=model_id, seq_id=seq_id)
+        self.run(last)
+        rows = [self.api.read(lambda tx, name=name: samplers.get(tx, name)) for name in names]
+        return [row.sampler_id for row in rows if row is not None and row.sampler_id is not None]
+
+    def run(self, *until: RequestId, backend: AbstractBackend | None = None) -> None:
+        """Run an engine until these requests have results."""
+        stop = threading.Event()
+        store = open_store(self.settings, stop)
+
+        def watch() -> None:
+            while not stop.is_set():
+                if len(self.api.read(lambda tx: futures.statuses(tx, until))) == len(until):
+                    stop.set()
+                    store.wake()
+                else:
+                    self.api.wait(5.0)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            Engine(self.settings, backend or self.backend(), store, self.artifacts).run(stop)
+        finally:
+            stop.set()
+            self.api.wake()
+            watcher.join()
+            store.close()
+
+    def backend(self) -> AbstractBackend:
+        """Return the backend that `run` uses by default."""
+        return FakeBackend("tiny", self.config)
+
+    def result(self, request_id: RequestId) -> Any:
+        """Return the result of a request."""
+        state = self.api.read(lambda tx: futures.result(tx, request_id, OWNER))
+        assert state.result is not None, state
+        return codec.decode(state.result)
+
+    def answer(self, request: requests.Request, **where: Any) -> Any:
+        """Submit one request, run an engine for it, and return its result."""
+        request_id = self.submit(request, **where)
+        self.run(request_id)
+        return self.result(request_id)
+
+
+def datum(seed: int = 0, length: int = 6, **inputs: Any) -> Datum:
+    """Return a random sequence whose targets are the next tokens."""
+    tokens = np.random.default_rng(seed).integers(1, 128, length, dtype=np.int32)
+    targets = np.roll(tokens, -1).astype(np.int64)
+    return Datum(tokens=tokens, loss_inputs={"target_tokens": targets, **inputs})
+
+
+def forward_backward(seed: int = 0, **changes: Any) -> ModelPass:
+    """Return a pass of two sequences."""
+    data = (datum(seed), datum(seed + 1000, 4))
+    return ModelPass(**{"data": data, "loss": "cross_entropy", "loss_config": {}, "backward": True, **changes})
+
+
+def optim_step(learning_rate: float = 0.05) -> OptimStep:
+    """Return an optimizer step with weight decay."""
+    return OptimStep(params=OptimizerParams(learning_rate=learning_rate, weight_decay=0.1))
+
+
+def sample(prompt: tuple[int, ...] = (65, 66), sampler: SamplerId | None = None, **params: Any) -> Sample:
+    """Return a request for one greedy sample of eight tokens."""
+    settled = requests.SamplingParams(**{"seed": 3, "max_tokens": 8, "temperature": 0.0, **params})
+    return Sample(prompt=np.array(prompt, np.int32), num_samples=1, sampler=sampler, params=settled)
+
+
+def run_fake_engine(settings: EngineSettings, step_delay_s: float = 0.0) -> None:
+    """Run an engine process. In this module, so that a spawned child can import it."""
+    run_engine(settings, find_backend("fake"), FakeConfig(vocab_size=128, step_delay_s=step_delay_s))

@@ -1,0 +1,123 @@
+"""API and engine with any backend in one process, with a record of all calls."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.backends.jax import BACKEND as JAX
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.live_api import Server, live_api
+from tests.support.live_engine import live_engine
+from tests.support.recording_middleware import RecordingMiddleware
+
+PUBLIC_NAME = "Qwen/Qwen3-8B"
+VOCAB_SIZE = 1024
+CONTEXT = 128  # tokens
+MAX_RANK = 16
+
+both_backends = pytest.mark.parametrize("stack", ["fake", "jax"], indirect=True, scope="session")
+"""The mark of a test in `tests/api` that runs over JAX by default; over JAX the others are slow tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveStack:
+    """A server that answers to `PUBLIC_NAME`, with the sizes above whatever its backend."""
+
+    server: Server
+    backend: AbstractBackend
+    recorder: RecordingMiddleware
+
+    @property
+    def url(self) -> str:
+        """The URL of the server."""
+        return self.server.url
+
+
+def small_backend(name: str, directory: Path, token_delay_s: float = 0.0) -> tuple[str, AbstractBackend]:
+    """Create a backend with the sizes above; return its base model and the backend.
+
+    With `token_delay_s` the fake backend samples one token per step, after that delay.
+    """
+    if name == "fake":
+        config = FakeConfig(vocab_size=VOCAB_SIZE, max_context_length=CONTEXT, max_lora_rank=MAX_RANK)
+        if token_delay_s:
+            config = config.model_copy(update={"slice_tokens": 1, "step_delay_s": token_delay_s})
+        return "fake", FakeBackend("fake", config)
+    model = str(write_tiny_model(directory / "model"))
+    settings = JaxConfig(
+        compile_cache_dir=None,
+        max_context_length=CONTEXT,
+        max_lora_adapters=4,
+        max_lora_rank=MAX_RANK,
+        max_sampler_adapters=4,
+        micro_batch_tokens=CONTEXT,
+        sample_slots=8,
+        max_sample_tokens=2048,
+        prefill_tokens=128,
+    )
+    return model, JAX.load()(model, settings)
+
+
+@contextmanager
+def live_stack(
+    backend_name: str,
+    directory: Path,
+    *,
+    large_result_bytes: int = 2**20,
+    token_delay_s: float = 0.0,
+    retrieve_hold_s: float = 30.0,
+) -> Generator[LiveStack]:
+    """Serve with a small backend, until the context is left."""
+    base_model, backend = small_backend(backend_name, directory, token_delay_s)
+    data_dir, recorder = directory / "data", RecordingMiddleware()
+    data_dir.mkdir(mode=0o700)
+    api = ApiSettings(
+        port=0,
+        data_dir=data_dir,
+        base_model=base_model,
+        served_model_name=PUBLIC_NAME,
+        large_result_bytes=large_result_bytes,
+        retrieve_hold_s=retrieve_hold_s,
+    )
+    engine = EngineSettings(data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
+    with live_api(api, recorder.wrap) as server, live_engine(engine, backend):
+        _wait_until_ready(server)
+        yield LiveStack(server=server, backend=backend, recorder=recorder)
+
+
+@contextmanager
+def live_model(model: Path, name: str, data_dir: Path) -> Generator[str]:
+    """Serve a tiny model from its directory in float32, under a name, until the context is left; give the URL."""
+    config = JaxConfig(
+        compile_cache_dir=None,
+        dtype="float32",
+        max_context_length=64,
+        max_lora_rank=MAX_RANK,
+        micro_batch_tokens=256,
+        sample_slots=4,
+        max_sample_tokens=512,
+        prefill_tokens=64,
+    )
+    api = ApiSettings(port=0, data_dir=data_dir, base_model=str(model), served_model_name=name)
+    engine = EngineSettings(data_dir=data_dir, base_model=str(model), served_model_name=name)
+    with live_api(api) as server, live_engine(engine, JAX.load()(str(model), config)):
+        _wait_until_ready(server)
+        yield server.url
+
+
+def _wait_until_ready(server: Server, within_s: float = 60.0) -> None:
+    end = time.monotonic() + within_s
+    while (answer := server.client.get("/api/v1/healthz")).status_code != HTTPStatus.OK:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.02)

@@ -1,0 +1,5 @@
+"""Entry point of the soak test."""
+
+from tests.support.soak.run import main
+
+main()

@@ -1,0 +1,111 @@
+"""One tiny dense model, one tiny mixture of experts, and one configuration for tests of the JAX backend.
+
+A compiled program depends on the shapes of model and configuration. Tests that use these constants share their
+programs, in the process and in the compilation cache on disk. Use `TINY_CONFIG.model_copy(update=...)` for settings
+that change no shape (numbers of models, samplers), and another value of a shape only where the test is about it.
+"""
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights import hf
+
+DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+VOCAB_SIZE = 256
+RANK = 4
+"""The rank of adapters in tests that need no other."""
+
+TINY_CONFIG = JaxConfig(
+    compile_cache_dir=None,
+    max_context_length=256,
+    max_lora_adapters=3,
+    max_lora_rank=8,
+    max_sampler_adapters=2,
+    micro_batch_tokens=64,
+    sample_slots=16,
+    max_sample_tokens=16 * 64,
+    decode_slice_tokens=4,
+    prefill_tokens=64,
+    prefill_chunk_tokens=32,
+    max_topk_logprobs=4,
+)
+"""KV cache layouts of 16 slots of 64 positions, 8 of 128 and 4 of 256; micro-batches of 64 tokens."""
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model's files, its configuration and its weights on the device."""
+
+    directory: Path
+    config: models.ModelConfig
+    params: models.DecoderParams
+
+    def adapter(self, seed: int) -> Adapter:
+        """Return an adapter of rank RANK whose B is not zero, so that it changes the logits."""
+        made = models.init_adapter(self.config, LoraSpec(rank=RANK, seed=seed), RANK)
+        generator = np.random.default_rng(seed)
+        for pair in made.weights.values():
+            np.asarray(pair.b)[:] = 0.1 * generator.standard_normal(pair.b.shape)
+        return made
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tiny-models-")  # removed when the process ends
+
+
+@functools.cache
+def tiny_directory(architecture: str = DENSE, std: float = 0.3) -> Path:
+    """Return the files of a model with two layers.
+
+    By default its weights are large enough for distinct samples. Another standard deviation changes no program.
+    """
+    return write_model(Path(_directory().name) / f"{architecture}-{std}", architecture, vocab_size=VOCAB_SIZE, std=std)
+
+
+@functools.cache
+def _load(architecture: str) -> TinyModel:
+    directory = tiny_directory(architecture)
+    content = hf.read_json(directory, "config.json")
+    family = models.find_family(content)
+    config = family.config_from_hf(content)
+    # Placed as by the backend, so that its programs are the same.
+    layout = mesh.make_layout(TINY_CONFIG.mesh)
+    placement = functools.partial(mesh.parameter_sharding, layout)
+    params = hf.load(directory, models.describe_params(config), family.weights, placement=placement)
+    return TinyModel(directory=directory, config=config, params=replace(params, layout=layout))
+
+
+def tiny_dense() -> TinyModel:
+    """Return the dense model, loaded once per process."""
+    return _load(DENSE)
+
+
+def tiny_moe() -> TinyModel:
+    """Return the mixture of experts, loaded once per process."""
+    return _load(MOE)
+
+
+@contextmanager
+def tiny_backend(architecture: str = DENSE, *, std: float = 0.3, **changed: Any) -> Iterator[JaxBackend]:
+    """Give a started backend with TINY_CONFIG and the given changes; close it at the end."""
+    backend = JaxBackend(str(tiny_directory(architecture, std)), TINY_CONFIG.model_copy(update=changed))
+    backend.start()
+    try:
+        yield backend
+    finally:
+        backend.close()

@@ -1,0 +1,95 @@
+"""Engine health as the API reports it, and admission control."""
+
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+
+from skyrl_tx.api import engine_status
+from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
+from skyrl_tx.api.errors import ApiError
+from skyrl_tx.store import engine_state
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
+from skyrl_tx.store.tables import EngineStateRow
+
+LIMIT = 10 * REQUEST_BYTES
+FULL = "database x: no space left for it on the disk"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "status", "detail", "write_failure", "expected"),
+    [
+        (0, "ready", "", None, None),
+        (0, "ready", "", FULL, None),
+        (0, "ready", FULL, None, f"the engine waits: {FULL}"),
+        (0, "starting", "", None, "the engine is starting"),
+        (90, "ready", "", None, "the engine has published no status for 90 s"),
+        (90, "ready", FULL, FULL, f"the engine has published no status for 90 s; {FULL}"),
+    ],
+)
+def test_health_names_the_problem(age_s, status, detail, write_failure, expected) -> None:
+    row = SimpleNamespace(updated_at=time.time() - age_s, status=status, detail=detail)
+    health = EngineHealth(SimpleNamespace(read=lambda _: row, write_failure=write_failure), silence_s=30.0)
+    assert health.problem() == expected
+
+
+@pytest.fixture
+def admission(store: Store, monkeypatch: pytest.MonkeyPatch) -> AdmissionControl:
+    monkeypatch.setattr(engine_status, "_LOAD_MAX_AGE_S", 0.0)
+    return AdmissionControl(store)
+
+
+def publish(store: Store, load: SampleLoad | None) -> None:
+    store.write(
+        lambda tx: engine_state.publish(
+            tx,
+            EngineStateRow(
+                boot_id="b",
+                pid=1,
+                status="ready",
+                capabilities={},
+                base_models=[],
+                load=None if load is None else asdict(load),
+                updated_at=time.time(),
+            ),
+        )
+    )
+
+
+def publish_load(store: Store, num_bytes: int, position: int = 0) -> None:
+    publish(store, SampleLoad(position=position, num_bytes=num_bytes, max_bytes=LIMIT))
+
+
+def test_samples_are_admitted_until_the_engine_publishes_a_load(store: Store, admission: AdmissionControl) -> None:
+    admission.check(10**9)
+    publish(store, None)
+    admission.check(10**9)
+
+
+def test_submitted_samples_count_until_the_published_load_includes_them(
+    store: Store, admission: AdmissionControl
+) -> None:
+    publish_load(store, 0)
+    for position in range(1, 11):
+        admission.check(0)
+        admission.record(position, 0)
+    with pytest.raises(ApiError, match=f"take {LIMIT} of {LIMIT} bytes") as caught:
+        admission.check(0)
+    assert caught.value.status == 429
+    assert caught.value.headers == {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
+    publish_load(store, 4 * REQUEST_BYTES, position=6)  # 2 completed, 4 queued, 4 not read by the engine
+    admission.check(REQUEST_BYTES)
+    with pytest.raises(ApiError):
+        admission.check(REQUEST_BYTES + 1)
+    publish_load(store, LIMIT, position=10)
+    with pytest.raises(ApiError):
+        admission.check(0)
+    publish_load(store, 0, position=10)
+    admission.check(9 * REQUEST_BYTES)
+
+
+def test_sample_above_the_limit_by_itself_is_left_to_the_engine(store: Store, admission: AdmissionControl) -> None:
+    publish_load(store, LIMIT)
+    admission.check(LIMIT)

@@ -1,0 +1,309 @@
+"""The real sampling programs: samples equal a full forward pass, and are bitwise independent of the batch.
+
+The scheduler's own logic is tested on fake programs in test_scheduler.py and test_prefill.py.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.sample import jax_programs, programs
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, empty_keys
+from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
+from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.backends.jax.shapes import KVLayout
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.contract.requests import PromptOptions
+from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
+from tests.support.tiny import TINY_CONFIG, TinyModel
+
+LENGTH = 160
+"""The length to which sequences are padded for the full forward pass."""
+
+SEEDS = {RED: 1, BLUE: 2}
+
+
+def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
+    """Return a scheduler on the device, with two adapters."""
+    config: JaxConfig = TINY_CONFIG.model_copy(update=changed)
+    device = JaxPrograms(tiny.params, tiny.config, config)
+    scheduler = SampleScheduler(device, config, device.memory, ())
+    for name, seed in SEEDS.items():
+        scheduler.load(name, tiny.adapter(seed))
+    return scheduler
+
+
+@pytest.fixture
+def scheduler(tiny: TinyModel) -> SampleScheduler:
+    return start(tiny)
+
+
+@partial(jax.jit, static_argnames="config")
+def all_logprobs(params, config, tokens, adapter):
+    hidden = models.forward(params, config, tokens[None], adapter)
+    return jax.nn.log_softmax(models.logits(params, hidden, adapter)[0])
+
+
+@partial(jax.jit, static_argnames="config")
+def trained_logprobs(params, config, tokens, adapter):
+    hidden = models.forward(params, config, tokens[None, :-1], adapter)
+    return models.target_logprobs(params, hidden, tokens[None, 1:], adapter)[0]
+
+
+def adapter_of(tiny: TinyModel, sampler: SamplerId | None):
+    """Return a sampler's adapter. The base model has one too, of zeros, so that one program serves all."""
+    if sampler is None:
+        return jax.tree.map(np.zeros_like, tiny.adapter(0))
+    return tiny.adapter(SEEDS[sampler])
+
+
+def trainer(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
+    """Return the trainer's log-probability of every new token."""
+    tokens = np.concatenate([request.prompt, new_tokens])
+    padded = np.pad(tokens, (0, LENGTH + 1 - tokens.size))
+    found = trained_logprobs(tiny.params, tiny.config, padded, adapter_of(tiny, request.sampler))
+    return np.asarray(found)[request.prompt.size - 1 : tokens.size - 1]
+
+
+def distributions(tiny: TinyModel, request: SampleRequest, new_tokens: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities of all tokens at the position of every new token [T, V]."""
+    tokens = np.concatenate([request.prompt, new_tokens])
+    padded = np.pad(tokens, (0, LENGTH - tokens.size))
+    found = all_logprobs(tiny.params, tiny.config, padded, adapter_of(tiny, request.sampler))
+    return np.asarray(found)[request.prompt.size - 1 : tokens.size - 1]
+
+
+def greedy(tiny: TinyModel, request: SampleRequest, num: int) -> list[int]:
+    """Decode greedily with a full forward pass for each token."""
+    new = np.zeros(0, np.int32)
+    for _ in range(num):
+        best = int(np.argmax(distributions(tiny, request, np.append(new, 0).astype(np.int32))[-1]))
+        new = np.append(new, best).astype(np.int32)
+    return new.tolist()
+
+
+def test_greedy_decoding_equals_full_forward_passes_with_several_adapters(tiny, scheduler):
+    requests = [
+        ask("base", prompt_of(5), temperature=0.0),
+        ask("red", prompt_of(40, seed=1), sampler=RED, temperature=0.0),
+        ask("blue", prompt_of(17, seed=2), sampler=BLUE, temperature=0.0, max_tokens=23),
+    ]
+    results = run(scheduler, *requests)
+    for request in requests:
+        sequence = results.sequence(request.request_id)
+        assert sequence.tokens.tolist() == greedy(tiny, request, request.params.max_tokens)
+        assert sequence.stop_reason == "length"
+        np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)
+
+
+def test_trainer_and_sampler_agree_to_the_end_of_a_slot(tiny, scheduler):
+    request = ask("red", prompt_of(40), sampler=RED, samples=3, max_tokens=128 - 40)
+    results = run(scheduler, request)
+    for index in range(3):
+        sequence = results.sequence("red", index)
+        assert sequence.tokens.size == 128 - 40
+        np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)
+    assert len({tuple(tokens) for tokens in results.tokens.values()}) == 3
+
+
+def test_trainer_and_sampler_agree_across_reallocation_with_filters_and_topk(tiny, scheduler):
+    """Ten samples outgrow their slots of 64 positions; eight slots of 128 follow, so some samples are preempted."""
+    topk = PromptOptions(sample_topk=2)
+    requests = [
+        ask("red", prompt_of(40), sampler=RED, samples=5, max_tokens=60, top_p=0.7, options=topk),
+        ask("blue", prompt_of(33), sampler=BLUE, samples=5, max_tokens=60, top_k=3),
+    ]
+    results = run(scheduler, *requests)
+    for request in requests:
+        for index in range(5):
+            sequence = results.sequence(request.request_id, index)
+            expected = trainer(tiny, request, sequence.tokens)
+            np.testing.assert_allclose(sequence.logprobs, expected, rtol=1e-5, atol=1e-5)
+            best = -np.sort(-distributions(tiny, request, sequence.tokens))[:, :3]
+            if request.sampler == BLUE:
+                assert (sequence.logprobs >= best[:, 2] * (1 + 1e-5) - 1e-5).all()
+            else:
+                reported = np.concatenate([part.topk.logprobs for part in results.parts["red", index]])
+                np.testing.assert_allclose(reported, best[:, :2], rtol=1e-5, atol=1e-5)
+
+
+def test_preempted_samples_are_recomputed_with_the_same_tokens(scheduler):
+    # 12 samples outgrow slots of 64 positions; eight slots of 128 follow, which hold each half of the samples.
+    request = ask("many", prompt_of(5), sampler=RED, samples=12, max_tokens=70)
+    results, ample = run(scheduler, request), Results()
+    for first in (0, 6):
+        run(scheduler, replace(request, first_index=first, num_samples=6), into=ample)
+    assert results.tokens == ample.tokens and len(ample.tokens) == 12
+    for index in range(12):
+        np.testing.assert_allclose(
+            results.sequence("many", index).logprobs, ample.sequence("many", index).logprobs, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("adapter", [None, RED])
+def test_batch_invariance(scheduler, adapter):
+    request = ask("mine", prompt_of(9), sampler=adapter, samples=3, temperature=0.9, max_tokens=20)
+    alone, results = run(scheduler, request), Results()
+    begin(
+        scheduler,
+        ask("base", prompt_of(33, seed=1), temperature=0.0, max_tokens=30),
+        ask("red", prompt_of(6, seed=2), sampler=RED, samples=4, top_k=3),
+        ask("blue", prompt_of(50, seed=3), sampler=BLUE, samples=2, top_p=0.5, options=PromptOptions(sample_topk=2)),
+    )
+    results.add(scheduler.step())
+    run(scheduler, request, into=results)
+    assert {key: results.bits[key] for key in alone.bits} == alone.bits
+
+
+@pytest.mark.slow
+def test_a_request_in_parts_draws_the_same_bits(tiny):
+    """Parts of 1, 2, 9, 6, 1 and 1 samples, whose first tokens are drawn at different rows of the program."""
+    scheduler = start(tiny, prefill_chunk_tokens=256, max_sample_tokens=16 * 160)
+    request = ask("a", prompt_of(40), sampler=RED, samples=20, max_tokens=9)
+    whole, parts = run(scheduler, request), Results()
+    for first, end in ((0, 1), (1, 3), (3, 12), (12, 18), (18, 19), (19, 20)):
+        begin(scheduler, replace(request, first_index=first, num_samples=end - first))
+        if first < 18:
+            parts.add(scheduler.step())
+    run(scheduler, into=parts)
+    assert parts.bits == whole.bits and len(whole.bits) == 20
+
+
+def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
+    generator = np.random.default_rng(0)
+    embed = jnp.asarray(0.3 * generator.standard_normal((300, tiny.config.hidden_size)), jnp.float32)
+    params, config = replace(tiny.params, embed=embed, unembed=embed), replace(tiny.config, vocab_size=300)
+    device = JaxPrograms(params, config, TINY_CONFIG)
+    request = ask("a", prompt_of(9), samples=64, temperature=0.9)
+    samples = [RunningSample(request=request, index=index, adapter=BASE, stops=frozenset()) for index in range(64)]
+    for _ in range(10):
+        hidden = jnp.asarray(generator.standard_normal((1, tiny.config.hidden_size)), jnp.float32)
+        whole = device.draw_first(hidden, samples)
+        assert np.unique(whole.tokens).size > 1
+        for first, end in ((0, 1), (1, 6), (6, 64), (63, 64)):
+            part = device.draw_first(hidden, samples[first:end])
+            np.testing.assert_array_equal(part.tokens[:, : end - first], whole.tokens[:, first:end])
+            np.testing.assert_array_equal(part.logprobs[:, : end - first], whole.logprobs[:, first:end])
+
+
+@pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), RED])
+def test_prefix_cache_hits_change_no_bit(tiny, adapter):
+    prefix = prompt_of(96)
+    prompts = {
+        "first": np.concatenate([prefix, prompt_of(20, seed=1)]),
+        "equal": np.concatenate([prefix, prompt_of(20, seed=1)]),
+        "alike": np.concatenate([prefix, prompt_of(50, seed=2)]),
+        "part": prefix[:70],
+    }
+    warm, cold = start(tiny, prefix_cache_tokens=512), start(tiny, prefix_cache_tokens=0)
+    hits = {}
+    for name, prompt in prompts.items():
+        request = ask(name, prompt, sampler=adapter, max_tokens=6)
+        results = run(warm, request)
+        assert results.bits == run(cold, request).bits, name
+        hits |= results.cache_hits
+    assert hits == {"equal": 116, "alike": 96, "part": 64}
+
+
+@pytest.mark.slow
+def test_prefill_between_slices_changes_no_bit(tiny):
+    running, long = (
+        ask("running", prompt_of(9), sampler=RED, max_tokens=30),
+        ask("long", prompt_of(240, seed=1), sampler=RED, max_tokens=2),
+    )
+    alone = {}
+    for request in (running, long):
+        fresh = start(tiny)
+        run(
+            fresh, ask("layout", prompt_of(240, seed=2), sampler=RED, max_tokens=2)
+        )  # one layout for all: slots of 256 positions
+        alone[request.request_id] = fresh
+    scheduler = start(tiny)
+    results = run(scheduler, running, long)
+    expected = {
+        key: sequence
+        for each, request in zip(alone.values(), (running, long), strict=True)
+        for key, sequence in run(each, request).tokens.items()
+    }
+    assert results.tokens == expected
+
+
+def test_a_longer_sample_in_the_batch_changes_rounding_only(scheduler):
+    """A longer KV read length may be another program."""
+    request = ask("mine", prompt_of(9), sampler=RED, samples=3)
+    alone = run(scheduler, request)
+    results = run(scheduler, ask("long", prompt_of(130, seed=1), sampler=RED, max_tokens=20), request)
+    for index in range(3):
+        assert results.tokens["mine", index] == alone.tokens["mine", index]
+        mine, theirs = alone.sequence("mine", index), results.sequence("mine", index)
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+
+
+def test_loading_copies_the_adapter(tiny, scheduler):
+    request = ask("red", prompt_of(9), sampler=RED, temperature=0.0)
+    before = run(scheduler, request)
+    scheduler.drop(RED)
+    red = jax.tree.map(jnp.array, tiny.adapter(SEEDS[RED]))
+    scheduler.load(RED, red)
+    jax.tree.map(lambda leaf: leaf.delete(), red)
+    assert run(scheduler, request).bits == before.bits
+
+
+def test_nan_of_one_adapter_does_not_spread(tiny, scheduler):
+    scheduler.drop(BLUE)
+    scheduler.load(BLUE, jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), tiny.adapter(2)))
+    request = ask("mine", prompt_of(9), sampler=RED)
+    alone = run(scheduler, request).sequence("mine")
+    results = run(scheduler, ask("nan", prompt_of(9), sampler=BLUE, samples=15), request).sequence("mine")
+    assert results.tokens.tolist() == alone.tokens.tolist()
+    np.testing.assert_allclose(results.logprobs, alone.logprobs, atol=1e-5)  # one tile has both adapters
+    after = run(scheduler, ask("mine", prompt_of(9), sampler=RED, samples=16))  # in every slot that held NaN too
+    assert all(np.isfinite(after.sequence("mine", index).logprobs).all() for index in range(16))
+
+
+def test_sample_topk_begins_with_the_greedy_token(scheduler):
+    results = run(scheduler, ask("topk", prompt_of(9), temperature=0.0, options=PromptOptions(sample_topk=2)))
+    parts, sequence = results.parts["topk", 0], results.sequence("topk")
+    assert np.concatenate([part.topk.token_ids[:, 0] for part in parts]).tolist() == sequence.tokens.tolist()
+    np.testing.assert_array_equal(np.concatenate([part.topk.logprobs[:, 0] for part in parts]), sequence.logprobs)
+    assert parts[-1].topk.token_ids.shape[1] == 2
+
+
+@pytest.mark.parametrize("position", [1, 15, 16, 17, 32, 40, 64])
+def test_a_slot_moves_between_layouts_in_blocks_without_a_changed_bit(tiny, monkeypatch, position):
+    monkeypatch.setattr(jax_programs, "TRANSFER", 16)
+    device = JaxPrograms(tiny.params, tiny.config, TINY_CONFIG)
+    sizes, read = [], programs.read_positions
+    monkeypatch.setattr(programs, "read_positions", lambda *given, size: sizes.append(size) or read(*given, size=size))
+    device.allocate_cache(KVLayout(2, 128))
+    prompt = device.allocate_prompt(128)
+    prompt.data = jax.tree.map(
+        lambda leaf: jnp.asarray(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype), prompt.data
+    )
+    keys = jax.device_get(prompt.data)
+    device.insert(prompt, 128, [1])
+    saved = device.read_slot(1, position)
+    assert sum(sizes) == -(-position // 16) * 16
+    device.allocate_cache(KVLayout(4, 64))
+    device.write_slot(saved, 0)
+    for ours, theirs in ((device.cache.k, keys.k), (device.cache.v, keys.v)):
+        np.testing.assert_array_equal(ours[:, 0, :, :position], theirs[:, 0, :, :position])
+
+
+@pytest.mark.parametrize(("slot", "buffer"), [(512, 512), (512, 2048), (512, 128)])
+def test_inserting_a_prompt_allocates_no_second_copy(tiny, slot, buffer):
+    cache, prompt = (
+        jax.eval_shape(lambda dims=dims: empty_keys(tiny.params, tiny.config, *dims))
+        for dims in ((4, slot), (1, buffer))
+    )
+    number, slot_S = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    taken = programs.insert.lower(cache, prompt, number, slot_S, number).compile().memory_analysis()
+    assert taken.alias_size_in_bytes == 2 * 4 * cache.k.size
+    assert taken.temp_size_in_bytes < 0.05 * 2 * 4 * prompt.k.size

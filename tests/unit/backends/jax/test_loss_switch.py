@@ -1,0 +1,76 @@
+"""The loss chosen by number equals the loss itself: value, means and gradient."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.train import loss_switch
+from skyrl_tx.contract.losses import TARGET_TOKENS
+from skyrl_tx.losses import LOSSES
+
+CASES = [(name, 2) for name in LOSSES] + [("cross_entropy", 3)]
+LENGTH = 6
+
+
+@jax.jit
+def by_number(number, logprobs, inputs, config_BC):
+    """Return the output and the gradient of the whole sequence, and the gradients of its halves by themselves."""
+    halves = [
+        loss_switch.logprob_gradient(
+            number, *jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)), config_BC
+        )
+        for part in (slice(LENGTH // 2), slice(LENGTH // 2, LENGTH))
+    ]
+    output = loss_switch.evaluate(number, logprobs, inputs, config_BC)
+    return output, loss_switch.logprob_gradient(number, logprobs, inputs, config_BC), halves
+
+
+@partial(jax.jit, static_argnames="name")
+def by_name(name, logprobs, inputs, config_BC):
+    """Return the output and the gradient of a loss."""
+    loss = LOSSES[name]
+    own = {each: inputs[each] for each in loss.spec.inputs if each != TARGET_TOKENS}
+
+    def total(logprobs):
+        output = loss.evaluate(logprobs, own, config_BC[:, : len(loss.columns)])
+        return output.loss_BT.sum(), output
+
+    (_, output), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
+    return output, gradient
+
+
+def drawn(name: str, ndim: int, seed: int, low: float):
+    """Return log-probabilities, inputs of `low` and above, and configurations of two rows."""
+    draw = np.random.default_rng(seed)
+    shape = (2, LENGTH, 3)[:ndim]
+    logprobs = -draw.random(shape, np.float32)
+    inputs = {each: draw.random(shape, np.float32) + np.float32(low) for each in loss_switch.INPUTS}
+    columns = [LOSSES[name].spec.config[column] for column in LOSSES[name].columns]
+    config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : loss_switch.NUM_COLUMNS]
+    return logprobs, inputs, config_BC
+
+
+@pytest.mark.parametrize(("name", "ndim"), CASES)
+def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
+    arguments = drawn(name, ndim, seed=0, low=-0.5)
+    expected, wanted = by_name(name, *arguments)
+    got, gradient, _ = by_number(loss_switch.number_of(name, ndim), *arguments)
+    np.testing.assert_allclose(got.loss_BT, expected.loss_BT, rtol=1e-6)
+    np.testing.assert_array_equal(got.count_BT, expected.count_BT)
+    for each, total_BT in expected.totals.items():
+        np.testing.assert_allclose(got.totals[each], total_BT, rtol=1e-6)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "ndim"), CASES)
+def test_the_gradient_of_a_local_loss_depends_on_each_position_alone(name, ndim):
+    number = loss_switch.number_of(name, ndim)
+    _, whole, halves = by_number(number, *drawn(name, ndim, seed=1, low=0))
+    is_same = np.array_equal(whole, np.concatenate(halves, axis=1))
+    assert is_same == loss_switch.is_local(number, ndim) == LOSSES[name].is_local
+
+
+def test_only_cross_entropy_accepts_several_targets():
+    assert [loss.spec.name for loss in loss_switch.losses_for(3)] == ["cross_entropy"]

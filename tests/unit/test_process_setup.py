@@ -1,0 +1,85 @@
+"""Setup of a server process: listening socket, open file limit, garbage collection."""
+
+import asyncio
+import gc
+import resource
+import socket
+import weakref
+
+import pytest
+
+from skyrl_tx.process_setup import CannotServe, listen, raise_file_limit, tune_garbage_collection, url_of
+
+
+def test_listen_on_a_free_port_and_refusal_of_a_used_one() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{port}.*--port"):
+            listen("127.0.0.1", port)
+
+
+def test_url_of_a_wildcard_address_is_loopback() -> None:
+    with listen("0.0.0.0", 0) as listener:
+        assert url_of(listener).startswith("http://127.0.0.1:")
+
+
+def test_error_names_an_unknown_host() -> None:
+    with pytest.raises(CannotServe, match=r"--host no\.such\.host\.invalid"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_accepted_connections_disable_nagle() -> None:
+    """Headers and body are two writes, so Nagle's algorithm would add 40 ms to each response."""
+
+    async def nodelay() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        async with await asyncio.start_server(serve, sock=listener):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            option = await accepted
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        return option
+
+    assert asyncio.run(nodelay()) == 1
+
+
+def test_file_limit_is_raised_and_never_lowered() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
+        raise_file_limit()
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert raised[0] == (min(before[1], 65_536) if before[1] != resource.RLIM_INFINITY else 65_536)
+        assert raised[1] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Node:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.other = self
+
+
+def test_garbage_collection_finds_new_cycles_and_skips_present_objects() -> None:
+    before = gc.get_threshold()
+    try:
+        tune_garbage_collection(full_after=30)
+        assert gc.get_threshold()[2] == 30 and gc.get_freeze_count() > 1000
+        node = weakref.ref(Node())
+        assert node() is not None
+        gc.collect()
+        assert node() is None
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
