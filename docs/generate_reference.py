@@ -1,0 +1,432 @@
+"""Generates docs/reference/ from the code: settings, endpoints, losses, models and recipes.
+
+`python -m docs.generate_reference` (`make reference`) writes the pages. `tests/repo/test_reference.py` fails when a
+committed page differs from what this program generates.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pydantic
+from annotated_types import Ge, Gt, Le, Lt
+from fastapi.routing import APIRoute
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from docs import reference_text
+from skyrl_tx import models
+from skyrl_tx.api import routes
+from skyrl_tx.api.app import create_app
+from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.schemas.base import WireModel
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.losses import LOSSES, MEANS, Loss
+from skyrl_tx.models import FAMILIES, ModelFamily
+from skyrl_tx.settings import ENVIRONMENT_PREFIX, QuickstartSettings, ServerSettings
+from skyrl_tx.store.database import Store
+from tests.support.client_environments import COOKBOOK, SDKS
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+RECIPES = ROOT / "tests" / "recipes"
+PREFIX = "/api/v1"
+NOTE = "<!-- Generated. Edit the code or docs/reference_text.py, then run make reference. -->"
+
+
+def generate() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    pages = {
+        "settings.md": settings_page(),
+        "endpoints.md": endpoints_page(),
+        "losses.md": losses_page(),
+        "models.md": models_page(),
+        "recipes.md": recipes_page(),
+    }
+    return {name: _page(blocks) for name, blocks in pages.items()}
+
+
+def _page(blocks: Iterable[str]) -> str:
+    title, *rest = (block.strip() for block in blocks)
+    return "\n\n".join([title, NOTE, *rest]) + "\n"
+
+
+def _sentence(text: str) -> str:
+    """Return a help text as a sentence: first letter in upper case, full stop at the end."""
+    text = " ".join(text.split())
+    text = text if text[:1] in "'$" else text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _first_line(documented: object) -> str:
+    return _sentence((inspect.getdoc(documented) or "").split("\n\n")[0])
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# Settings
+
+
+def settings_page() -> Iterator[str]:
+    """Yield the page of all settings, by component."""
+    yield "# Settings"
+    yield reference_text.SETTINGS_INTRO
+    api, engine = set(ApiSettings.model_fields), set(EngineSettings.model_fields)
+    groups: Mapping[str, Callable[[str], bool]] = {
+        "Server": lambda name: name not in api | engine,
+        "API and engine": lambda name: name in api & engine,
+        "API": lambda name: name in api - engine,
+        "Engine": lambda name: name in engine - api,
+    }
+    for title, belongs in groups.items():
+        fields = {name: field for name, field in ServerSettings.model_fields.items() if belongs(name)}
+        yield f"## {title}"
+        yield from _settings(fields, skip={"backend_config"})
+    for backend in ("jax", "fake"):
+        config = find_backend(backend).config
+        yield f"## Backend `{backend}`"
+        yield _first_line(config)
+        yield from _settings(config.model_fields, prefix=("backend_config",))
+    yield "## `skyrl-tx quickstart`"
+    yield "The quickstart reads no environment and no file, so that a first run is the same everywhere."
+    yield from _settings(QuickstartSettings.model_fields, has_environment=False)
+
+
+def _settings(
+    fields: Mapping[str, FieldInfo],
+    *,
+    prefix: tuple[str, ...] = (),
+    skip: frozenset[str] | set[str] = frozenset(),
+    has_environment: bool = True,
+) -> Iterator[str]:
+    for name, field in fields.items():
+        if name in skip:
+            continue
+        path = (*prefix, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel):
+            yield from _settings(field.annotation.model_fields, prefix=path, has_environment=has_environment)
+            continue
+        flag = "--" + ".".join(path).replace("_", "-")
+        facts = [_type_of(field), _default_of(field)]
+        if has_environment:
+            facts.append(f"`{ENVIRONMENT_PREFIX}{'__'.join(path).upper()}`")
+        yield f"### `{flag}`"
+        yield f"{_sentence(field.description or '')}\n\n{' · '.join(facts)}"
+
+
+def _type_of(field: FieldInfo) -> str:
+    """Describe a field's type and bounds."""
+    text = _type_name(field.annotation)
+    bounds = [
+        f"{word} {limit:,}"
+        for bound in field.metadata
+        for kind, word, limit in (
+            (Ge, "at least", getattr(bound, "ge", None)),
+            (Gt, "greater than", getattr(bound, "gt", None)),
+            (Le, "at most", getattr(bound, "le", None)),
+            (Lt, "less than", getattr(bound, "lt", None)),
+        )
+        if isinstance(bound, kind)
+    ]
+    return ", ".join([text, *bounds])
+
+
+def _type_name(annotation: Any) -> str:
+    names = {bool: "switch", int: "integer", float: "number", Path: "path", str: "text"}
+    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if get_origin(annotation) is list:
+        return f"list of {_type_name(arguments[0])}, separated by commas"
+    if get_origin(annotation) is Union or len(arguments) != len(get_args(annotation)):
+        return " or ".join(_type_name(argument) for argument in arguments)
+    return names.get(annotation, "text")
+
+
+def _default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is PydanticUndefined:
+        return "default: depends on the user's environment"
+    match field.default:
+        case None:
+            return "default: unset"
+        case bool():
+            return f"default: {'on' if field.default else 'off'}"
+        case []:
+            return "default: none"
+        case int() | float():
+            return f"default: `{field.default:g}`" if isinstance(field.default, float) else _integer(field.default)
+        case _:
+            return f"default: `{field.default}`"
+
+
+def _integer(value: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if value >= size and value % size == 0:
+            return f"default: `{value}` ({value // size} {unit})"
+    return f"default: `{value}`"
+
+
+# Endpoints
+
+
+def endpoints_page() -> Iterator[str]:
+    """Yield the page of all endpoints, by router."""
+    yield "# Endpoints"
+    yield reference_text.ENDPOINTS_INTRO
+    operations = _openapi_paths()
+    schemas: dict[str, type[WireModel]] = {}
+    for module, endpoints in _routers(list(operations)).items():
+        if offered := [route for route in endpoints if route.include_in_schema]:
+            yield f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}"
+            yield _first_line(sys.modules[module])
+            for route in offered:
+                requests = _request_schemas(route.endpoint)
+                schemas |= {schema.__name__: schema for schema in requests}
+                yield from _endpoint(route, operations[PREFIX + route.path_format], requests)
+    yield "## Fields of requests"
+    yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
+    yield "\n".join(f"- `{name}`: {_fields_of(schemas[name])}" for name in sorted(schemas))
+    yield "## Not supported"
+    yield "\n".join(
+        f"- `{method} {route.path_format}`: {_refusal(route.endpoint)}"
+        for endpoints in _routers(list(operations)).values()
+        for route in endpoints
+        for method in sorted(route.methods)
+        if PREFIX + route.path_format not in operations
+    )
+    yield reference_text.UNSUPPORTED
+
+
+def _openapi_paths() -> Mapping[str, Any]:
+    """Return the paths of the OpenAPI document."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = Store.open(Path(directory), role="api")
+        try:
+            app = create_app(ApiSettings(data_dir=Path(directory), base_model="tiny"), store)
+        finally:
+            store.close()
+    return app.openapi()["paths"]
+
+
+def _routers(paths: Sequence[str]) -> Mapping[str, list[APIRoute]]:
+    """Return the routes of each module of `skyrl_tx.api.routes`, in the order of the OpenAPI document."""
+    found: dict[str, list[APIRoute]] = {}
+    for each in pkgutil.iter_modules(routes.__path__):
+        module = importlib.import_module(f"{routes.__name__}.{each.name}")
+        found[module.__name__] = [route for route in module.router.routes if isinstance(route, APIRoute)]
+
+    def position(module: str) -> int:
+        return min((paths.index(PREFIX + r.path_format) for r in found[module] if r.include_in_schema), default=10**6)
+
+    return {module: found[module] for module in sorted(found, key=position)}
+
+
+def _endpoint(route: APIRoute, operations: Mapping[str, Any], requests: Sequence[type[WireModel]]) -> Iterator[str]:
+    for method in sorted(route.methods):
+        operation = operations[method.lower()]
+        facts: list[str] = []
+        if queries := [p["name"] for p in operation.get("parameters", []) if p["in"] == "query"]:
+            facts.append(f"query {_codes(queries)}")
+        if requests:
+            facts.append(f"request {_codes(schema.__name__ for schema in requests)}")
+        for status, response in sorted(operation["responses"].items()):
+            if status.startswith("2"):
+                schema = response.get("content", {}).get("application/json", {}).get("schema", {})
+                name = schema.get("$ref", "").rpartition("/")[2]
+                facts.append(f"response `{name}`" if name else f"response {status}")
+        yield f"### `{method} {route.path_format}`"
+        yield f"{_first_line(route.endpoint)}\n\n{_sentence(' · '.join(facts))}"
+
+
+def _request_schemas(endpoint: Callable[..., object]) -> list[type[WireModel]]:
+    """Return the schemas of requests that an endpoint and the functions of its module that it calls refer to."""
+    found: dict[str, type[WireModel]] = {}
+    module = sys.modules[endpoint.__module__]
+    visited: set[str] = set()
+    pending = [endpoint.__code__]
+    while pending:
+        code = pending.pop()
+        pending.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
+        for name in code.co_names:
+            value = getattr(module, name, None) or getattr(vars(module).get("schemas"), name, None)
+            if inspect.isclass(value) and issubclass(value, WireModel) and name.endswith(("Request", "Search")):
+                found[name] = value
+            elif inspect.isfunction(value) and value.__module__ == module.__name__ and name not in visited:
+                visited.add(name)
+                pending.append(value.__code__)
+    return [found[name] for name in sorted(found)]
+
+
+def _fields_of(schema: type[WireModel]) -> str:
+    return ", ".join(
+        f"`{field.alias or name}{'' if field.is_required() else '?'}`" for name, field in schema.model_fields.items()
+    )
+
+
+def _refusal(endpoint: Callable[..., object]) -> str:
+    """Return the message of an endpoint that refuses every call."""
+    try:
+        endpoint(**dict.fromkeys(inspect.signature(endpoint).parameters))
+    except ApiError as error:
+        return f"{error.status.value}, {error.detail}"
+    raise AssertionError(f"{endpoint} is not in the schema, and refuses nothing")
+
+
+# Losses and metrics
+
+
+def losses_page() -> Iterator[str]:
+    """Yield the page of all losses, and of the metrics of training requests."""
+    yield "# Losses and metrics"
+    yield reference_text.LOSSES_INTRO
+    yield "## Losses"
+    yield _table(
+        ("Loss", "Required inputs next to `target_tokens`", "Config and defaults"),
+        (
+            (f"[`{name}`](#{name})", ", ".join(_required_inputs(loss)) or "–", _config_of(loss))
+            for name, loss in LOSSES.items()
+        ),
+    )
+    for name, loss in LOSSES.items():
+        yield f"### `{name}` {{ #{name} }}"
+        yield _prose(inspect.getdoc(sys.modules[loss.function.__module__]) or "")
+        yield "Function: " + _prose(inspect.getdoc(loss.function) or "").removeprefix("Return ")
+        if optional := [i for i, described in loss.spec.inputs.items() if described.fill is not None]:
+            yield f"Optional inputs: {_codes(optional)}."
+        if wide := [i for i, described in loss.spec.inputs.items() if described.max_ndim == 2]:
+            yield f"{_codes(wide)} may have the shape (N, K): K weighted targets at each position."
+        if name in reference_text.LOSS_NOTES:
+            yield reference_text.LOSS_NOTES[name]
+    yield "## Metrics"
+    yield reference_text.METRICS.format(policy=_codes(MEANS))
+
+
+def _prose(text: str) -> str:
+    """Keep formulas of docstrings from being read as markup."""
+    return text.replace("*", "·").replace("_", r"\_")
+
+
+def _required_inputs(loss: Loss) -> list[str]:
+    """Return what a client has to send; with provenance spans, the server adds `logprobs` and `sampled`."""
+    names = [name for name, described in loss.spec.inputs.items() if described.fill is None and name != "target_tokens"]
+    if loss.spec.needs_provenance:
+        return [*(f"`{name}`" for name in names if name not in ("logprobs", "sampled")), "provenance spans"]
+    return [f"`{name}`" for name in names]
+
+
+def _config_of(loss: Loss) -> str:
+    return ", ".join(f"`{key}` {default}" for key, default in loss.spec.config.items()) or "–"
+
+
+# Models
+
+
+def models_page() -> Iterator[str]:
+    """Yield the page of all model families."""
+    yield "# Supported models"
+    yield reference_text.MODELS_INTRO
+    yield _table(("Architecture", "File", "Feed-forward", "Attention"), map(_family, FAMILIES.values()))
+    yield "\n".join(f"- `{family.architecture}`: {_first_line(_module_of(family))}" for family in FAMILIES.values())
+    yield reference_text.ADAPTERS.format(alpha=models.ALPHA)
+
+
+def _module_of(family: ModelFamily) -> ModuleType:
+    for found in pkgutil.iter_modules(models.__path__):
+        module = importlib.import_module(f"{models.__name__}.{found.name}")
+        if any(value is family for value in vars(module).values()):
+            return module
+    raise AssertionError(f"no module defines {family.architecture}")
+
+
+def _family(family: ModelFamily) -> tuple[str, ...]:
+    attention = [name for name, has in (("QK norm", family.qk_norm), ("QKV biases", family.qkv_bias)) if has]
+    return (
+        f"`{family.architecture}`",
+        f"`{_module_of(family).__name__.replace('.', '/')}.py`",
+        "dense" if family.read_experts is None else "mixture of experts",
+        ", ".join(attention) or "plain",
+    )
+
+
+# Recipes
+
+
+def recipes_page() -> Iterator[str]:
+    """Yield the page of the cookbook's recipes that the tests run."""
+    recipes = _load(RECIPES / "test_recipes.py")
+    (cookbook,) = COOKBOOK.no_deps
+    yield "# Recipes"
+    yield reference_text.RECIPES_INTRO.format(cookbook=cookbook.partition("==")[2], sdks=", ".join(SDKS))
+    yield "## Training recipes"
+    yield "\n".join(
+        f"- **{name}**: `{recipe.module}` with {' '.join(f'`{argument}`' for argument in recipe.arguments)}.  \n"
+        f"  {_sentence(inspect.getdoc(recipe.check) or 'Checked: it runs to its end, and steps are counted once')}"
+        for name, recipe in recipes.RECIPES.items()
+    )
+    yield "## Other programs"
+    yield "\n".join(
+        f"- {_codes(sorted(modules))}: `{test}`{f'. {documented}' if documented else ''}"
+        for test, documented, modules in _other_tests()
+    )
+    yield reference_text.NOT_RUN
+
+
+def _other_tests() -> Iterator[tuple[str, str, set[str]]]:
+    """Yield each test or fixture that runs a program named in its text: name, docstring, programs."""
+    for file in ("test_loops.py", "test_recipes.py"):
+        for node in ast.parse((RECIPES / file).read_text()).body:
+            if isinstance(node, ast.FunctionDef) and (modules := set(_programs(node))):
+                documented = ast.get_docstring(node)
+                yield node.name, _sentence(documented.split("\n\n")[0]) if documented else "", modules
+
+
+def _programs(function: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            first = node.args[0]
+            is_run = node.func.attr in ("run", "run_module", "run_program")
+            if is_run and isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def _load(path: Path) -> ModuleType:
+    """Import a test module by its path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[path.stem]
+    return module
+
+
+def main() -> None:
+    """Write the pages."""
+    REFERENCE.mkdir(exist_ok=True)
+    for name, text in generate().items():
+        (REFERENCE / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The written parts of the reference pages, next to what docs/generate_reference.py reads from the code."""
+
+SETTINGS_INTRO = """\
+Every setting is a flag of `skyrl-tx serve`, an environment variable and a key of the YAML file that `--config` names.
+Flags have precedence over environment variables, those over the file, and the file over defaults.
+Keys of the file are the flags' names with underscores: `data_dir: /data`, `backend_config: {mesh: {tp: 2}}`.
+A name that does not exist is an error. Names that end in `_s` are seconds, in `_bytes` bytes, in `_tokens` tokens.
+`skyrl-tx api` and `skyrl-tx engine` take the same flags."""
+
+ENDPOINTS_INTRO = """\
+All paths are below `/api/v1`. A request carries its key, or a token made for it, in the header `X-API-Key`.
+The bodies of `forward_backward` and `asample`, and their results, are protobuf or JSON, by `Content-Type` and `Accept`;
+all other bodies are JSON. A running server describes itself at `/docs` and `/openapi.json`.
+
+A request that the engine executes is answered at once with a future. `retrieve_future` waits for its result.
+An endpoint that is not listed responds with 404."""
+
+UNSUPPORTED = """\
+Of the endpoints above:
+
+- Dimuon: `create_model` fails with a user error, because AdamW is the only optimizer.
+- Images and audio: the training request or sample fails with a user error that names the chunk.
+- Usage and bills: there are no usage events, and what is stored has a price of 0."""
+
+LOSSES_INTRO = """\
+Every loss is a plain sum over positions: no mean, no division by tokens or sequences. `weights` multiply the loss of
+each position; they are 1 where a policy-gradient loss gets none.
+
+Notation: l is the trained model's log-probability of the target, q the sampler's (`logprobs`), A the advantage,
+and r = exp(l − q). Positions with an advantage or weight of 0 do not count. `stopgrad` passes no gradient."""
+
+LOSS_NOTES = {
+    "stable_reinforce": """\
+**This is our definition.** Tinker offers a loss of this name and has not published its formula. Ours is
+−Σ stopgrad(min(r, `clip_high_threshold`)) · A · l + `kl_coeff` · Σ ½ (l − q)², summed over sampled positions.
+
+q is not sent by the client. It is what the server recorded when it drew the tokens (`record_stability_info` of
+`asample`), found through the datum's provenance spans and cached for 24 hours; each use extends the expiry.
+Advantages at positions that were not sampled are refused.""",
+}
+
+METRICS = """\
+| Request | Metrics |
+|---|---|
+| `forward`, `forward_backward` | `loss:sum` `num_tokens:sum` `num_datums:sum` |
+| of policy-gradient losses also | {policy}, each as `:mean`, `:sum` and `_count:sum` |
+| `optim_step` | `unclipped_grad_l2:mean` `learning_rate:mean` `step:max` |
+
+The suffix says how the SDK combines the requests into which it cuts a large call. It weighs a `:mean` by datums, so
+`:sum` divided by `_count:sum` is the exact mean over positions, however the call was cut. Where no position counts
+there is no `:mean`; if one request of a call lacks it, the SDK omits it for the whole call. NaN and infinity are
+passed on as such.
+
+`ratio` is r, `kl_to_sampler` is q − l, and `clip_fraction` is the share of positions whose ratio is outside the
+thresholds (of `gspo`: the ratio of the sequence). All are taken over positions whose advantage and weight are not 0."""
+
+MODELS_INTRO = """\
+The server reads `architectures` in a checkpoint's `config.json`. A key of that file that would change the computation
+and is not implemented is refused by its name.
+
+Checkpoints are read as safetensors. Embeddings may be tied or untied. Tensors are `bfloat16` on accelerators and
+`float32` on CPU unless `--backend-config.dtype` says otherwise; adapters, gradients and optimizer moments are
+`float32` always."""
+
+ADAPTERS = """\
+## Adapters
+
+LoRA on attention (`train_attn`), on the feed-forward layers, with factors for every expert (`train_mlp`), and on the
+unembedding (`train_unembed`). Models with different ranks train and sample at the same time. Alpha is {alpha:g}, so the
+scale is {alpha:g} / rank.
+
+A family that is missing is one file: [adding a model family](../internals/adding_a_model_family.md)."""
+
+RECIPES_INTRO = """\
+These parts of `tinker-cookbook` {cookbook} run unmodified, with their own defaults and offline, in the slow tests
+(`tests/recipes`). The tests serve a tiny model under public names, replace data sets by small ones of the same form,
+and reduce steps, batches and lengths by the arguments below. `{{checkpoint}}` is a checkpoint of `chat_sl`.
+
+A first run of each of these `tinker` releases is tested in an environment of its own: {sdks}."""
+
+NOT_RUN = """\
+## Not run
+
+- `search_tool`, `code_rl`, `harbor_rl`: they need services and sandboxes.
+- `verifiers_rl`, `text_arena`: they need environments of their own.
+- `vlm_classifier`, `audio`: images and audio are refused by name.
+- `decisions`: it needs the renderer of one hosted model.
+- `forecasting`: it needs a data set that is checked by its hash.
+
+What these send beyond the others is tested through the SDK: `target_prompt_logprobs`, (N, K) targets, provenance spans.
+
+The four scripts of `examples/gsm8k` run in the tests too: see [GSM8K](../guides/gsm8k.md)."""
