@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache is not None:  # there is none with -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    # As the JAX backend sets it: tests before and after a backend starts share their programs.
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 
 @pytest.hookimpl(tryfirst=True)  # before deselection by marker

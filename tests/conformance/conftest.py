@@ -13,10 +13,11 @@ from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.weight_map import adapter_modules, expand
 from tests.support.client_environments import TORCH
+from tests.support.tiny import DENSE, MODEL, load_model
 
 VARIANTS = {
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True, "head_dim": 8},
-    "qwen3-untied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": False, "rope_theta": 1e6},
+    "qwen3-untied": {"architecture": DENSE, **MODEL},  # programs are shared with the tests of the JAX backend
     "qwen2-tied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": True, "head_dim": 8},
     "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": False},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
@@ -100,14 +101,12 @@ def _parameters(items: list[pytest.Item]) -> set[str]:
 )
 def reference(request, directories) -> Reference:
     directory = directories[request.param]
-    content = hf.read_json(directory, "config.json")
-    family = models.find_family(content)
-    config = family.config_from_hf(content)
+    model = load_model(directory)
     with np.load(directory / "inputs.npz") as inputs, np.load(directory / "reference.npz") as arrays:
         return Reference(
-            family=family,
-            config=config,
-            params=hf.load(directory, models.describe_params(config), family.weights),
+            family=models.find_family(hf.read_json(directory, "config.json")),
+            config=model.config,
+            params=model.params,
             inputs=dict(inputs),
             arrays=dict(arrays),
         )

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from tests.support.tiny import TINY_CONFIG
 
 ADAPTER = SamplerId("adapter")
+COPIES = "abc"  # of each request
 
 
 @pytest.mark.parametrize(
@@ -24,13 +25,13 @@ ADAPTER = SamplerId("adapter")
 def test_greedy_decoding_equals_transformers(reference):
     num_rows, num_new = reference.arrays["decoded"].shape
     prompts = reference.inputs["tokens"][:, :20].astype(np.int32)
-    config = JaxConfig(sample_slots=2, max_sample_tokens=2 * 128)  # fewer slots than samples, so that some wait
-    programs = JaxPrograms(reference.params, reference.config, config)
-    scheduler = SampleScheduler(programs, config, programs.memory, eos_token_ids=[])
+    programs = JaxPrograms(reference.params, reference.config, TINY_CONFIG)
+    scheduler = SampleScheduler(programs, TINY_CONFIG, programs.memory, eos_token_ids=[])
     scheduler.load(ADAPTER, reference.adapter("weights0"))
+    assert len(COPIES) * 2 * num_rows > TINY_CONFIG.sample_slots, "some samples wait"
     requests = [
         SampleRequest(
-            request_id=RequestId(f"{name}{row}"),
+            request_id=RequestId(f"{name}{row}{copy}"),
             sampler=adapter,
             prompt=prompts[row],
             num_samples=1,
@@ -39,6 +40,7 @@ def test_greedy_decoding_equals_transformers(reference):
         )
         for row in range(num_rows)
         for name, adapter in (("base_decoded", None), ("decoded", ADAPTER))
+        for copy in COPIES
     ]
     scheduler.begin(PreparedSampleBatch(requests=tuple(requests)))
     tokens = {request.request_id: [] for request in requests}
@@ -46,4 +48,6 @@ def test_greedy_decoding_equals_transformers(reference):
         for delta in deltas:
             tokens[delta.request_id].extend(delta.tokens.tolist())
     for name in ("base_decoded", "decoded"):
-        assert [tokens[RequestId(f"{name}{row}")] for row in range(num_rows)] == reference.arrays[name].tolist()
+        for copy in COPIES:
+            found = [tokens[RequestId(f"{name}{row}{copy}")] for row in range(num_rows)]
+            assert found == reference.arrays[name].tolist()

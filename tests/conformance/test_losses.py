@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.losses import LOSSES
+from tests.support.fast_jit import fast_jit
 
 CONFIGS = {
     "cross_entropy": {},
@@ -69,7 +70,7 @@ def batch(B=ROWS, T=LENGTH):
     return logp, inputs
 
 
-@partial(jax.jit, static_argnames="name")
+@partial(fast_jit, static_argnames="name")
 def value_and_gradient(name: str, logp, inputs, config_BC, start_BT):
     def total(logp):
         output = LOSSES[name].evaluate(logp, inputs, config_BC, start_BT)

@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from skyrl_tx import models
 from skyrl_tx.losses import LOSSES
 from tests.support.fast_jit import fast_jit
+
+SLOW_WITH_SLOTS = ("qwen3-tied", "qwen2-tied", "qwen2-untied", "llama3-untied", "llama3-tied", "qwen3-moe-untied")
 
 
 def assert_close(ours, theirs, relative=1e-5):
@@ -39,6 +42,11 @@ def test_logits_loss_and_lora_gradients(reference):
         assert_close(gradients[name].b, expected.b, 1e-4)
 
 
+@pytest.mark.parametrize(
+    "reference",
+    ["qwen3-untied", "qwen3-moe-mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_WITH_SLOTS)],
+    indirect=True,
+)
 def test_logits_with_adapter_slots(reference):
     """As in sampling: row 0 uses the slot of the base model, the other rows a slot with an adapter."""
     adapter = reference.adapter("weights0")

@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.train.optimizer import adamw, coefficients, fresh_state
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
@@ -17,6 +16,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.weights.peft import read_adapter
 from tests.support.client_environments import TORCH
+from tests.support.tiny import TINY_CONFIG
 
 PARAMS = OptimizerParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.1)
 MODEL = ModelId("m")
@@ -39,8 +39,7 @@ def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
 
 
 def start(directory: Path) -> JaxBackend:
-    config = JaxConfig(compile_cache_dir=None, sample_slots=1, max_lora_rank=8, micro_batch_tokens=128)
-    backend = JaxBackend(str(directory), config)
+    backend = JaxBackend(str(directory), TINY_CONFIG)
     backend.start()
     return backend
 

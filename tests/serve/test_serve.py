@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,21 @@ NUM_STEPS = 12
 def server(tmp_path: Path) -> Iterator[LiveServer]:
     with LiveServer(tmp_path / "data", flags=FAKE) as server:
         yield server
+
+
+@dataclass(frozen=True)
+class SharedServer:
+    """A server for tests that do not stop it."""
+
+    server: LiveServer
+    data_dir: Path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    data_dir = tmp_path_factory.mktemp("shared") / "data"
+    with LiveServer(data_dir, flags=FAKE) as server:
+        yield SharedServer(server, data_dir)
 
 
 def training_client(url: str) -> tinker.TrainingClient:
@@ -53,10 +69,9 @@ def train(training: tinker.TrainingClient, steps: range) -> Iterator[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def undisturbed_losses(shared: SharedServer) -> list[float]:
     """Return the losses of an undisturbed run."""
-    with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
-        losses = list(train(training_client(server.url), range(NUM_STEPS)))
+    losses = list(train(training_client(shared.server.url), range(NUM_STEPS)))
     assert losses[-1] < losses[0]
     return losses
 
@@ -83,13 +98,14 @@ def test_train_sample_stop(server: LiveServer, tmp_path: Path) -> None:
     assert "ERROR" not in server.log and "Traceback" not in server.log
 
 
-def test_log_starts_with_the_model_and_the_url(server: LiveServer, tmp_path: Path) -> None:
+def test_log_starts_with_the_model_and_the_url(shared: SharedServer) -> None:
+    server = shared.server
     server.wait_for(re.compile(r"(tinker\.ServiceClient)"))
     for output in (
         f"skyrl_tx {__version__}",
         "devices: fake",
         "model: fake, 65,536 parameters",
-        str(tmp_path / "data"),
+        str(shared.data_dir),
     ):
         assert output in server.log
     code = "\n".join(line.split(" serve ")[1].strip() for line in server.log.splitlines() if "tinker" in line)
@@ -98,31 +114,24 @@ def test_log_starts_with_the_model_and_the_url(server: LiveServer, tmp_path: Pat
     assert names["service"].create_lora_training_client("fake", rank=8).result().model_id
 
 
-def test_run_continues_bit_equal_after_a_server_restart(tmp_path: Path, undisturbed_losses: list[float]) -> None:
+def test_runs_and_checkpoints_outlive_the_server(tmp_path: Path, undisturbed_losses: list[float]) -> None:
+    """The run continues bit-equal, through the client that it began with, and checkpoints keep their expiry."""
     half = NUM_STEPS // 2
     with LiveServer(tmp_path, flags=FAKE) as server:
         training = training_client(server.url)
         losses = list(train(training, range(half)))
-        port = int(server.url.rsplit(":", 1)[1])
-        assert server.stop() == 0
-    with LiveServer(tmp_path, port=port, flags=FAKE):
-        losses += train(training, range(half, NUM_STEPS))
-    assert losses == undisturbed_losses
-
-
-def test_checkpoints_and_their_expiry_outlive_the_server(tmp_path: Path) -> None:
-    with LiveServer(tmp_path, flags=FAKE) as server:
-        training = training_client(server.url)
-        list(train(training, range(2)))
         path = training.save_state("ends", ttl_seconds=7200).result().path
         training.save_state("stays").result()
         before = {each.tinker_path: each.expires_at for each in checkpoints_of(server.url, training.model_id)}
+        port = int(server.url.rsplit(":", 1)[1])
         assert server.stop() == 0
-    with LiveServer(tmp_path, flags=FAKE) as server:
+    with LiveServer(tmp_path, port=port, flags=FAKE) as server:
         after = {each.tinker_path: each.expires_at for each in checkpoints_of(server.url, training.model_id)}
         assert after == before and after[path] is not None and list(after.values()).count(None) == 1
         service = tinker.ServiceClient(base_url=server.url)
         assert service.create_training_client_from_state(path).result().model_id
+        losses += train(training, range(half, NUM_STEPS))
+    assert losses == undisturbed_losses
 
 
 def checkpoints_of(url: str, model_id: str) -> list[types.Checkpoint]:
@@ -130,7 +139,8 @@ def checkpoints_of(url: str, model_id: str) -> list[types.Checkpoint]:
     return rest.list_checkpoints(model_id).result().checkpoints
 
 
-def test_run_continues_bit_equal_after_an_engine_kill(server: LiveServer, undisturbed_losses: list[float]) -> None:
+def test_run_continues_bit_equal_after_an_engine_kill(shared: SharedServer, undisturbed_losses: list[float]) -> None:
+    server = shared.server
     losses: list[float] = []
     for loss in train(training_client(server.url), range(NUM_STEPS)):
         losses.append(loss)
@@ -159,10 +169,10 @@ def test_second_signal_exits_at_once(tmp_path: Path) -> None:
         until(lambda: is_gone(server.engine_pid))
 
 
-def test_second_server_names_the_resource_in_use(server: LiveServer, tmp_path: Path) -> None:
-    port = server.url.rsplit(":", 1)[1]
+def test_second_server_names_the_resource_in_use(shared: SharedServer, tmp_path: Path) -> None:
+    port = shared.server.url.rsplit(":", 1)[1]
     for data_dir, second_port, output in (
-        (tmp_path / "data", "0", str(tmp_path / "data")),
+        (shared.data_dir, "0", str(shared.data_dir)),
         (tmp_path / "other", port, f"127.0.0.1:{port}"),
     ):
         command = [sys.executable, "-m", "skyrl_tx", "serve", *FAKE, "--data-dir", str(data_dir), "--port", second_port]

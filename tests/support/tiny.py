@@ -26,6 +26,8 @@ from skyrl_tx.weights import hf
 
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 VOCAB_SIZE = 256
+MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
+"""What `write_model` is given for both; the conformance tests compare the dense one with transformers."""
 RANK = 4
 """The rank of adapters in tests that need no other."""
 
@@ -74,16 +76,19 @@ def tiny_directory(architecture: str = DENSE, std: float = 0.3) -> Path:
 
     By default its weights are large enough for distinct samples. Another standard deviation changes no program.
     """
-    return write_model(Path(_directory().name) / f"{architecture}-{std}", architecture, vocab_size=VOCAB_SIZE, std=std)
+    return write_model(Path(_directory().name) / f"{architecture}-{std}", std=std, **MODEL, architecture=architecture)
 
 
 @functools.cache
 def _load(architecture: str) -> TinyModel:
-    directory = tiny_directory(architecture)
+    return load_model(tiny_directory(architecture))
+
+
+def load_model(directory: Path) -> TinyModel:
+    """Load a model, placed as by the backend, so that its programs are the same."""
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
     config = family.config_from_hf(content)
-    # Placed as by the backend, so that its programs are the same.
     layout = mesh.make_layout(TINY_CONFIG.mesh)
     placement = functools.partial(mesh.parameter_sharding, layout)
     params = hf.load(directory, models.describe_params(config), family.weights, placement=placement)

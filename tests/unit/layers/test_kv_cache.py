@@ -10,6 +10,7 @@ import pytest
 from skyrl_tx.layers import kv_cache
 from skyrl_tx.layers.attention import cached_attention
 from skyrl_tx.layers.kv_cache import KeyValues
+from tests.support.fast_jit import fast_jit
 
 L, S, K, C, H = 2, 3, 2, 8, 4
 
@@ -24,7 +25,7 @@ def test_keys_and_values_of_a_slice_are_written_to_the_cache(by_layer):
     start_S = np.array([0, 4, 7])
     new = [KeyValues(k=some(L, S, K, H, seed=2 + n), v=some(L, S, K, H, seed=9 + n)) for n in range(3)]
 
-    @jax.jit
+    @fast_jit
     def slice_of_three(cache: KeyValues, start_S: jax.Array, new: list[KeyValues]) -> tuple[KeyValues, KeyValues]:
         """Return the past of layer 1, and the cache after a slice whose third token is not kept."""
         opened = kv_cache.open_slice(cache, start_S, read_length=7, max_tokens=3, by_layer=by_layer)
@@ -53,7 +54,7 @@ def test_keys_and_values_of_a_slice_are_written_to_the_cache(by_layer):
 def test_segments_double():
     cache = KeyValues(k=some(1, 1, 1, 700, 2), v=some(1, 1, 1, 700, 2, seed=1))
 
-    @jax.jit
+    @fast_jit
     def segments(cache: KeyValues) -> kv_cache.Segments:
         return kv_cache.open_slice(cache, jnp.array([600]), read_length=700, max_tokens=3).layer(0)[0]
 
