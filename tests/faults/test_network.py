@@ -224,7 +224,7 @@ def test_slow_readers_do_not_delay_other_clients(stack: LiveStack) -> None:
     """More clients than threads request a large response and read one byte at a time."""
     service = tinker.ServiceClient(base_url=stack.url, api_key="tml-local")
     training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
-    large = stack.server.post("forward_backward", **large_pass(training.model_id))
+    large = stack.server.post("forward_backward", **large_pass(stack.server.model()))
     stack.server.result(large)
     body = json.dumps({"request_id": large.json()["request_id"]}).encode()
     head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\naccept: %s\r\ncontent-length: %d\r\n\r\n" % (
@@ -254,4 +254,4 @@ def large_pass(model_id: str) -> dict[str, Any]:
     inputs = {"target_tokens": {"data": tokens, "dtype": "int64"}, "weights": {"data": [1.0] * 120, "dtype": "float32"}}
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "loss_fn_inputs": inputs}
     pass_input = {"data": [datum] * 300, "loss_fn": "cross_entropy"}
-    return {"model_id": model_id, "seq_id": 1000, "forward_backward_input": pass_input}
+    return {"model_id": model_id, "seq_id": 1, "forward_backward_input": pass_input}
