@@ -44,6 +44,11 @@ def start(directory: Path) -> JaxBackend:
     return backend
 
 
+@pytest.mark.parametrize(
+    "reference",
+    ["qwen3-untied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-tied", "qwen3-moe-mixed"))],
+    indirect=True,
+)
 def test_adamw_equals_torch(reference):
     weights = reference.adapter("weights0").weights
     state = fresh_state(weights)

@@ -64,7 +64,7 @@ def test_segments_double():
     np.testing.assert_array_equal(np.concatenate([each.k for each in past], 3), np.swapaxes(cache.k[0], 2, 3))
 
 
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 16), (2, 64), (8, 128)])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 16), pytest.param(2, 64, marks=pytest.mark.slow), (8, 128)])
 def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
     """The KV read length follows the longest row."""
     shape = (1, 4, kv_heads, 1024, head_dim)
