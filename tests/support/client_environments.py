@@ -184,6 +184,7 @@ def _build(environment: ClientEnvironment, directory: Path, python: Path, below:
         raise UnavailableEnvironment(
             f"environment {environment.name!r} would install {', '.join(refused)}; let pip find builds for CPU"
         )
+    install.append("--no-compile")  # most modules of torch and transformers are never imported
     _call(environment, [*install, *environment.requirements])
     if environment.no_deps:
         _call(environment, [*install, "--no-deps", *environment.no_deps])
@@ -207,7 +208,9 @@ def _call(environment: ClientEnvironment, command: list[str]) -> None:
 
 
 def _clean_variables() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
+    """Return the variables of this process but those that add modules, or that forbid to keep compiled ones."""
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
+    return {key: value for key, value in os.environ.items() if key not in dropped}
 
 
 @contextmanager

@@ -8,10 +8,27 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
-from tests.support.client_environments import ALL, UnavailableEnvironment, cache_directory, prepare
+from tests.support.client_environments import (
+    ALL,
+    ClientEnvironment,
+    UnavailableEnvironment,
+    cache_directory,
+    prepare,
+)
+
+CONCURRENT = 2
+
+
+def build(environment: ClientEnvironment, cache: Path) -> str:
+    """Build an environment and return a line of the report."""
+    started = time.monotonic()
+    python = prepare(environment, cache).python
+    return f"{environment.name}: {time.monotonic() - started:.0f} s, {python.parent.parent}"
 
 
 def main() -> int:
@@ -21,15 +38,17 @@ def main() -> int:
     fresh = parser.parse_args().fresh
     if fresh:
         os.environ["PIP_NO_CACHE_DIR"] = "1"
-    with tempfile.TemporaryDirectory() if fresh else nullcontext(cache_directory()) as folder:
-        for environment in ALL:
-            started = time.monotonic()
-            try:
-                python = prepare(environment, Path(folder)).python
-            except UnavailableEnvironment as error:
-                print(error, file=sys.stderr)
-                return 1
-            print(f"{environment.name}: {time.monotonic() - started:.0f} s, {python.parent.parent}", flush=True)
+    with (
+        tempfile.TemporaryDirectory() if fresh else nullcontext(cache_directory()) as folder,
+        ThreadPoolExecutor(CONCURRENT) as pool,
+    ):
+        try:
+            for line in pool.map(partial(build, cache=Path(folder)), ALL):
+                print(line, flush=True)
+        except UnavailableEnvironment as error:
+            pool.shutdown(cancel_futures=True)
+            print(error, file=sys.stderr)
+            return 1
     return 0
 
 
