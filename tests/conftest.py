@@ -22,8 +22,11 @@ from tests.support.postgresql_server import PostgresqlServer
 CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
 
-WHOLE = {"tests/api", "tests/conformance"}
-"""Directories whose files share a fixture that takes long: a server over JAX, and a process with torch."""
+TOGETHER = (
+    ("tests/api/",),
+    tuple(f"tests/conformance/test_{name}.py" for name in ("models", "decoding", "training")),
+)
+"""Files, or beginnings of their names, that share a slow fixture: a server over JAX, a process with torch."""
 
 MOST_MAPPINGS = 30_000
 """Linux gives a process 65,530 by default, and crashes XLA's compiler when there are no more."""
@@ -67,15 +70,14 @@ def _needs_postgresql(item: pytest.Item) -> bool:
 
 
 class _Scheduling(LoadFileScheduling):
-    """Runs each file in one process, and each directory of WHOLE, in the order of collection.
+    """Runs each file in one process, and all files that are TOGETHER, in the order of collection.
 
     The longest directories are first. Files share compiled programs through the cache on disk.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        directory = file.rpartition("/")[0]
-        return directory if directory in WHOLE else file
+        return next((names[0] for names in TOGETHER if file.startswith(names)), file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
