@@ -106,6 +106,7 @@ class Authenticator:
 
     def __init__(self, settings: ApiSettings, store: Store, signing_key: SigningKey) -> None:
         self._settings = settings
+        self._is_loopback = settings.is_loopback
         self._store = store
         self._secret = signing_key.sign("token")
         self._cache: dict[str, tuple[Principal, float]] = {}
@@ -154,7 +155,7 @@ class Authenticator:
 
     def find(self, tx: Session, credential: str) -> Principal:
         """Look up the principal of a credential. Raises ApiError 401 if it is invalid."""
-        if self._settings.no_auth or (self._settings.is_loopback and not keys.any_made(tx)):
+        if self._settings.no_auth or (self._is_loopback and not keys.any_made(tx)):
             return LOCAL_ADMIN
         if not credential:
             raise _unauthorized("X-API-Key: missing; this server asks for a key, made with `skyrl-tx keys create`")

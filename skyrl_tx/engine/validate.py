@@ -183,8 +183,10 @@ def _check_input(field: str, array: NumberArray, expected: LossInput, length: in
 
 def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
     """Check the number of targets per position of an array [T] or [T, K]."""
-    width, limit = array.shape[1] if array.ndim > 1 else 1, max_targets(array.shape[0])
-    if width > limit:
+    if array.ndim == 1:
+        return
+    width = array.shape[1]
+    if width > (limit := max_targets(array.shape[0])):
         raise UserError(f"{field} has shape {list(array.shape)}: a position may have at most {limit} targets")
     if width > vocab_size:
         raise UserError(

@@ -11,16 +11,8 @@ from sqlmodel import Session, col, select
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.requests import LoadWeights
-from skyrl_tx.store.tables import (
-    CheckpointRow,
-    ModelRow,
-    RequestRow,
-    SamplingSessionRow,
-    SessionRow,
-    SnapshotRow,
-    execute,
-    existing,
-)
+from skyrl_tx.store.database import execute, existing
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
 MAX_TTL_S = 10 * 365 * 24 * 3600
 """Longest time to live of a checkpoint, ten years."""

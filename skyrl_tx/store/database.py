@@ -1,15 +1,17 @@
-"""Access of one process to the database: open, write, read, wait for the peer's commits."""
+"""Access of one process to the database: open, write, read, wait for the peer's commits; and statements with ids."""
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
-from sqlalchemy import Engine, inspect, make_url, text
+from sqlalchemy import ColumnElement, CursorResult, Engine, Executable, bindparam, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
-from sqlmodel import Session
+from sqlalchemy.orm import Mapped
+from sqlalchemy.sql.selectable import TypedReturnsRows
+from sqlmodel import Session, SQLModel
 
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, file_lock, role_lock
 from skyrl_tx.store.errors import StoreError, StoreInUse
@@ -19,6 +21,11 @@ from skyrl_tx.store.writer import GroupWriter, RetryPolicy, refused
 __all__ = ["Role", "Store", "StoreError", "StoreInUse"]
 
 T = TypeVar("T")
+RowT = TypeVar("RowT", bound=SQLModel)
+Ts = TypeVarTuple("Ts")
+_Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
+
+_MAX_IDS = 1024
 
 HEAD = "0008"
 """Newest revision in `migrations`, repeated here so that a current database opens without importing alembic (0.3 s)."""
@@ -234,3 +241,53 @@ def upgrade(engine: Engine) -> None:
             migrations.create(connection, HEAD)
         else:
             migrations.migrate(connection, version, HEAD)
+
+
+def existing(tx: Session, table: type[RowT], key: object) -> RowT:
+    """Return the row with this primary key. Raises LookupError if there is none."""
+    row = tx.get(table, key)
+    if row is None:
+        raise LookupError(f"no {table.__name__} has the key {key!r}")
+    return row
+
+
+@overload
+def execute(tx: Session, statement: TypedReturnsRows[*Ts], parameters: _Parameters = None) -> CursorResult[*Ts]: ...
+@overload
+def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]: ...
+def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]:
+    """Execute a statement without loading objects, which takes a fraction of the time of `Session.execute`.
+
+    Like that, it writes changed objects first.
+    """
+    tx.flush()
+    return tx.connection().execute(statement, parameters)
+
+
+def is_in_batch(column: Mapped[Any]) -> ColumnElement[bool]:
+    """Return the condition that a column is in the parameter `ids` of `execute_in_batches`.
+
+    A statement built around a list refers to itself and so keeps the list until garbage collection, and SQLite's driver
+    keeps the last 128 statement texts of each connection prepared. So statements are built once, and the lengths of
+    their lists are powers of two.
+    """
+    return column.in_(bindparam("ids", expanding=True))
+
+
+def in_batches(ids: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the ids in lists of 1, 2, 4, … or 1,024; the last list may repeat its last id as padding."""
+    all_ids = list(ids)
+    for start in range(0, len(all_ids), _MAX_IDS):
+        batch = all_ids[start : start + _MAX_IDS]
+        padding = (1 << (len(batch) - 1).bit_length()) - len(batch)
+        yield batch + batch[-1:] * padding
+
+
+def execute_in_batches(tx: Session, statement: Executable, ids: Iterable[object], **parameters: object) -> list[Any]:
+    """Execute a statement for each batch of ids; return all rows that it selects."""
+    rows: list[Any] = []
+    for batch in in_batches(ids):
+        result = execute(tx, statement, {"ids": batch, **parameters})
+        if result.returns_rows:
+            rows.extend(result)
+    return rows

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from sqlalchemy import update
 from sqlmodel import Session
 
-from skyrl_tx.store.tables import EngineStateRow, execute
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.tables import EngineStateRow
 
 REQUEST_BYTES = 4096
 """Upper estimate of the memory of a queued sample in addition to its prompt."""

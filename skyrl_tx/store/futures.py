@@ -17,15 +17,8 @@ from sqlalchemy import String, and_, bindparam, case, delete, func, insert, lite
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store.tables import (
-    AnswerCounterRow,
-    CancellationRow,
-    PrunedRow,
-    RequestRow,
-    execute,
-    execute_in_batches,
-    is_in_batch,
-)
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.tables import AnswerCounterRow, CancellationRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")
 CLONE_STRIDE = 1_000_000_000

@@ -6,7 +6,8 @@ import secrets
 from sqlalchemy import update
 from sqlmodel import Session, col, select
 
-from skyrl_tx.store.tables import ApiKeyRow, KeyScope, RequestRow, SessionRow, StabilityRow, execute
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.tables import ApiKeyRow, KeyScope, RequestRow, SessionRow, StabilityRow
 
 LOCAL_OWNER = "local"
 """Owner of everything that is created while authentication is disabled."""

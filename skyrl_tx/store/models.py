@@ -9,6 +9,7 @@ from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
 from skyrl_tx.store import checkpoints, pruning, samplers
+from skyrl_tx.store.database import execute, existing
 from skyrl_tx.store.tables import (
     CheckpointRow,
     ModelRow,
@@ -17,8 +18,6 @@ from skyrl_tx.store.tables import (
     SamplingSessionRow,
     SessionRow,
     SnapshotRow,
-    execute,
-    existing,
 )
 
 

@@ -11,18 +11,9 @@ from sqlalchemy import delete, exists, func, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import SamplingSessionId
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import high_water_mark, sequence_scope
-from skyrl_tx.store.tables import (
-    ModelRow,
-    PrunedRow,
-    RequestRow,
-    SamplingSessionRow,
-    SessionRow,
-    SnapshotRow,
-    execute,
-    execute_in_batches,
-    is_in_batch,
-)
+from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
 MAX_ROWS = 1000
 """Rows per transaction, so that other writes wait only briefly."""

@@ -7,7 +7,8 @@ from sqlalchemy import update
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store.tables import SamplingSessionRow, execute, existing
+from skyrl_tx.store.database import execute, existing
+from skyrl_tx.store.tables import SamplingSessionRow
 
 
 def create_session(tx: Session, row: SamplingSessionRow) -> bool:

@@ -7,7 +7,8 @@ from sqlalchemy import bindparam
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import RequestId, SessionId
-from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow, execute_in_batches, is_in_batch
+from skyrl_tx.store.database import execute_in_batches, is_in_batch
+from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _ROWS_PER_FETCH = 200
 _WAITING_WITHOUT_HEARTBEAT = (

@@ -9,7 +9,8 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.arrays import Float32Array
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store.tables import SessionRow, StabilityRow, execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.tables import SessionRow, StabilityRow
 
 RETENTION_S = 86_400.0
 """Time from a record's creation or last use to its expiry."""

@@ -1,4 +1,4 @@
-"""The database tables, and statements with lists of ids. Columns that end in `_at` hold seconds since the epoch.
+"""The database tables. Columns that end in `_at` hold seconds since the epoch.
 
 Every session has an owner; other rows belong to an owner through their session.
 """
@@ -6,24 +6,18 @@ Every session has an owner; other rows belong to an owner through their session.
 # pyright: reportAssignmentType=false
 # sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, TypeVarTuple, overload
+from collections.abc import Mapping
+from typing import Literal
 
 from sqlalchemy import (
     JSON,
     BigInteger,
-    ColumnElement,
-    CursorResult,
-    Executable,
     Index,
     Integer,
     String,
-    bindparam,
     text,
 )
-from sqlalchemy.orm import Mapped
-from sqlalchemy.sql.selectable import TypedReturnsRows
-from sqlmodel import Field, Session, SQLModel
+from sqlmodel import Field, SQLModel
 
 from skyrl_tx.contract.ids import (
     ArtifactId,
@@ -40,14 +34,9 @@ ModelStatus = Literal["creating", "ready", "failed", "unloaded", "left", "expire
 RequestStatus = Literal["open", "done", "failed"]
 EngineStatus = Literal["starting", "recovering", "ready", "stopping"]
 KeyScope = Literal["user", "admin"]
-T = TypeVar("T")
-RowT = TypeVar("RowT", bound=SQLModel)
-Ts = TypeVarTuple("Ts")
-_Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
 
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
 _JSON_OR_NULL = JSON(none_as_null=True)
-_MAX_IDS = 1024
 
 
 def _partial(name: str, column: str, where: str) -> Index:
@@ -262,53 +251,3 @@ class EngineStateRow(SQLModel, table=True):
     """`SampleLoad` of `engine_state`, as JSON; None while the engine starts."""
     detail: str = ""
     updated_at: float
-
-
-def existing(tx: Session, table: type[RowT], key: object) -> RowT:
-    """Return the row with this primary key. Raises LookupError if there is none."""
-    row = tx.get(table, key)
-    if row is None:
-        raise LookupError(f"no {table.__name__} has the key {key!r}")
-    return row
-
-
-@overload
-def execute(tx: Session, statement: TypedReturnsRows[*Ts], parameters: _Parameters = None) -> CursorResult[*Ts]: ...
-@overload
-def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]: ...
-def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]:
-    """Execute a statement without loading objects, which takes a fraction of the time of `Session.execute`.
-
-    Like that, it writes changed objects first.
-    """
-    tx.flush()
-    return tx.connection().execute(statement, parameters)
-
-
-def is_in_batch(column: Mapped[Any]) -> ColumnElement[bool]:
-    """Return the condition that a column is in the parameter `ids` of `execute_in_batches`.
-
-    A statement built around a list refers to itself and so keeps the list until garbage collection, and SQLite's driver
-    keeps the last 128 statement texts of each connection prepared. So statements are built once, and the lengths of
-    their lists are powers of two.
-    """
-    return column.in_(bindparam("ids", expanding=True))
-
-
-def in_batches(ids: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the ids in lists of 1, 2, 4, … or 1,024; the last list may repeat its last id as padding."""
-    all_ids = list(ids)
-    for start in range(0, len(all_ids), _MAX_IDS):
-        batch = all_ids[start : start + _MAX_IDS]
-        padding = (1 << (len(batch) - 1).bit_length()) - len(batch)
-        yield batch + batch[-1:] * padding
-
-
-def execute_in_batches(tx: Session, statement: Executable, ids: Iterable[object], **parameters: object) -> list[Any]:
-    """Execute a statement for each batch of ids; return all rows that it selects."""
-    rows: list[Any] = []
-    for batch in in_batches(ids):
-        result = execute(tx, statement, {"ids": batch, **parameters})
-        if result.returns_rows:
-            rows.extend(result)
-    return rows

@@ -27,7 +27,7 @@ from skyrl_tx.weights import hf
 DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
-"""What `write_model` is given for both; the conformance tests compare the dense one with transformers."""
+"""Arguments of `write_model` for both; the conformance tests compare the dense one with transformers."""
 RANK = 4
 """The rank of adapters in tests that need no other."""
 

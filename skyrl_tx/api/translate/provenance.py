@@ -14,7 +14,6 @@ from skyrl_tx.api.schemas import inputs
 from skyrl_tx.api.validation import require, shown
 from skyrl_tx.contract.arrays import Float32Array
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import Datum, ModelPass
 from skyrl_tx.store.stability import SampledLogprobs
 
@@ -46,12 +45,6 @@ class Provenance:
     def sequence_ids(self) -> set[str]:
         """The ids of all sequences in the spans."""
         return {span.sequence_id for span in (*self.model_input, *self.loss_inputs)}
-
-
-def is_needed(loss: str) -> bool:
-    """Whether a loss reads provenance spans. Other losses accept and ignore them."""
-    spec = LOSS_SPECS.get(loss)
-    return spec is not None and spec.needs_provenance
 
 
 def of(datum: wire_pb2.Datum | inputs.Datum) -> Provenance:

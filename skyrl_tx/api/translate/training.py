@@ -18,6 +18,7 @@ from skyrl_tx.api.validation import finite, finite_array, is_off, refuse_extra, 
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.arrays import Int32Array, NumberArray
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LossConfigValue, OptimizerParams
 
 _ADAM = tuple(AdamParams.model_fields)
@@ -85,7 +86,7 @@ def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: i
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     data = (datum_from_proto(datum, budget, f"data[{index}]") for index, datum in enumerate(message.data))
     request = _model_pass(data, message.loss_fn, config, backward=not message.forward_only)
-    spans = map(provenance.of, message.data) if provenance.is_needed(request.loss) else ()
+    spans = map(provenance.of, message.data) if _needs_provenance(request.loss) else ()
     return Submission.of(request, provenance=tuple(spans))
 
 
@@ -94,7 +95,7 @@ def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) 
     budget = DenseBudget(max_dense_bytes)
     data = (datum_from_json(datum, budget, f"data[{index}]") for index, datum in enumerate(request.data))
     model_pass = _model_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
-    spans = map(provenance.of, request.data) if provenance.is_needed(model_pass.loss) else ()
+    spans = map(provenance.of, request.data) if _needs_provenance(model_pass.loss) else ()
     return Submission.of(model_pass, provenance=tuple(spans))
 
 
@@ -173,3 +174,9 @@ def _joined(runs: Sequence[NumberArray], where: str) -> Int32Array:
     tokens = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int32), *runs])
     require(tokens.size > 0, f"{where}: holds no tokens")
     return tokens
+
+
+def _needs_provenance(loss: str) -> bool:
+    """Whether a loss reads provenance spans. Other losses accept and ignore them."""
+    spec = LOSS_SPECS.get(loss)
+    return spec is not None and spec.needs_provenance

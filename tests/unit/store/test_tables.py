@@ -5,8 +5,7 @@ import pytest
 
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.store import futures
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.tables import in_batches
+from skyrl_tx.store.database import Store, in_batches
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 1000, 1024, 1025, 3000])
