@@ -67,7 +67,7 @@ def settled(harness: EngineHarness) -> int:
     return size(harness)
 
 
-@pytest.mark.parametrize("num_rounds", [4, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rounds", [4, pytest.param(80, marks=pytest.mark.slow)])
 def test_database_size_is_bounded(tmp_path, num_rounds: int) -> None:
     quick = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.05}
     harness = EngineHarness(tmp_path, snapshot_interval_s=0.05, **quick)

@@ -114,7 +114,7 @@ def test_packed_sequences_equal_separate_rows(each_family):
         np.testing.assert_allclose(together[start : start + length], each[:length], atol=2e-5)
 
 
-@pytest.mark.parametrize("by_layer", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("by_layer", [False, True])
 def test_decoding_equals_the_full_forward(each_family, by_layer):
     config = each_family.config
     slots, rows = slots_of(each_family)

@@ -104,11 +104,11 @@ def test_greedy_decoding_equals_full_forward_passes_with_several_adapters(tiny, 
 
 
 def test_trainer_and_sampler_agree_to_the_end_of_a_slot(tiny, scheduler):
-    request = ask("red", prompt_of(20), sampler=RED, samples=3, max_tokens=64 - 20)
+    request = ask("red", prompt_of(40), sampler=RED, samples=3, max_tokens=128 - 40)
     results = run(scheduler, request)
     for index in range(3):
         sequence = results.sequence("red", index)
-        assert sequence.tokens.size == 64 - 20
+        assert sequence.tokens.size == 128 - 40
         np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)
     assert len({tuple(tokens) for tokens in results.tokens.values()}) == 3
 
