@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from skyrl_tx.backends.jax.sample.blocks import BLOCK, Blocks
+from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded
 
 
 def blocks_of(*logits: np.ndarray) -> Blocks:
-    return jax.jit(Blocks.of)(np.stack(logits).astype(np.float32), np.ones(len(logits), np.float32))
+    return fast_jit(Blocks.of)(np.stack(logits).astype(np.float32), np.ones(len(logits), np.float32))
 
 
 def in_order(logits: np.ndarray) -> np.ndarray:
@@ -22,7 +23,7 @@ def in_order(logits: np.ndarray) -> np.ndarray:
 def test_a_token_of_weight_zero_is_never_picked(number):
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[[129, 131]] = [np.log(1e-30), 0.0]
-    assert jax.jit(Blocks.pick)(blocks_of(logits), np.array([number], np.float32))[0] in (129, 131)
+    assert fast_jit(Blocks.pick)(blocks_of(logits), np.array([number], np.float32))[0] in (129, 131)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 40 * BLOCK])
@@ -32,7 +33,7 @@ def test_the_best_tokens_are_ordered_by_logit_then_id(K, vocab):
     some = [draw.standard_normal(vocab), draw.integers(0, 3, vocab), np.zeros(vocab), -np.arange(vocab)]
     some.append(np.where(np.arange(vocab) % BLOCK == 5, 1.0, 0.0))  # every block has the same maximum
     rows = [np.where(np.arange(vocab) % 7 == 3, -np.inf, row).astype(np.float32) for row in some]
-    logits_SK, token_SK = jax.jit(Blocks.best, static_argnums=1)(blocks_of(*rows), K)
+    logits_SK, token_SK = fast_jit(Blocks.best, static_argnums=1)(blocks_of(*rows), K)
     for row, token_K, logit_K in zip(rows, token_SK, logits_SK, strict=True):
         assert token_K.tolist() == in_order(row)[:K].tolist()
         assert logit_K.tolist() == row[in_order(row)[:K]].tolist()
@@ -43,7 +44,7 @@ def test_the_tokens_before_a_mark_are_weighed_by_block_and_drawn_from():
     rows = [draw.standard_normal(VOCAB).astype(np.float32), draw.integers(0, 4, VOCAB).astype(np.float32)]
     blocks, marked = blocks_of(*rows), np.array([7, 290], np.int32)
 
-    @jax.jit
+    @fast_jit
     def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         mark = blocks.mark(jnp.asarray(marked))
         before_SN = blocks.before(mark)
@@ -64,7 +65,7 @@ def test_selected_rows_equal_the_rows_of_the_whole():
     blocks = blocks_of(*draw.standard_normal((4, VOCAB)).astype(np.float32))
     token = np.array([9, 8, 7, 6], np.int32)
 
-    @jax.jit
+    @fast_jit
     def look(blocks: Blocks, token: jax.Array) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
         return blocks.logprob(token), blocks.most_likely(), blocks.best(3)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from skyrl_tx.backends.jax.sample import draw as drawing
 from skyrl_tx.backends.jax.sample.blocks import Blocks
 from skyrl_tx.backends.jax.sample.filters import FEW, redraw
+from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded; more than the largest of few
 ROWS = 512  # rows of every draw
@@ -52,7 +53,7 @@ def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
     return kept
 
 
-@jax.jit
+@fast_jit
 def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Apply the filters to tokens that were drawn from the whole distribution."""
     S = token_S.size

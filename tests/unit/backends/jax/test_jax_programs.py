@@ -21,6 +21,7 @@ from skyrl_tx.backends.jax.shapes import KVLayout
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.contract.requests import PromptOptions
+from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
 from tests.support.tiny import TINY_CONFIG, TinyModel
 
@@ -45,13 +46,13 @@ def scheduler(tiny: TinyModel) -> SampleScheduler:
     return start(tiny)
 
 
-@partial(jax.jit, static_argnames="config")
+@partial(fast_jit, static_argnames="config")
 def all_logprobs(params, config, tokens, adapter):
     hidden = models.forward(params, config, tokens[None], adapter)
     return jax.nn.log_softmax(models.logits(params, hidden, adapter)[0])
 
 
-@partial(jax.jit, static_argnames="config")
+@partial(fast_jit, static_argnames="config")
 def trained_logprobs(params, config, tokens, adapter):
     hidden = models.forward(params, config, tokens[None, :-1], adapter)
     return models.target_logprobs(params, hidden, tokens[None, 1:], adapter)[0]

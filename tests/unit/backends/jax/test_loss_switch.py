@@ -9,6 +9,7 @@ import pytest
 from skyrl_tx.backends.jax.train import loss_switch
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.losses import LOSSES
+from tests.support.fast_jit import fast_jit
 
 CASES = [(name, 2) for name in LOSSES] + [("cross_entropy", 3)]
 LENGTH = 6
@@ -27,7 +28,7 @@ def by_number(number, logprobs, inputs, config_BC):
     return output, loss_switch.logprob_gradient(number, logprobs, inputs, config_BC), halves
 
 
-@partial(jax.jit, static_argnames="name")
+@partial(fast_jit, static_argnames="name")
 def by_name(name, logprobs, inputs, config_BC):
     """Return the output and the gradient of a loss."""
     loss = LOSSES[name]

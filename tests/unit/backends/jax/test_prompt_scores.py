@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,10 +11,11 @@ from skyrl_tx.backends.jax.sample.prompt_scores import NOT_COMPUTED, PromptScore
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from tests.support.fast_jit import fast_jit
 
 BUCKET = 64
 CHUNK = 32
-forward = jax.jit(models.forward, static_argnames="config")
+forward = fast_jit(models.forward, static_argnames="config")
 
 
 @pytest.fixture
