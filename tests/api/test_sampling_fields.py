@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.live_stack import CONTEXT, VOCAB_SIZE, LiveStack, both_backends
+from tests.support.live_stack import CONTEXT, VOCAB_SIZE, LiveStack
 from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 
 PROMPT = [5, 6, 7, 300, 8, 900]
@@ -37,6 +37,7 @@ def describe(client: tinker.SamplingClient, *, temperature: float = 1.0, **optio
     return client.sample(types.ModelInput.from_ints(PROMPT), 1, params, **options).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["jax"], indirect=True, scope="session")
 def test_cached_prefix_tokens_are_reported_and_change_no_result(base: tinker.SamplingClient):
     prompt = types.ModelInput.from_ints([9, *PROMPT, 9, *PROMPT])
@@ -136,7 +137,6 @@ def test_seeds_have_64_bits(base: tinker.SamplingClient) -> None:
             ask(base, seed=seed)
 
 
-@both_backends
 def test_greedy_sampling_and_disabled_filters(base: tinker.SamplingClient) -> None:
     greedy = list(ask(base, temperature=0.0)[0].tokens)
     for params in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0.0, "seed": None, "top_p": 0.5}):

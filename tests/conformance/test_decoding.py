@@ -10,18 +10,12 @@ from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from tests.support.tiny import TINY_CONFIG
 
+pytestmark = pytest.mark.slow
 ADAPTER = SamplerId("adapter")
 COPIES = "abc"  # of each request
 
 
-@pytest.mark.parametrize(
-    "reference",
-    [
-        "qwen3-untied",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-tied", "llama3-untied", "qwen3-moe-mixed")),
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("reference", ["qwen3-untied", "qwen2-tied", "llama3-untied", "qwen3-moe-mixed"], indirect=True)
 def test_greedy_decoding_equals_transformers(reference):
     num_rows, num_new = reference.arrays["decoded"].shape
     prompts = reference.inputs["tokens"][:, :20].astype(np.int32)

@@ -28,6 +28,7 @@ def package(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_builds_once_and_runs_scripts(package, tmp_path, monkeypatch):
     recipe = ClientEnvironment(name="small", requirements=(str(package / "harmless-1.0-py3-none-any.whl"),))
     script = tmp_path / "script.py"
@@ -45,6 +46,7 @@ def test_builds_once_and_runs_scripts(package, tmp_path, monkeypatch):
         first.run(script)
 
 
+@pytest.mark.slow
 def test_one_over_another_sees_its_packages_after_its_own(package, tmp_path):
     wheel = package / "harmless-1.0-py3-none-any.whl"
     below = ClientEnvironment(name="below", requirements=(str(wheel),))
