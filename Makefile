@@ -31,7 +31,7 @@ SLOW_JAX = tests/conformance tests/contract tests/unit
 
 test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
 	pytest -n 2 -m "$(SLOW)" $(SLOW_JAX)
-	pytest -n 2 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)
+	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)  # most of these wait for servers and clients
 
 chaos:  ## kill processes while clients train (5 minutes); FLAGS=--postgresql for PostgreSQL
 	python -u -W ignore -m tests.support.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)
