@@ -9,26 +9,22 @@ import numpy as np
 import pytest
 
 from skyrl_tx.testing.tiny_models import write_model
+from tests.support.fast_jit import FAST_COMPILE_FLAGS
 
 PROGRAM = Path(__file__).with_name("on_a_mesh.py")
 ONE = "fsdp=1"
 TOLERANCE = 1e-5  # relative to the largest value of an array
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "std": 0.2, "max_context_length": 128}
-# Eight virtual devices, and fast compilation instead of fast programs.
-FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
+DEVICES = "--xla_force_host_platform_device_count=8"
+PRECISE_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""With FAST_COMPILE_FLAGS some sampled logprobs would differ by more than the tolerance."""
 
 Numbers = dict[str, np.ndarray]
 
 
-def on_meshes(directory: Path, last: str, *meshes: str) -> list[Numbers]:
+def on_meshes(directory: Path, last: str, *meshes: str, flags: str = PRECISE_FLAGS) -> list[Numbers]:
     """Run the program in a process with eight devices; return its results for each mesh."""
-    environment = os.environ | {
-        "XLA_FLAGS": f"{FLAGS} --xla_llvm_disable_expensive_passes=true",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = os.environ | {"XLA_FLAGS": f"{DEVICES} {flags}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(PROGRAM), str(directory), str(directory), last, *meshes]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -52,7 +48,7 @@ def assert_equal(found: Numbers, wanted: Numbers) -> None:
 
 def test_moe_training_on_eight_devices(tmp_path: Path) -> None:
     directory = write_model(tmp_path, "Qwen3MoeForCausalLM", tied_embeddings=False, num_layers=1, **SIZES)
-    one, many = on_meshes(directory, "train", ONE, "fsdp=2,tp=2,ep=2")
+    one, many = on_meshes(directory, "train", ONE, "fsdp=2,tp=2,ep=2", flags=FAST_COMPILE_FLAGS)
     assert_equal(many, one)
     (whole,) = one["bytes"]
     # Experts are sharded eight ways; norms, attention and embeddings four ways, replicated over ep.

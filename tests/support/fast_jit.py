@@ -1,17 +1,19 @@
-"""`jax.jit` with little optimization: its programs compile in an eighth of the time, and run slowly.
+"""Compilation with little optimization: programs compile in an eighth of the time, and run slowly.
 
-For tests that compare numbers with a tolerance. Tests of equal bits use `jax.jit`, whose programs are the product's.
+For tests that compare numbers with a tolerance, or count programs. Tests of equal bits use the product's options.
 """
 
 from functools import partial
 
 import jax
 
-fast_jit = partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_cpu_use_fusion_emitters": False,
-    },
-)
+_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+FAST_COMPILE_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _OPTIONS.items())
+"""The value of XLA_FLAGS for a process that compiles all its programs with little optimization."""
+
+fast_jit = partial(jax.jit, compiler_options=_OPTIONS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fast_jit import FAST_COMPILE_FLAGS
 from tests.support.tiny import tiny_directory
 
 
@@ -15,6 +16,7 @@ def programs_of_a_process(model: Path, cache: Path) -> tuple[int, int]:
     """Return how many programs a process needed, and how many of them it found in the cache."""
     script = Path(__file__).parent / "restart_script.py"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment["XLA_FLAGS"] = FAST_COMPILE_FLAGS
     done = subprocess.run(
         [sys.executable, script, model, cache], env=environment, check=True, capture_output=True, text=True, timeout=300
     )
