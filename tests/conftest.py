@@ -18,6 +18,7 @@ from tests.support.client_environments import (
     prepare,
 )
 from tests.support.postgresql_server import PostgresqlServer
+from tests.support.shared_statements import share_statements
 
 CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
@@ -44,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     # As the JAX backend sets it: tests before and after a backend starts share their programs.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    share_statements()
 
 
 @pytest.hookimpl(tryfirst=True)  # before deselection by marker

@@ -30,6 +30,8 @@ from skyrl_tx.testing.fake.config import FakeConfig
 
 SPEC = ModelSpec(lora=LoraSpec(rank=2, seed=5))
 OWNER = "local"
+WATCHED = 50
+"""Requests whose outcome is read at once."""
 _EAGER: dict[str, Any] = {"gap_timeout_s": 0.3, "snapshot_max_share": 1.0}
 """Settings for short tests with many snapshots."""
 
@@ -156,12 +158,16 @@ class EngineHarness:
         store = open_store(self.settings, stop)
 
         def watch() -> None:
+            left = list(until)
             while not stop.is_set():
-                if len(self.api.read(lambda tx: futures.statuses(tx, until))) == len(until):
+                done = self.api.read(lambda tx, ids=tuple(left[:WATCHED]): futures.statuses(tx, ids))
+                if done:
+                    left = [request_id for request_id in left if request_id not in done]
+                elif left:
+                    self.api.wait(5.0)
+                if not left:
                     stop.set()
                     store.wake()
-                else:
-                    self.api.wait(5.0)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
