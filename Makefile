@@ -19,10 +19,10 @@ contracts:  ## check which package may import which
 	lint-imports
 
 test:  ## run the tests that are not marked slow
-	pytest -n 2
+	pytest -n 3
 
 test-fast:  ## run the tests that need neither JAX nor PostgreSQL (about a minute)
-	pytest -n 2 -m "not slow and not postgres" $(FAST)
+	pytest -n 3 -m "not slow and not postgres" $(FAST)
 
 FAST = tests/unit/contract tests/unit/store tests/unit/engine tests/unit/api tests/unit/commands tests/unit/backends/test_fake.py tests/contract/test_fake.py
 
@@ -30,8 +30,8 @@ SLOW = slow and not gpu and not network
 SLOW_JAX = tests/conformance tests/contract tests/unit
 
 test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
-	pytest -n 2 -m "$(SLOW)" $(SLOW_JAX)
-	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)  # most of these wait for servers and clients
+	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX)
+	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)
 
 chaos:  ## kill processes while clients train (5 minutes); FLAGS=--postgresql for PostgreSQL
 	python -u -W ignore -m tests.support.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)
