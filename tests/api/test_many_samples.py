@@ -54,12 +54,14 @@ def test_cancelled_future_ends_its_sample(slow: tuple[LiveStack, Slow]) -> None:
     with tinker.ServiceClient(base_url=stack.url) as service, stack.recorder.recording() as calls:
         client = service.create_sampling_client(base_model=BASE_MODEL).result()
         doomed = client.sample(PROMPT, 2, long()).future()
-        neighbour = client.sample(PROMPT, 1, long(100))
+        neighbour = client.sample(PROMPT, 1, long(200))
         until(lambda: backend.num_running == 2)
+        # A client that has not received the id of a request cancels it without a call. This later request has a result.
+        client.sample(PROMPT, 1, long(4)).result()
         doomed.cancel()
         (cancel,) = until(lambda: [call for call in calls if call.path == "cancel_future"])
         assert cancel.status == 200
-        assert len(neighbour.result().sequences[0].tokens) == 100
+        assert len(neighbour.result().sequences[0].tokens) == 200
         until(lambda: backend.num_running == 0, within_s=20)  # by itself it would take twice as long
         with pytest.raises(CancelledError):
             doomed.result()
