@@ -159,15 +159,13 @@ class EngineHarness:
 
         def watch() -> None:
             left = list(until)
-            while not stop.is_set():
+            while left and not stop.is_set():
                 done = self.api.read(lambda tx, ids=tuple(left[:WATCHED]): futures.statuses(tx, ids))
-                if done:
-                    left = [request_id for request_id in left if request_id not in done]
-                elif left:
+                left = [request_id for request_id in left if request_id not in done]
+                if not done:
                     self.api.wait(5.0)
-                if not left:
-                    stop.set()
-                    store.wake()
+            stop.set()
+            store.wake()
 
         watcher = threading.Thread(target=watch)
         watcher.start()

@@ -65,7 +65,7 @@ def test_selected_rows_equal_the_rows_of_the_whole():
     blocks = blocks_of(*draw.standard_normal((4, VOCAB)).astype(np.float32))
     token = np.array([9, 8, 7, 6], np.int32)
 
-    @fast_jit
+    @jax.jit
     def look(blocks: Blocks, token: jax.Array) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
         return blocks.logprob(token), blocks.most_likely(), blocks.best(3)
 
