@@ -122,6 +122,24 @@ def _add_pruned() -> None:
     )
 
 
+def _add_identity() -> None:
+    """Add identity, deletion times, expiry and use of keys, crashes of requests, and the engine's activity."""
+    op.create_table(
+        "identity",
+        sa.Column("id", sa.Integer, primary_key=True),
+        sa.Column("store_id", sa.String, nullable=False),
+        sa.Column("epoch", sa.BigInteger, nullable=False),
+    )
+    for table in ("models", "checkpoints"):
+        op.add_column(table, sa.Column("deleted_at", sa.Float))
+        op.create_index(f"ix_{table}_deleted_at", table, ["deleted_at"])
+    for name in ("expires_at", "last_used_at"):
+        op.add_column("api_keys", sa.Column(name, sa.Float))
+    op.add_column("requests", sa.Column("crashes", sa.Integer, nullable=False, server_default="0"))
+    op.add_column("engine_state", sa.Column("activity", sa.String, nullable=False, server_default=""))
+    op.add_column("engine_state", sa.Column("activity_since", sa.Float))
+
+
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0002": _add_stability,
     "0003": _add_answer_order,
@@ -130,4 +148,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0006": _add_engine_load,
     "0007": _add_base_model_hash,
     "0008": _add_pruned,
+    "0009": _add_identity,
 }

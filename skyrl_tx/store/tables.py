@@ -81,6 +81,8 @@ class ModelRow(SQLModel, table=True):
     """Why the accumulated gradient is incomplete; the next optim_step fails with this message."""
     base_model_hash: str | None = None
     """Hash of the base weights, once the model is created."""
+    deleted_at: float | None = Field(default=None, index=True)
+    """When the run was deleted; it can be restored for a while."""
 
 
 class RequestRow(SQLModel, table=True):
@@ -112,6 +114,8 @@ class RequestRow(SQLModel, table=True):
     status: RequestStatus = Field(default="open", sa_type=String)
     effect_order: int | None = None
     attempts: int = 0
+    crashes: int = 0
+    """Engine crashes that happened while this request ran alone."""
     result: bytes | None = None
     """None while open, and again once pruned."""
     body_crc: int | None = Field(default=None, sa_type=BigInteger)
@@ -189,6 +193,8 @@ class CheckpointRow(SQLModel, table=True):
     size_bytes: int = Field(sa_type=BigInteger)
     public: bool = False
     user_metadata: Mapping[str, str] | None = Field(default=None, sa_type=_JSON_OR_NULL)
+    deleted_at: float | None = Field(default=None, index=True)
+    """When the checkpoint was deleted; it can be restored for a while."""
 
     @property
     def path(self) -> CheckpointPath:
@@ -234,6 +240,8 @@ class ApiKeyRow(SQLModel, table=True):
     note: str = ""
     created_at: float
     revoked_at: float | None = None
+    expires_at: float | None = None
+    last_used_at: float | None = None
 
 
 class EngineStateRow(SQLModel, table=True):
@@ -250,4 +258,19 @@ class EngineStateRow(SQLModel, table=True):
     load: Mapping[str, int] | None = Field(default=None, sa_type=_JSON_OR_NULL)
     """`SampleLoad` of `engine_state`, as JSON; None while the engine starts."""
     detail: str = ""
+    activity: str = ""
+    """What the engine's loop executes now; empty while it waits for requests."""
+    activity_since: float | None = None
     updated_at: float
+
+
+class IdentityRow(SQLModel, table=True):
+    """What the database and the artifact directory know each other by; one row."""
+
+    __tablename__ = "identity"
+
+    id: int = Field(default=1, primary_key=True)
+    store_id: str
+    """Random; the same in both."""
+    epoch: int = Field(default=0, sa_type=BigInteger)
+    """Number of engine starts; a smaller number here than in the directory means an older copy of the database."""
