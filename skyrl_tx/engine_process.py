@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 
 from pydantic import BaseModel
@@ -24,7 +25,7 @@ from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.process_setup import CannotServe, LogLevel, configure_logging, enable_huge_pages, tune_garbage_collection
-from skyrl_tx.store import engine_state
+from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
 from skyrl_tx.store.writer import RetryPolicy
@@ -33,6 +34,18 @@ _log = logging.getLogger(__name__)
 
 _OPEN_AGAIN_S = 1.0
 _FULL_COLLECTION_AFTER = 20
+
+
+_CRASH_SIGNALS = {
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
+"""Signals that a process causes itself. Others come from outside, also SIGKILL unless memory was exhausted."""
 
 
 class EngineLost(Exception):
@@ -60,6 +73,8 @@ class EngineEnd:
     message: str
     is_final: bool
     """Whether the settings are wrong or the data directory is in use, so that a restart would fail in the same way."""
+    is_crash: bool
+    """Whether the engine's own work ended it; False for a kill from outside and for a lost database."""
 
 
 class EngineProcess:
@@ -70,6 +85,7 @@ class EngineProcess:
         enable_huge_pages(os.environ)  # inherited by the child
         spawn = multiprocessing.get_context("spawn")
         self._pipe, child_end = spawn.Pipe()
+        self._num_memory_kills = _num_memory_kills()
         self._process = spawn.Process(target=_run_child, args=(launch, child_end), name="skyrl-tx engine")
         # Ctrl-C in a terminal signals the whole process group. SIGINT is blocked in the child: the parent stops it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -96,7 +112,7 @@ class EngineProcess:
                 end = message
         await asyncio.to_thread(self._process.join)
         self._pipe.close()
-        return end or EngineEnd(message=_describe_exit(self._process.exitcode), is_final=False)
+        return end or _end_by_exit(self._process.exitcode or 0, _num_memory_kills() > self._num_memory_kills)
 
     def request_stop(self) -> None:
         """Ask the engine to finish its step, take its snapshots and exit."""
@@ -123,10 +139,25 @@ async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
         return None
 
 
-def _describe_exit(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    return f"exited with status {exit_code}"
+def _end_by_exit(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
+    """Return the end of a process that sent no reason: its exit code, or a signal's negative number."""
+    if exit_code >= 0:
+        return EngineEnd(message=f"exited with status {exit_code}", is_final=False, is_crash=exit_code > 0)
+    number = signal.Signals(-exit_code)
+    is_memory = number is signal.SIGKILL and was_memory_exhausted
+    message = f"killed by {number.name}" + (
+        ", because the machine or its cgroup had no free memory" if is_memory else ""
+    )
+    return EngineEnd(message=message, is_final=False, is_crash=is_memory or number in _CRASH_SIGNALS)
+
+
+def _num_memory_kills() -> int:
+    """Return how many processes the kernel has killed because memory was exhausted; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()  # the counter includes kills within a cgroup
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
@@ -134,7 +165,11 @@ def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], N
     try:
         _run(launch, on_ready, second_signal_exits=True)
     except Exception as error:
-        raise CannotServe(_end_by(error).message) from error
+        end = _end_by(error)
+        if end.is_crash:
+            with closing(open_store(launch.settings, threading.Event())) as store:
+                store.write(lambda tx: futures.record_end(tx, is_crash=True))
+        raise CannotServe(end.message) from error
 
 
 def _run_child(launch: EngineLaunch, parent: Connection) -> None:
@@ -172,7 +207,11 @@ def _end_by(error: Exception) -> EngineEnd:
     else:
         _log.error("the engine failed", exc_info=error)
         message = f"{type(error).__name__}: {message}"
-    return EngineEnd(message=message, is_final=not isinstance(error, EngineLost))
+    return EngineEnd(
+        message=message,
+        is_final=not isinstance(error, EngineLost),
+        is_crash=not isinstance(error.__cause__ or error, (StoreError, StoreInUse, OSError)),
+    )
 
 
 def run_engine(

@@ -9,10 +9,12 @@ import socket
 import time
 from collections.abc import Callable, Generator
 
+from sqlmodel import Session
+
 from skyrl_tx import __version__
 from skyrl_tx.api.app import ApiServer
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.engine_process import EngineLaunch, EngineProcess, run_in_foreground
+from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, run_in_foreground
 from skyrl_tx.process_setup import CannotServe, listen, tune_garbage_collection, url_of
 from skyrl_tx.settings import ServerSettings
 from skyrl_tx.store import checkpoints, futures, keys, models
@@ -71,13 +73,16 @@ class EngineSupervisor:
         restarts: RestartPolicy,
         *,
         on_ready: Callable[[Capabilities], None],
-        has_progressed: Callable[[float], bool],
+        record_end: Callable[[EngineEnd, float], bool],
     ) -> None:
-        """`has_progressed(since)` returns whether a request was completed after a time, in seconds since the epoch."""
+        """`record_end(end, since)` counts a crash for the request that caused it.
+
+        It returns whether a request was completed after `since`, in seconds since the epoch.
+        """
         self._start = start
         self._restarts = restarts
         self._on_ready = on_ready
-        self._has_progressed = has_progressed
+        self._record_end = record_end
         self._stopping = asyncio.Event()
         self._engine: EngineProcess | None = None
         self.was_ready = False
@@ -89,24 +94,24 @@ class EngineSupervisor:
             started_at = time.time()
             self._engine = self._start()
             _log.info("engine process %d started", self._engine.pid)
-            failure = await self._engine.wait(self._ready)
+            end = await self._engine.wait(self._ready)
             if self._stopping.is_set():
                 return
-            if failure.is_final and not self.was_ready:
-                raise CannotServe(failure.message)
-            delay_s = self._restarts.next_delay_s(made_progress=await self._progressed_since(started_at))
+            if end.is_final and not self.was_ready:
+                raise CannotServe(end.message)
+            delay_s = self._restarts.next_delay_s(made_progress=await self._made_progress(end, started_at))
             if delay_s is None:
-                raise CannotServe(f"the engine crashes repeatedly, giving up; last: {failure.message}")
-            _log.warning("engine exited: %s; restarting it in %.2f s", failure.message, delay_s)
+                raise CannotServe(f"the engine crashes repeatedly, giving up; last: {end.message}")
+            _log.warning("engine exited: %s; restarting it in %.2f s", end.message, delay_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
 
-    async def _progressed_since(self, started_at: float) -> bool:
-        """Return whether the engine made progress; exits while the database is unavailable count as progress."""
+    async def _made_progress(self, end: EngineEnd, started_at: float) -> bool:
+        """Record the end and return whether the engine made progress, as does one that loses the database."""
         was_unavailable = False
         while not self._stopping.is_set():
             try:
-                return await asyncio.to_thread(self._has_progressed, started_at) or was_unavailable
+                return await asyncio.to_thread(self._record_end, end, started_at) or was_unavailable
             except (StoreUnreachable, StoreBlocked) as error:
                 if not was_unavailable:
                     _log.warning("%s; the engine restarts when the database is available", error)
@@ -187,11 +192,17 @@ def serve(settings: ServerSettings) -> int:
             lambda: EngineProcess(launch),
             RestartPolicy(settings.max_engine_starts),
             on_ready=lambda ready: _log_ready(settings, ready, url_of(listener), requires_key=requires_key),
-            has_progressed=lambda since: store.read(lambda tx: futures.any_answered_since(tx, since)),
+            record_end=lambda end, since: store.write(lambda tx: _record_end(tx, end, since)),
         )
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         asyncio.run(run_servers(SupervisedApi(settings, store), listener, engine))
     return 0
+
+
+def _record_end(tx: Session, end: EngineEnd, since: float) -> bool:
+    """Record the end of an engine; return whether a request was completed after `since`."""
+    futures.record_end(tx, is_crash=end.is_crash)
+    return futures.any_answered_since(tx, since)
 
 
 def serve_api(settings: ServerSettings) -> int:

@@ -45,14 +45,14 @@ class EngineContext:
     def count_attempts(self, requests: list[QueuedRequest]) -> list[QueuedRequest]:
         """Count a delivery attempt of each request and return those that may run.
 
-        The others were running in too many crashes and fail now.
+        The others ran alone in too many crashes and fail now.
         """
         accepted: list[QueuedRequest] = []
         for queued in requests:
-            if queued.attempts < self.settings.max_attempts:
+            if queued.crashes < self.settings.max_attempts:
                 accepted.append(queued)
             else:
-                message = f"given up: the engine ended {queued.attempts} times while it ran this"
+                message = f"given up: the engine crashed {queued.crashes} times while it ran this alone"
                 self.fail(queued, ServerError(message))
         if accepted:
             self.attempts.count([queued.request_id for queued in accepted])

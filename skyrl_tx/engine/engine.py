@@ -71,6 +71,8 @@ class Engine:
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
             context = self._context(capabilities, background_writer, attempts)
             self.store.write(futures.forget_cancellations)  # cancelled requests have results, so they will not be read
+            self.store.write(lambda tx: futures.record_end(tx, is_crash=False))  # a supervisor has counted a crash
+            attempts.is_alone = True
             loop = _Loop(context, self.artifacts)
             status.sample_load = loop.sample_load()
             status.set_status("recovering", capabilities)
@@ -82,6 +84,7 @@ class Engine:
                 return stop.is_set()
 
             replay_quarantined(context, loop.training, loop.sampling, is_stopping)
+            attempts.is_alone = False
             status.set_status("ready", capabilities)
             while not is_stopping():
                 status.sample_load = loop.sample_load()

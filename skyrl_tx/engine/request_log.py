@@ -27,13 +27,17 @@ Rows = Callable[[Session], object]
 
 
 class DeliveryAttempts:
-    """Counts delivery attempts on disk. A crash leaves the count, a result or a clean stop removes it. Thread-safe."""
+    """Counts delivery attempts on disk. A crash leaves the count, a result or a clean stop removes it. Thread-safe.
+
+    While `is_alone` is set, the counted requests run alone on the device: a crash is their fault.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()  # held until a write is queued, so that writes are in the order of decisions
         self._counted: set[RequestId] = set()
         self._is_counting = True
+        self.is_alone = False
 
     def count(self, request_ids: Collection[RequestId]) -> None:
         """Count one more attempt of each request, and wait for the commit. No effect after `undo_all_on_stop`."""
@@ -41,7 +45,10 @@ class DeliveryAttempts:
             if not self._is_counting:
                 return
             self._counted.update(request_ids)
-            written = self._store.write_soon(lambda tx: futures.count_delivery_attempt(tx, request_ids))
+            is_alone = self.is_alone
+            written = self._store.write_soon(
+                lambda tx: futures.count_delivery_attempt(tx, request_ids, is_alone=is_alone)
+            )
         written.result()
         failpoint("engine.attempt")
 

@@ -25,7 +25,7 @@ class EngineSettings(CommonSettings):
     max_queued_sample_bytes: int = Field(default=2**30, ge=1)
     """Memory for queued samples, about 4 KiB and 4 bytes per prompt token each; above it clients get 429 and retry."""
     max_attempts: int = Field(default=3, ge=1)
-    """Delivery attempts of a request that was running when the engine crashed."""
+    """Crashes of the engine while it runs a request alone, after which the request fails; a kill is no crash."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
     """Heartbeat timeout: a silent client's models are evicted from the device until it returns."""
     session_retention_s: float = Field(default=7 * 86_400.0, gt=0)

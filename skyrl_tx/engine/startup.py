@@ -1,8 +1,9 @@
 """The start-up phase: recovers from the last engine's crash before new requests run.
 
-A request that has no result but a counted delivery attempt was running when an engine crashed, and may be the cause. It
-is quarantined: executed alone, while nothing else runs and no file is being written. If the engine crashes again, only
-this request's count grows, until `max_attempts` fails it.
+A request that has no result but a counted delivery attempt was running when an engine ended, and may be the cause. It
+is quarantined: executed alone, while nothing else runs and no file is being written. If the engine crashes meanwhile,
+its supervisor counts that for this request (`futures.record_end`), until `max_attempts` fails it. A kill from outside,
+a power loss or a lost database is no crash: the request runs again.
 """
 
 import logging
@@ -35,9 +36,9 @@ def recreate_lost_samplers(context: EngineContext) -> None:
 
 def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[RequestId]) -> str | None:
     """Replay a model with its ephemeral saves. Returns why that failed, or None."""
-    attempts, reason = context.store.read(lambda tx: futures.max_delivery_attempts(tx, saves)), None
-    if attempts >= context.settings.max_attempts:
-        return f"the engine ended {attempts} times while it restored them"
+    crashes, reason = context.store.read(lambda tx: futures.max_crashes(tx, saves)), None
+    if crashes >= context.settings.max_attempts:
+        return f"the engine crashed {crashes} times while it restored them"
     context.attempts.count(saves)
     try:
         context.models.ensure_resident([model_id])

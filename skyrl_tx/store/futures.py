@@ -13,7 +13,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from zlib import crc32
 
-from sqlalchemy import String, and_, bindparam, case, delete, func, insert, literal_column, or_, select, update
+from sqlalchemy import (
+    Boolean,
+    ColumnElement,
+    Integer,
+    String,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    update,
+)
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
@@ -64,7 +79,10 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRequest:
-    """Fields of a stored request. `position` is its order of arrival, `attempts` counts its delivery attempts."""
+    """Fields of a stored request. `position` is its order of arrival, `attempts` counts its delivery attempts.
+
+    `crashes` counts the engine's crashes while it ran alone.
+    """
 
     position: int
     request_id: RequestId
@@ -75,6 +93,7 @@ class StoredRequest:
     seq_id: int | None
     sampling_session_id: SamplingSessionId | None
     attempts: int
+    crashes: int = 0
     is_damaged: bool = False
     """Whether the body's checksum does not match what was written."""
 
@@ -148,6 +167,7 @@ def high_water_mark(tx: Session, scope: str) -> int:
 
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
 _INSERT = insert(RequestRow)
+_NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0}
 _SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body")
 
 
@@ -172,7 +192,7 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
             )
     values = {column: getattr(new, column) for column in _SUBMITTED_COLUMNS}
     values |= {"request_id": name, "digest": digest, "body_crc": crc32(new.body), "created_at": now}
-    (position,) = execute(tx, _INSERT, {**values, "status": "open", "attempts": 0}).inserted_primary_key or (None,)
+    (position,) = execute(tx, _INSERT, {**values, **_NOT_STARTED}).inserted_primary_key or (None,)
     return Submitted(name, is_new=True, position=position)
 
 
@@ -185,7 +205,7 @@ _COLUMNS_WITHOUT_BODY = (
     col(RequestRow.position),
     *(col(RequestRow.request_id), col(RequestRow.session_id), col(RequestRow.model_id)),
     *(col(RequestRow.kind), col(RequestRow.seq_id), col(RequestRow.sampling_session_id)),
-    *(col(RequestRow.attempts), col(RequestRow.effect_order)),
+    *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.effect_order)),
     (col(RequestRow.status) == "failed").label("failed"),
     col(RequestRow.body_crc),
 )
@@ -266,14 +286,38 @@ def log_since(tx: Session, model_id: ModelId, effect_order: int) -> list[Pending
     return _checked(execute(tx, wanted))
 
 
-_COUNT_ATTEMPT = (
-    update(RequestRow).where(is_in_batch(col(RequestRow.request_id))).values(attempts=col(RequestRow.attempts) + 1)
+_COUNT_ATTEMPT, _COUNT_ATTEMPT_ALONE = (
+    update(RequestRow)
+    .where(is_in_batch(col(RequestRow.request_id)))
+    .values(attempts=col(RequestRow.attempts) + 1, is_alone=is_alone)
+    for is_alone in (False, True)
 )
 
 
-def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
-    """Count a delivery attempt of each request, before it starts."""
-    execute_in_batches(tx, _COUNT_ATTEMPT, request_ids)
+def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId], *, is_alone: bool = False) -> None:
+    """Count a delivery attempt of each request, before it starts. `is_alone`: nothing else runs on the device."""
+    execute_in_batches(tx, _COUNT_ATTEMPT_ALONE if is_alone else _COUNT_ATTEMPT, request_ids)
+
+
+_IS_ALONE: ColumnElement[bool] = literal_column("is_alone", Boolean)  # a literal, so that the partial index is used
+_END_ALONE = (
+    update(RequestRow)
+    .where(_IS_ALONE)
+    .values(is_alone=False, crashes=col(RequestRow.crashes) + bindparam("num_crashes", type_=Integer))
+)
+
+
+def record_end(tx: Session, *, is_crash: bool) -> None:
+    """Record the end of an engine: a crash counts for the request that ran alone."""
+    execute(tx, _END_ALONE, {"num_crashes": int(is_crash)})
+
+
+_MAX_CRASHES = select(func.max(col(RequestRow.crashes))).where(is_in_batch(col(RequestRow.request_id)))
+
+
+def max_crashes(tx: Session, request_ids: Iterable[RequestId]) -> int:
+    """Return the largest number of crashes among the requests."""
+    return max((crashes or 0 for (crashes,) in execute_in_batches(tx, _MAX_CRASHES, request_ids)), default=0)
 
 
 _MAX_ATTEMPTS = select(func.max(col(RequestRow.attempts))).where(is_in_batch(col(RequestRow.request_id)))
@@ -287,7 +331,7 @@ def max_delivery_attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
 _UNDO_ATTEMPT = (
     update(RequestRow)
     .where(is_in_batch(col(RequestRow.request_id)), col(RequestRow.attempts) > 0)  # completion resets the count
-    .values(attempts=col(RequestRow.attempts) - 1)
+    .values(attempts=col(RequestRow.attempts) - 1, is_alone=False)
 )
 
 
@@ -321,6 +365,8 @@ _COMPLETE = (
         effect_order=bindparam("effect"),
         completed_at=bindparam("now"),
         attempts=0,  # a replay counts from 0 again
+        is_alone=False,
+        crashes=0,
         answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
     )
 )

@@ -135,7 +135,10 @@ def _add_identity() -> None:
         op.create_index(f"ix_{table}_deleted_at", table, ["deleted_at"])
     for name in ("expires_at", "last_used_at"):
         op.add_column("api_keys", sa.Column(name, sa.Float))
+    op.add_column("requests", sa.Column("is_alone", sa.Boolean, nullable=False, server_default=sa.false()))
     op.add_column("requests", sa.Column("crashes", sa.Integer, nullable=False, server_default="0"))
+    is_alone = sa.text("is_alone")
+    op.create_index("ix_requests_alone", "requests", ["position"], sqlite_where=is_alone, postgresql_where=is_alone)
     op.add_column("engine_state", sa.Column("activity", sa.String, nullable=False, server_default=""))
     op.add_column("engine_state", sa.Column("activity_since", sa.Float))
 

@@ -95,6 +95,7 @@ class RequestRow(SQLModel, table=True):
         _partial("ix_requests_loads", "position", "kind = 'load_weights'"),
         _partial("ix_requests_prunable", "fetched_at", "result IS NOT NULL"),
         _partial("ix_requests_pruned", "fetched_at", "result IS NULL AND status <> 'open'"),
+        _partial("ix_requests_alone", "position", "is_alone"),
         Index("ix_requests_answers", "answer_order"),
         Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
         {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors
@@ -114,8 +115,11 @@ class RequestRow(SQLModel, table=True):
     status: RequestStatus = Field(default="open", sa_type=String)
     effect_order: int | None = None
     attempts: int = 0
+    """Starts of the open request by an engine, less those that ended in a clean stop."""
+    is_alone: bool = False
+    """Whether the last start was alone on the device."""
     crashes: int = 0
-    """Engine crashes that happened while this request ran alone."""
+    """Engine crashes that happened while the request ran alone."""
     result: bytes | None = None
     """None while open, and again once pruned."""
     body_crc: int | None = Field(default=None, sa_type=BigInteger)
@@ -259,13 +263,13 @@ class EngineStateRow(SQLModel, table=True):
     """`SampleLoad` of `engine_state`, as JSON; None while the engine starts."""
     detail: str = ""
     activity: str = ""
-    """What the engine's loop executes now; empty while it waits for requests."""
+    """Description of the current work of the engine's loop; empty while it waits for requests."""
     activity_since: float | None = None
     updated_at: float
 
 
 class IdentityRow(SQLModel, table=True):
-    """What the database and the artifact directory know each other by; one row."""
+    """Identity that the database shares with its artifact directory; one row."""
 
     __tablename__ = "identity"
 

@@ -153,7 +153,7 @@ class EngineHarness:
         return [row.sampler_id for row in rows if row is not None and row.sampler_id is not None]
 
     def run(self, *until: RequestId, backend: AbstractBackend | None = None) -> None:
-        """Run an engine until these requests have results."""
+        """Run an engine until these requests have results. A lost device is recorded as a crash, as by a supervisor."""
         stop = threading.Event()
         store = open_store(self.settings, stop)
 
@@ -171,6 +171,9 @@ class EngineHarness:
         watcher.start()
         try:
             Engine(self.settings, backend or self.backend(), store, self.artifacts).run(stop)
+        except BackendLost:
+            self.api.write(lambda tx: futures.record_end(tx, is_crash=True))
+            raise
         finally:
             stop.set()
             self.api.wake()

@@ -16,8 +16,8 @@ from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 
 READY = FakeBackend("tiny", FakeConfig()).start()
-CRASH = EngineEnd(message="killed by SIGKILL", is_final=False)
-CANNOT_START = EngineEnd(message="no such model", is_final=True)
+CRASH = EngineEnd(message="killed by SIGSEGV", is_final=False, is_crash=True)
+CANNOT_START = EngineEnd(message="no such model", is_final=True, is_crash=False)
 
 
 @dataclass
@@ -34,7 +34,7 @@ class FakeProcess:
             on_ready(READY)
         if self.end is None:
             await self.stop_requested.wait()
-        return self.end or EngineEnd(message="exited with status 0", is_final=False)
+        return self.end or EngineEnd(message="exited with status 0", is_final=False, is_crash=False)
 
     def request_stop(self) -> None:
         self.stop_requested.set()
@@ -61,7 +61,7 @@ class Scenario:
             lambda: next(processes),
             RestartPolicy(max_starts, first_delay_s=0.001),
             on_ready=self.on_ready,
-            has_progressed=lambda since: next(progressed),
+            record_end=lambda end, since: next(progressed),
         )
 
 
@@ -74,7 +74,7 @@ def test_delays_double_up_to_a_limit_and_reset_after_progress() -> None:
 
 def test_gives_up_after_the_limit_of_starts_without_progress() -> None:
     scenario = Scenario([FakeProcess(True, CRASH)] * 5, [False, True, False, False])
-    with pytest.raises(CannotServe, match=r"crashes repeatedly.*SIGKILL"):
+    with pytest.raises(CannotServe, match=r"crashes repeatedly.*SIGSEGV"):
         asyncio.run(scenario.supervisor(3).run())
     assert scenario.num_ready == 1
 
@@ -111,7 +111,7 @@ def test_stop_during_the_restart_delay() -> None:
             lambda: FakeProcess(True, CRASH),
             RestartPolicy(5, first_delay_s=60),
             on_ready=scenario.on_ready,
-            has_progressed=lambda _: False,
+            record_end=lambda end, since: False,
         )
         running = asyncio.create_task(engine.run())
         while not engine.was_ready:
@@ -129,16 +129,14 @@ def crashing_engine(monkeypatch: pytest.MonkeyPatch, *answers: bool | StoreError
     monkeypatch.setattr(supervisor, "_DATABASE_RETRY_S", 0.001)
     left = iter(answers)
 
-    def has_progressed(_since: float) -> bool:
+    def record_end(_end: EngineEnd, _since: float) -> bool:
         answer = next(left)
         if isinstance(answer, StoreError):
             raise answer
         return answer
 
     restarts = RestartPolicy(2, first_delay_s=0.001)
-    return EngineSupervisor(
-        lambda: FakeProcess(True, CRASH), restarts, on_ready=lambda _: None, has_progressed=has_progressed
-    )
+    return EngineSupervisor(lambda: FakeProcess(True, CRASH), restarts, on_ready=lambda _: None, record_end=record_end)
 
 
 @pytest.mark.parametrize("kind", [StoreUnreachable, StoreBlocked])

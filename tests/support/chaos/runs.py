@@ -24,10 +24,7 @@ _FREQUENT_SNAPSHOTS = (
     "0.5",
     "--snapshot-max-share",
     "1",
-    "--max-attempts",
-    "1000",
 )
-"""Flags for frequent snapshots, and for more delivery attempts than the kills of one run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Signals and ends of the engine process."""
 
+import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
@@ -7,10 +9,11 @@ import time
 
 import pytest
 
+from skyrl_tx import engine_process
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
-from skyrl_tx.engine_process import EngineLost, run_engine
+from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineLost, EngineProcess, run_engine
 from skyrl_tx.store import engine_state, futures, models
 from skyrl_tx.store.database import Store, StoreInUse
 from tests.support.engine_harness import EngineHarness, Perishable, forward_backward, optim_step, run_fake_engine
@@ -81,6 +84,24 @@ def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
     num_answered = len(harness.api.read(lambda tx: futures.statuses(tx, passes)))
     assert num_answered < len(passes), "the engine ended before it was killed"
     assert losses_of(harness, passes) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "is_memory_exhausted", "is_crash"),
+    [(signal.SIGSEGV, False, True), (signal.SIGKILL, False, False), (signal.SIGKILL, True, True)],
+)
+def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, number, is_memory_exhausted, is_crash):
+    counts = itertools.count(step=is_memory_exhausted)
+    monkeypatch.setattr(engine_process, "_num_memory_kills", lambda: next(counts))
+    launch = EngineLaunch(settings=harness.settings, backend="fake", backend_config=harness.config, log_level="error")
+
+    async def run() -> EngineEnd:
+        process = EngineProcess(launch)
+        return await process.wait(lambda ready: os.kill(process.pid, number))
+
+    end = asyncio.run(run())
+    assert (end.is_crash, end.is_final) == (is_crash, False)
+    assert number.name in end.message and ("memory" in end.message) == is_memory_exhausted
 
 
 def train(harness):

@@ -72,13 +72,13 @@ def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, e
         others = [harness.submit(sample(sampler=other))]
     others.append(harness.submit(forward_backward(1), model_id=good, seq_id=4))
     is_deadly = isinstance(error, BackendLost)
-    for _ in range(harness.settings.max_attempts * is_deadly):
+    for _ in range((1 + harness.settings.max_attempts) * is_deadly):  # the first time together, then alone
         with pytest.raises(BackendLost):
             harness.run(deadly, *others, backend=Faulty(harness, where, bad, error))
     harness.run(deadly, *others, backend=Faulty(harness, where, bad, error))
     failure = harness.result(deadly)
     assert failure.category == ErrorCategory.SERVER
-    assert ("the engine ended 3 times" if is_deadly else str(error)) in failure.message
+    assert ("the engine crashed 3 times" if is_deadly else str(error)) in failure.message
     assert not any(isinstance(harness.result(request_id), Failure) for request_id in others)
     harness.close()
 
@@ -149,11 +149,11 @@ def test_crashing_sample_does_not_fail_a_running_pass(harness):
     deadly = harness.submit(sample((66, 66), max_tokens=50, eos_stops=False))
     long = harness.submit(forward_backward(data=tuple(map(datum, range(20)))), model_id=model_id, seq_id=1)
     others = harness.submit(sample(max_tokens=100, eos_stops=False))
-    for _ in range(harness.settings.max_attempts):
+    for _ in range(1 + harness.settings.max_attempts):  # the first time together, then alone
         with pytest.raises(BackendLost):
             harness.run(deadly, long, others, backend=Poisoned(harness, prompt=[66, 66]))
     harness.run(deadly, long, others, backend=Poisoned(harness, prompt=[66, 66]))
-    assert "the engine ended 3 times" in harness.result(deadly).message
+    assert "the engine crashed 3 times" in harness.result(deadly).message
     assert harness.result(long).metrics["num_datums:sum"] == 20
     assert len(harness.result(others).sequences[0].tokens) == 100
 
@@ -165,12 +165,63 @@ def test_crashing_pass_does_not_fail_running_samples(harness):
     data = (*map(datum, range(10)), datum(0, 13))
     deadly = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=1)
     others = [harness.submit(sample((65 + n,), max_tokens=100, eos_stops=False)) for n in range(3)]
-    for _ in range(harness.settings.max_attempts):
+    for _ in range(1 + harness.settings.max_attempts):  # the first time together, then alone
         with pytest.raises(BackendLost):
             harness.run(deadly, *others, backend=Poisoned(harness, length=13))
     harness.run(deadly, *others, backend=Poisoned(harness, length=13))
-    assert "the engine ended 3 times" in harness.result(deadly).message
+    assert "the engine crashed 3 times" in harness.result(deadly).message
     assert [len(harness.result(request_id).sequences[0].tokens) for request_id in others] == [100, 100, 100]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process by a signal from outside."""
+
+
+def test_kills_from_outside_fail_no_request(harness):
+    model_id, created = harness.create()
+    harness.run(created)
+    running = [harness.submit(request, model_id=model_id, seq_id=n) for n, request in ((1, forward_backward()),)]
+    running.append(harness.submit(sample()))
+
+    class Victim(FakeBackend):
+        def begin_pass(self, batch, *, backward):
+            raise Killed
+
+        def step_sample(self):
+            raise Killed
+
+    for _ in range(2 + harness.settings.max_attempts):
+        with pytest.raises(Killed):
+            harness.run(*running, backend=Victim("tiny", harness.config))
+    harness.run(*running)
+    assert harness.result(running[0]).metrics["num_datums:sum"] == 2
+    assert len(harness.result(running[1]).sequences[0].tokens) == 8
+    step = harness.answer(optim_step(), model_id=model_id, seq_id=2)
+    assert step.metrics["unclipped_grad_l2:mean"] > 0
+
+
+def test_a_kill_between_crashes_is_not_counted_with_them(harness):
+    model_id, created = harness.create()
+    harness.run(created)
+    deadly = harness.submit(forward_backward(data=(datum(0, 13),)), model_id=model_id, seq_id=1)
+
+    class Victim(FakeBackend):
+        def begin_pass(self, batch, *, backward):
+            raise Killed
+
+    def crashes():
+        return harness.api.read(lambda tx: futures.max_crashes(tx, [deadly]))
+
+    counted = []
+    for number in range(6):
+        is_kill = number in (2, 4)
+        backend = Victim("tiny", harness.config) if is_kill else Poisoned(harness, length=13)
+        with pytest.raises(Killed if is_kill else BackendLost):
+            harness.run(deadly, backend=backend)
+        counted.append(crashes())
+    assert counted == [0, 1, 1, 2, 2, 3], "the first crash came while others might have run"
+    harness.run(deadly)
+    assert "the engine crashed 3 times" in harness.result(deadly).message
 
 
 def quarantine(harness, *requests):
