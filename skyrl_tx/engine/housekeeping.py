@@ -18,16 +18,22 @@ from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
 _CHECK_PERIOD_S = 0.05
+_MAX_CLOCK_STEP_S = 5.0
+"""Difference between the progress of the two clocks that is a suspend or a clock step, not an adjustment."""
 _MAX_CHECK_GAP_S = 60.0
 """Uptime that one check adds to `continuous_s` at most: an engine that was busy for longer cannot know more."""
 
 
 class ApiUptime:
-    """API uptime as seen by the engine. Clients can send heartbeats and requests only during this time."""
+    """API uptime as seen by the engine. Clients can send heartbeats and requests only during this time.
+
+    The time of day, by which heartbeats are stamped, also advances while the machine is suspended, and in steps when
+    somebody sets it. Either is an outage here: the monotonic clock does not advance with it.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._checked_at = time.monotonic()
+        self._checked_at, self._checked_time_of_day = time.monotonic(), time.time()
         self._total_s = self._continuous_s = 0.0
 
     def total_s(self) -> float:
@@ -42,10 +48,18 @@ class ApiUptime:
 
     def _check(self) -> None:
         elapsed = time.monotonic() - self._checked_at
-        if elapsed < _CHECK_PERIOD_S:  # a check takes a system call
+        step = time.time() - self._checked_time_of_day - elapsed
+        is_step = abs(step) > _MAX_CLOCK_STEP_S
+        if elapsed < _CHECK_PERIOD_S and not is_step:  # a check takes a system call
             return
         self._checked_at += elapsed
-        if self._store.is_peer_running():
+        self._checked_time_of_day += elapsed + step
+        if is_step:
+            _log.warning(
+                "the time of day has stepped by %.0f s, or the machine was suspended; no session expires", step
+            )
+            self._continuous_s = 0.0
+        elif self._store.is_peer_running():
             self._total_s += elapsed
             self._continuous_s += min(elapsed, _MAX_CHECK_GAP_S)
         else:

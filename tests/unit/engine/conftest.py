@@ -1,7 +1,5 @@
 """Fixtures of the engine's tests."""
 
-import time
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +19,11 @@ def harness(request, tmp_path):
 @pytest.fixture
 def api_is_there_for_long(monkeypatch):
     """Each check of the API's uptime adds one minute."""
-    minutes = count()
-    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes), time=time.time)
-    monkeypatch.setattr(housekeeping, "time", clock)
+    now = 0.0
+
+    def monotonic() -> float:
+        nonlocal now
+        now += 60.0
+        return now
+
+    monkeypatch.setattr(housekeeping, "time", SimpleNamespace(monotonic=monotonic, time=lambda: now))

@@ -7,6 +7,8 @@ import pytest
 
 from skyrl_tx.engine import housekeeping
 from skyrl_tx.engine.housekeeping import ApiUptime
+from skyrl_tx.store import sessions
+from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 
 DAY_S = 86_400.0
@@ -17,8 +19,10 @@ class Scene:
 
     def __init__(self, monkeypatch) -> None:
         self.now = 1000.0
+        self.suspended_s = 0.0
         self.is_there = True
-        monkeypatch.setattr(housekeeping, "time", SimpleNamespace(monotonic=lambda: self.now))
+        clocks = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + self.suspended_s)
+        monkeypatch.setattr(housekeeping, "time", clocks)
         self.api_uptime = ApiUptime(SimpleNamespace(is_peer_running=lambda: self.is_there))
 
     def after(self, seconds: float) -> tuple[float, float]:
@@ -39,6 +43,23 @@ def test_continuous_uptime_grows_by_a_minute_per_check_at_most(monkeypatch) -> N
     assert Scene(monkeypatch).after(1800.0) == (1800.0, 60.0)
 
 
+@pytest.mark.parametrize("step_s", [6.0, -6.0, 8 * DAY_S])
+def test_continuous_uptime_restarts_at_a_suspend_or_clock_step(monkeypatch, step_s: float) -> None:
+    scene = Scene(monkeypatch)
+    assert scene.after(20.0) == (20.0, 20.0)
+    scene.suspended_s += step_s
+    assert scene.after(0.0) == (20.0, 0.0)
+    assert scene.after(3.0) == (23.0, 3.0)
+
+
+def test_adjustments_of_the_clock_do_not_restart_continuous_uptime(monkeypatch) -> None:
+    scene = Scene(monkeypatch)
+    for _ in range(100):
+        scene.suspended_s += 0.5
+        scene.after(10.0)
+    assert scene.api_uptime.continuous_s() == 1000.0
+
+
 @pytest.mark.parametrize("away_s", [1860.0, 8 * DAY_S])
 def test_api_outage_is_not_a_heartbeat_timeout(tmp_path, monkeypatch, away_s: float) -> None:
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.001)
@@ -53,4 +74,35 @@ def test_api_outage_is_not_a_heartbeat_timeout(tmp_path, monkeypatch, away_s: fl
     assert len(harness.result(waiting).sequences[0].tokens) == 200
     after = harness.answer(forward_backward(9, backward=False), model_id=model_id)
     assert after.logprobs[0].tobytes() == before.logprobs[0].tobytes()
+    harness.close()
+
+
+@pytest.mark.parametrize("away_s", [1860.0, 8 * DAY_S])
+def test_suspend_of_a_running_engine_is_not_a_heartbeat_timeout(tmp_path, monkeypatch, away_s: float) -> None:
+    timeout_s = 0.3
+    harness = EngineHarness(tmp_path, housekeeping_interval_s=0.01, session_timeout_s=timeout_s)
+    harness.config = harness.config.model_copy(update={"slice_tokens": 1})
+    model_id, _ = harness.create()
+    harness.answer(forward_backward(), model_id=model_id, seq_id=1)
+    real, started = time.time, time.monotonic()
+    suspended: list[float] = []
+
+    class Suspended(FakeBackend):
+        """Suspends the machine after the timeout applies; heartbeats come before, and some time after."""
+
+        def step_sample(self):
+            time.sleep(0.005)
+            uptime_s = time.monotonic() - started
+            if not suspended and uptime_s > 2 * timeout_s:
+                suspended.append(uptime_s)
+                monkeypatch.setattr(time, "time", lambda: real() + away_s)
+            if not suspended or uptime_s > suspended[0] + timeout_s / 2:
+                harness.api.write(lambda tx: sessions.heartbeat(tx, harness.session_id, time.time()))
+            return super().step_sample()
+
+    waiting = harness.submit(sample(max_tokens=250, eos_stops=False))
+    harness.run(waiting, backend=Suspended("tiny", harness.config))
+    assert suspended and len(harness.result(waiting).sequences[0].tokens) == 250
+    step = harness.answer(optim_step(), model_id=model_id, seq_id=2)
+    assert step.metrics["unclipped_grad_l2:mean"] > 0
     harness.close()
