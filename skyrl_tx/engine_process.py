@@ -75,6 +75,8 @@ class EngineEnd:
     """Whether the settings are wrong or the data directory is in use, so that a restart would fail in the same way."""
     is_crash: bool
     """Whether the engine's own work ended it; False for a kill from outside and for a lost database."""
+    was_killed: bool = False
+    """Whether a signal from outside ended it."""
 
 
 class EngineProcess:
@@ -148,7 +150,8 @@ def _end_by_exit(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
     message = f"killed by {number.name}" + (
         ", because the machine or its cgroup had no free memory" if is_memory else ""
     )
-    return EngineEnd(message=message, is_final=False, is_crash=is_memory or number in _CRASH_SIGNALS)
+    is_crash = is_memory or number in _CRASH_SIGNALS
+    return EngineEnd(message=message, is_final=False, is_crash=is_crash, was_killed=not is_crash)
 
 
 def _num_memory_kills() -> int:

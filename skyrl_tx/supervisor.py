@@ -99,7 +99,8 @@ class EngineSupervisor:
                 return
             if end.is_final and not self.was_ready:
                 raise CannotServe(end.message)
-            delay_s = self._restarts.next_delay_s(made_progress=await self._made_progress(end, started_at))
+            made_progress = await self._made_progress(end, started_at) or end.was_killed
+            delay_s = self._restarts.next_delay_s(made_progress=made_progress)
             if delay_s is None:
                 raise CannotServe(f"the engine crashes repeatedly, giving up; last: {end.message}")
             _log.warning("engine exited: %s; restarting it in %.2f s", end.message, delay_s)

@@ -17,6 +17,7 @@ from skyrl_tx.testing.fake.config import FakeConfig
 
 READY = FakeBackend("tiny", FakeConfig()).start()
 CRASH = EngineEnd(message="killed by SIGSEGV", is_final=False, is_crash=True)
+KILL = EngineEnd(message="killed by SIGKILL", is_final=False, is_crash=False, was_killed=True)
 CANNOT_START = EngineEnd(message="no such model", is_final=True, is_crash=False)
 
 
@@ -77,6 +78,12 @@ def test_gives_up_after_the_limit_of_starts_without_progress() -> None:
     with pytest.raises(CannotServe, match=r"crashes repeatedly.*SIGSEGV"):
         asyncio.run(scenario.supervisor(3).run())
     assert scenario.num_ready == 1
+
+
+def test_kills_from_outside_do_not_count_as_starts_without_progress() -> None:
+    scenario = Scenario([FakeProcess(True, KILL)] * 5 + [FakeProcess(True, CRASH)] * 2, [False] * 7)
+    with pytest.raises(CannotServe, match=r"crashes repeatedly.*SIGSEGV"):
+        asyncio.run(scenario.supervisor(3).run())
 
 
 def test_a_failure_of_the_first_start_is_final() -> None:
