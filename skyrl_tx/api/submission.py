@@ -197,10 +197,16 @@ def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) 
 
 def to_sampler(
     tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, key: str, submission: Submission
-) -> futures.Submitted:
-    """Queue a prompt for a sampling session. `key` is its `sampling_key`."""
+) -> futures.Submitted | None:
+    """Queue a prompt for a sampling session. `key` is its `sampling_key`.
+
+    Returns None, and queues nothing, if the session has another sampler than `row`, or is gone.
+    """
     now = time.time()
     name = row.sampling_session_id
+    current = samplers.get(tx, name)
+    if current is None or current.sampler_id != row.sampler_id:
+        return None
     submitted = _insert(tx, submission, key, owner, row.session_id, seq_id, sampling_session_id=name)
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
         samplers.touch(tx, name, now)

@@ -12,7 +12,11 @@ import pytest
 
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.tensors import to_proto
+from skyrl_tx.api.translate import sampling
 from skyrl_tx.contract import requests
+from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.store import samplers
+from skyrl_tx.store.tables import SamplingSessionRow
 from tests.support.live_api import Server
 from tests.support.waiting import until
 
@@ -228,3 +232,34 @@ def test_incomplete_body_has_no_effect(server: Server, caplog: pytest.LogCapture
     assert "ERROR" not in caplog.text
     whole = server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 0.1})
     assert whole.status_code == 200
+
+
+def test_sample_uses_the_weights_that_an_inflight_save_puts_there_meanwhile(server: Server, monkeypatch) -> None:
+    model_id, old, new = ModelId(server.model()), SamplerId("art-old"), SamplerId("art-new")
+    session_id = SessionId(model_id.split(":")[0])
+    name = SamplingSessionId(f"{session_id}:sample:0")
+    row = SamplingSessionRow(
+        sampling_session_id=name,
+        session_id=session_id,
+        base_model="Qwen/Qwen3-8B",
+        sampler_id=old,
+        model_id=model_id,
+        created_at=time.time(),
+        last_used_at=time.time(),
+        is_inflight=True,
+    )
+    server.store.write(lambda tx: samplers.create_session(tx, row))
+    translate, translated = sampling.sample, []
+
+    def replace_while_translating(schema, sampler_id, *rest):
+        translated.append(sampler_id)
+        server.store.write(lambda tx: samplers.update_inflight(tx, model_id, new))
+        return translate(schema, sampler_id, *rest)
+
+    monkeypatch.setattr(sampling, "sample", replace_while_translating)
+    asked = {"sampling_session_id": name, "seq_id": 1, "prompt": PROMPT, "num_samples": 1}
+    answer = server.post("asample", **asked, sampling_params={"max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    assert translated == [old, new]
+    stored = server.stored(answer.json()["request_id"])
+    assert isinstance(stored, requests.Sample) and stored.sampler == new

@@ -76,17 +76,23 @@ def asample(call: Incoming) -> FutureHandle:
         session_id, seq_id = _direct_session(call, ids), None  # shared by clients that number their requests alone
     else:
         session_id, seq_id = SamplingSessionId(ids.sampling_session_id), ids.seq_id
-    row, owner = call.store.read(lambda tx: access.sampling_session(tx, call.caller, session_id))
     key = submission.sampling_key(session_id, seq_id, call.idempotency_key)
     sequence_ids = _sequence_ids(key, ids.num_samples)
 
-    def translate(schema: schemas.SampleRequest) -> Submission:
-        limit = call.settings.max_request_bytes
-        sample = sampling.sample(schema, row.sampler_id, sequence_ids, limit)
-        return sample.with_request(_dropped(row)) if row.sampler_id is None and row.model_id else sample
+    def queue() -> tuple[Submission, futures.Submitted | None]:
+        row, owner = call.store.read(lambda tx: access.sampling_session(tx, call.caller, session_id))
 
-    sample = submission.from_json("sample", schemas.SampleRequest, value, translate, call.check_unknown)
-    submitted = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample))
+        def translate(schema: schemas.SampleRequest) -> Submission:
+            limit = call.settings.max_request_bytes
+            sample = sampling.sample(schema, row.sampler_id, sequence_ids, limit)
+            return sample.with_request(_dropped(row)) if row.sampler_id is None and row.model_id else sample
+
+        sample = submission.from_json("sample", schemas.SampleRequest, value, translate, call.check_unknown)
+        return sample, call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample))
+
+    sample, submitted = queue()
+    while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
+        sample, submitted = queue()
     if submitted.position is not None:
         call.context.admission.record(submitted.position, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
