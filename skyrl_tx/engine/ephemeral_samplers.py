@@ -63,7 +63,7 @@ class EphemeralSamplers:
             return
         self._lost.pop(sampler, None)
         self._unwritten[sampler] = _UnwrittenSampler(model_id=model_id, effect_order=effect_order, snapshot=snapshot)
-        self._write(sampler, blocks=model_id if len(self._unwritten) > self.max_pending else None)
+        self._write(sampler, blocks=len(self._unwritten) > self.max_pending)
 
     def recreate(self, save: QueuedRequest, effect_order: int, capture: Callable[[], Snapshot]) -> None:
         """Create the sampler of a replayed save again, if a session uses it and its files were never written."""
@@ -109,7 +109,7 @@ class EphemeralSamplers:
     def _has_files(self, sampler: SamplerId) -> bool:
         return self.artifacts.has(ArtifactId(sampler))
 
-    def _write(self, sampler: SamplerId, blocks: ModelId | None = None) -> None:
+    def _write(self, sampler: SamplerId, *, blocks: bool = False) -> None:
         unwritten = self._unwritten[sampler]
         metadata = {**self.metadata, "model_id": unwritten.model_id, "kind": "sampler_weights"}
 
@@ -126,5 +126,6 @@ class EphemeralSamplers:
         self.background_writer.submit(
             lambda: self.artifacts.create(unwritten.snapshot.write, metadata, ArtifactId(sampler)),
             on_written,
+            model_id=unwritten.model_id,
             blocks=blocks,
         )

@@ -88,7 +88,7 @@ def _discard_uncreated(context: EngineContext, model_id: ModelId, error: Excepti
 
 def _unload_model(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: UnloadModel) -> None:
     model = context.models.get(model_id)
-    context.background_writer.drain()  # ephemeral samplers can no longer be replayed after this
+    context.background_writer.wait_for(model_id)  # ephemeral samplers can no longer be replayed after this
     context.models.discard(model_id)
 
     def rows(tx: Session) -> None:
@@ -150,7 +150,9 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
 
     extra = {"model_id": model_id, "kind": request.kind, "base_model": context.settings.base_models[0]}
     # Later requests of the model wait: if they were committed first, a crash would repeat this save with later weights.
-    context.background_writer.submit(lambda: context.recovery.write(write, extra), on_written, blocks=model_id)
+    context.background_writer.submit(
+        lambda: context.recovery.write(write, extra), on_written, model_id=model_id, blocks=True
+    )
 
 
 def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:

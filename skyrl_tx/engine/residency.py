@@ -140,7 +140,7 @@ class Models:
         """Have a snapshot of the model's current state on disk."""
         if model.effect_order != model.snapshot_order:
             self._start_snapshot(model)
-        self.background_writer.drain()
+        self.background_writer.wait_for(model.model_id)
 
     def _read(self, model_id: ModelId, creating: bool) -> LiveModel:
         self.request_log.wait_for_commits()
@@ -199,7 +199,7 @@ class Models:
                 self._start_removal(replaced)
 
         extra = {"model_id": model_id, "effect_order": str(effect_order)}
-        self.background_writer.submit(lambda: self.recovery.write(snapshot.write, extra), on_written)
+        self.background_writer.submit(lambda: self.recovery.write(snapshot.write, extra), on_written, model_id=model_id)
 
     def _start_removal(self, replaced: ArtifactId) -> None:
         def on_removed(removed: Future[None]) -> None:
