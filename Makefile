@@ -62,6 +62,7 @@ release:  ## build and check the distributions, then print how to tag and publis
 	build/installed/bin/skyrl-tx --version
 	@version=$$(build/installed/bin/skyrl-tx --version | cut -d' ' -f2); \
 	grep -q "^## $$version " CHANGELOG.md || { echo "CHANGELOG.md has no section for $$version" >&2; exit 1; }; \
+	test -f tests/golden/$$version.tar.xz || { echo "make its golden directory: python -m tests.support.make_golden" >&2; exit 1; }; \
 	printf '%s\n' "dist/ is ready. To release it:" \
 	    "  git tag --annotate v$$version --message v$$version" "  git push origin v$$version" \
 	    "  build/release/bin/twine upload dist/*"
