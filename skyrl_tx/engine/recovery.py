@@ -6,7 +6,7 @@ depend on its own requests only. Named saves and forward passes change no model 
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,26 +73,37 @@ class Recovery:
         started = time.monotonic()
         row = self.store.read(lambda tx: models.get_snapshot(tx, model_id))
         snapshot, contained = (None, 0) if row is None else self._open_newest(row)
-        records = self.store.read(lambda tx: futures.log_since(tx, model_id, contained))
+        num_replayed = 0
         capture = partial(self.backend.capture, model_id, {StatePart.WEIGHTS})
         try:
             if snapshot is not None:
                 self.backend.restore(model_id, spec, snapshot, ALL_PARTS)
                 failpoint("replay.restored")
-            for record in records:
+            for record in self._log_since(model_id, contained):
                 queued = QueuedRequest.from_row(record)
                 self._replay(model_id, queued, failed=record.failed)
                 failpoint("replay.effect")
                 self.ephemeral_samplers.recreate(queued, record.effect_order or 0, capture)
+                num_replayed += 1
         except BackendLost:
             raise
         except Exception:
             self.backend.delete_model(model_id)  # discard the partially restored model
             raise
-        if row is not None or records:
+        if row is not None or num_replayed:
             elapsed = time.monotonic() - started
-            _log.info("restored model %s: replayed %d requests, %.2f s", model_id, len(records), elapsed)
+            _log.info("restored model %s: replayed %d requests, %.2f s", model_id, num_replayed, elapsed)
         return contained
+
+    def _log_since(self, model_id: ModelId, effect_order: int) -> Iterator[futures.PendingRequest]:
+        """Yield a model's log records after a log sequence number.
+
+        They are read one by one: after days without a snapshot, all of them together may not fit in memory.
+        """
+        after = effect_order
+        while page := self.store.read(partial(futures.log_since, model_id=model_id, effect_order=after, limit=1)):
+            yield page[0]
+            after = page[0].effect_order or 0
 
     def sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
         """Return a model's position in its sequence, from its requests with results."""
@@ -108,8 +119,7 @@ class Recovery:
         try:
             return self.open(row.artifact_id), row.effect_order
         except ServerError as error:
-            records = self.store.read(lambda tx: futures.log_since(tx, row.model_id, 0))
-            kept = [record.effect_order for record in records if record.body]
+            kept = [record.effect_order for record in self._log_since(row.model_id, 0) if record.body]
             if kept[: row.effect_order] != list(range(1, row.effect_order + 1)):
                 written_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(row.created_at))
                 raise ServerError(

@@ -279,11 +279,18 @@ def _checked(rows: Iterable[Any]) -> list[PendingRequest]:
     return requests
 
 
-def log_since(tx: Session, model_id: ModelId, effect_order: int) -> list[PendingRequest]:
-    """Return a model's logged requests after a log sequence number, in log order."""
-    order = col(RequestRow.effect_order)
-    wanted = select(*_COLUMNS).where(col(RequestRow.model_id) == model_id, order > effect_order).order_by(order)
-    return _checked(execute(tx, wanted))
+_LOG_SINCE = (
+    select(*_COLUMNS)
+    .where(col(RequestRow.model_id) == bindparam("model_id"), col(RequestRow.effect_order) > bindparam("after"))
+    .order_by(col(RequestRow.effect_order))
+    .limit(bindparam("limit"))
+)
+
+
+def log_since(tx: Session, model_id: ModelId, effect_order: int, limit: int = 2**31 - 1) -> list[PendingRequest]:
+    """Return at most `limit` of a model's logged requests after a log sequence number, in log order."""
+    parameters = {"model_id": model_id, "after": effect_order, "limit": limit}
+    return _checked(execute(tx, _LOG_SINCE, parameters))
 
 
 _COUNT_ATTEMPT, _COUNT_ATTEMPT_ALONE = (

@@ -1,10 +1,12 @@
 """After a device loss at any point, the next engine continues bit-equal."""
 
+import tracemalloc
+
 import pytest
 
 from skyrl_tx.contract.backend import ALL_PARTS
 from skyrl_tx.contract.errors import BackendLost, ErrorCategory
-from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId
 from skyrl_tx.contract.requests import LoadWeights, SaveWeights
 from skyrl_tx.store import checkpoints, futures, models
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -188,3 +190,27 @@ def test_samples_stopped_cleanly_count_no_delivery_attempt(harness):
     assert (pending.request_id, pending.attempts) == (long, 0)
     harness.run(long)
     assert len(harness.result(long).sequences[0].tokens) == 4000
+
+
+def test_replay_holds_one_request_in_memory(tmp_path):
+    harness = EngineHarness(tmp_path, snapshot_interval_requests=10_000)
+    model_id, last = harness.create()
+    size, count = 2**20, 16
+    for seq_id in range(1, count + 1):
+        name = SamplingSessionId(f"{harness.session_id}:sample:{seq_id}")
+        save = SaveWeights(
+            kind="sampler_weights", name=None, sampling_session_id=name, user_metadata={"large": "x" * size}
+        )
+        last = harness.submit(save, model_id=model_id, seq_id=seq_id)
+    harness.run(last)
+    harness.api.write(lambda tx: models.delete_snapshot(tx, model_id))
+    last = harness.submit(forward_backward(), model_id=model_id, seq_id=count + 1)
+    tracemalloc.start()
+    try:
+        harness.run(last)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert harness.result(last).metrics["num_datums:sum"] == 2
+    assert peak < 8 * size, f"{peak / 2**20:.0f} MiB"
+    harness.close()
