@@ -249,7 +249,7 @@ def run_engine(
 
 def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
     """Open the engine's database. Waits while it is full or locked, now and with each later write, until `stop`."""
-    retry = RetryPolicy(until=stop, report=lambda tx, why: engine_state.report_waiting(tx, why, time.time()))
+    retry = RetryPolicy(until=stop, report=engine_state.report_waiting)
     while True:
         try:
             return Store.open(settings.data_dir, role="engine", url=settings.store_url, retry=retry)

@@ -31,10 +31,10 @@ class EngineHealth:
 
     def problem(self) -> str | None:
         """Return why the engine executes no requests at the moment; None while it is healthy."""
-        state = self._store.read(engine_state.get)
+        state, now = self._store.read(lambda tx: (engine_state.get(tx), engine_state.shared_time(tx)))
         if state is None:
             return "the engine has not started yet"
-        silence_s = time.time() - state.updated_at
+        silence_s = now - state.updated_at
         if silence_s > self._silence_s:
             silence = f"the engine has published no status for {silence_s:.0f} s"
             return silence if self._store.write_failure is None else f"{silence}; {self._store.write_failure}"

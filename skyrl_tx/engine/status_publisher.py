@@ -4,7 +4,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -86,7 +85,7 @@ class StatusPublisher:
                 capabilities=capabilities,
                 base_models=self._base_models,
                 load=None if load is None else asdict(load),
-                updated_at=time.time(),
+                updated_at=engine_state.shared_time(tx),
             )
             engine_state.publish(tx, row)
 

@@ -1,8 +1,9 @@
 """The engine's published status, which the API serves."""
 
+import time
 from dataclasses import dataclass
 
-from sqlalchemy import update
+from sqlalchemy import text, update
 from sqlmodel import Session
 
 from skyrl_tx.store.database import execute
@@ -24,14 +25,26 @@ class SampleLoad:
     max_bytes: int
 
 
+_DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())::float8")
+
+
+def shared_time(tx: Session) -> float:
+    """Return the time by the clock that API and engine share: the PostgreSQL server's, or with SQLite this machine's.
+
+    The clocks of two machines may differ by more than the silence after which an engine counts as gone.
+    """
+    connection = tx.connection()
+    return connection.execute(_DATABASE_TIME).scalar_one() if connection.dialect.name == "postgresql" else time.time()
+
+
 def publish(tx: Session, row: EngineStateRow) -> None:
     """Replace the engine's status."""
     tx.merge(row)
 
 
-def report_waiting(tx: Session, detail: str, now: float) -> None:
+def report_waiting(tx: Session, detail: str) -> None:
     """Record why the engine waits; its next published status replaces the reason."""
-    execute(tx, update(EngineStateRow).values(detail=detail, updated_at=now))
+    execute(tx, update(EngineStateRow).values(detail=detail, updated_at=shared_time(tx)))
 
 
 def get(tx: Session) -> EngineStateRow | None:

@@ -31,7 +31,9 @@ FULL = "database x: no space left for it on the disk"
 )
 def test_health_names_the_problem(age_s, status, detail, write_failure, expected) -> None:
     row = SimpleNamespace(updated_at=time.time() - age_s, status=status, detail=detail)
-    health = EngineHealth(SimpleNamespace(read=lambda _: row, write_failure=write_failure), silence_s=30.0)
+    health = EngineHealth(
+        SimpleNamespace(read=lambda _: (row, time.time()), write_failure=write_failure), silence_s=30.0
+    )
     assert health.problem() == expected
 
 

@@ -1,0 +1,28 @@
+"""The engine's status as APIs on other machines see it."""
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.api.engine_status import EngineHealth
+from skyrl_tx.engine.status_publisher import StatusPublisher
+from skyrl_tx.store.database import Store
+
+
+def test_an_engine_whose_clock_is_behind_is_not_silent(
+    tmp_path: Path, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = Store.open(tmp_path / "api", role="api", url=postgresql_url)
+    engine = Store.open(tmp_path / "engine", role="engine", url=postgresql_url)
+    with closing(api), closing(engine):
+        publisher = StatusPublisher(engine, ["tiny"])
+        real_time = time.time
+        monkeypatch.setattr(time, "time", lambda: real_time() - 3600)
+        publisher.start()
+        publisher.close()
+        monkeypatch.setattr(time, "time", real_time)
+        assert EngineHealth(api, silence_s=10.0).problem() == "the engine is starting"
+        monkeypatch.setattr(time, "time", lambda: real_time() + 3600)
+        assert EngineHealth(api, silence_s=10.0).problem() == "the engine is starting"
