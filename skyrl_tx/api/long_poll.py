@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.store import futures, sessions
+from skyrl_tx.store import completions, futures, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 
@@ -74,7 +74,7 @@ class ResultWatcher:
         self._lock = threading.Lock()
         self._waiting: dict[str, list[Notification]] = {}
         self._new: list[_NewPoll] = []
-        self._seen = store.read(futures.last_completion)
+        self._seen = store.read(completions.last_completion)
         self._fetched: set[RequestId] = set()
         self._marked_at = self._heartbeat_at = time.monotonic()
         self._random = random.Random()
@@ -178,7 +178,7 @@ class ResultWatcher:
 
     def _notify_completed(self) -> None:
         """Wake the polls of all requests that completed since the last call."""
-        while page := self._store.read(lambda tx: futures.completed_since(tx, self._seen, _PAGE)):
+        while page := self._store.read(lambda tx: completions.completed_since(tx, self._seen, _PAGE)):
             self._seen = page[-1][0]
             with self._lock:
                 waiting = [each for _, *names in page for name in names if name for each in self._waiting.get(name, ())]

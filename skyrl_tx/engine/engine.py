@@ -26,7 +26,7 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
-from skyrl_tx.store import engine_state, futures
+from skyrl_tx.store import completions, engine_state, futures
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class Engine:
             self.store.write(futures.forget_cancellations)  # cancelled requests have results, so they will not be read
             self.store.write(lambda tx: futures.record_end(tx, is_crash=False))  # a supervisor has counted a crash
             attempts.is_alone = True
+            self.store.write(lambda tx: completions.skip_seen(tx, time.time()))
             loop = _Loop(context, self.artifacts)
             status.sample_load = loop.sample_load()
             status.set_status("recovering", capabilities)

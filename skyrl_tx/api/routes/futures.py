@@ -22,7 +22,7 @@ from skyrl_tx.api.validation import shown
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.store import futures
+from skyrl_tx.store import completions, futures
 from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ async def retrieve_futures(call: Incoming) -> schemas.RetrieveFuturesResponse:
 
 
 def _completions(call: Call, name: SamplingSessionId, clone: int, cursor: int) -> schemas.RetrieveFuturesResponse:
-    def read(tx: Session) -> list[futures.Completion]:
+    def read(tx: Session) -> list[completions.Completion]:
         access.sampling_session(tx, call.caller, name)
-        return futures.completions_of_client(tx, name, clone, cursor, _MAX_COMPLETIONS)
+        return completions.completions_of_client(tx, name, clone, cursor, _MAX_COMPLETIONS)
 
     found = call.store.read(read)
     return schemas.RetrieveFuturesResponse(

@@ -10,7 +10,7 @@ import pytest
 from skyrl_tx.api import long_poll
 from skyrl_tx.api.long_poll import ResultWatcher, wait_for
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import futures, sessions
+from skyrl_tx.store import completions, futures, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.futures import NewRequest
@@ -145,7 +145,7 @@ def test_results_arrive_while_the_database_is_locked(
 
     async def work(watcher: ResultWatcher) -> None:
         complete(store, polled)
-        seen = store.read(futures.last_completion)
+        seen = store.read(completions.last_completion)
         busy = store.write_soon(keep_busy)
         watcher.mark_fetched(fetched)
         store.wake()

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import futures
+from skyrl_tx.store import completions, futures
+from skyrl_tx.store.completions import Completion
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.futures import CLONE_STRIDE, Completion, NewRequest
+from skyrl_tx.store.futures import CLONE_STRIDE, NewRequest
 
 SAMPLING = SamplingSessionId("s:sample:0")
 Submit = Callable[..., RequestId]
@@ -41,12 +42,12 @@ def cancel(store: Store, request_id: RequestId, owner: str = "ann") -> str:
 
 
 def of_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[Completion]:
-    return store.read(lambda tx: futures.completions_of_client(tx, SAMPLING, clone, after, limit))
+    return store.read(lambda tx: completions.completions_of_client(tx, SAMPLING, clone, after, limit))
 
 
 def test_completions_are_listed_in_commit_order(store: Store, submit: Submit) -> None:
     first, second, third = (submit(seq_id) for seq_id in range(3))
-    assert store.read(futures.last_completion) == 0
+    assert store.read(completions.last_completion) == 0
     complete(store, third)
     complete(store, first, failed=True)
     assert of_client(store) == [Completion(1, third, False, 6), Completion(2, first, True, 6)]
@@ -55,8 +56,11 @@ def test_completions_are_listed_in_commit_order(store: Store, submit: Submit) ->
     assert of_client(store, after=cursor) == []
     complete(store, second)
     assert [each.request_id for each in of_client(store, after=cursor)] == [second]
-    assert store.read(lambda tx: futures.completed_since(tx, 1, 10)) == [(2, first, SAMPLING), (3, second, SAMPLING)]
-    assert store.read(futures.last_completion) == 3
+    assert store.read(lambda tx: completions.completed_since(tx, 1, 10)) == [
+        (2, first, SAMPLING),
+        (3, second, SAMPLING),
+    ]
+    assert store.read(completions.last_completion) == 3
 
 
 def test_a_clone_lists_its_own_completions_only(store: Store, submit: Submit) -> None:

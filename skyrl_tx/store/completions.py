@@ -1,0 +1,85 @@
+"""The order in which requests were completed; readers keep a position in it as their cursor."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, func, select, update
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import RequestId, SamplingSessionId
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.futures import CLONE_STRIDE
+from skyrl_tx.store.tables import AnswerCounterRow, RequestRow
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completed sample request and its position in the completion order."""
+
+    answer_order: int
+    request_id: RequestId
+    failed: bool
+    num_bytes: int
+    """Size of the stored result; 0 once it is pruned."""
+
+
+_RAISE_COUNTER = (
+    update(AnswerCounterRow)
+    .where(col(AnswerCounterRow.value) < bindparam("at_least"))
+    .values(value=bindparam("at_least"))
+)
+
+
+def skip_seen(tx: Session, now: float) -> None:
+    """Let completion positions continue above those that any client has seen; called when an engine starts.
+
+    A replica that lagged at a failover, or a restored copy, would assign the positions of lost completions again, and
+    cursors would hide the new ones. Milliseconds since 1970 are above all of them, unless more than 1,000 requests a
+    second were completed on average.
+    """
+    execute(tx, _RAISE_COUNTER, {"at_least": int(now * 1000)})
+
+
+_ORDER = col(RequestRow.answer_order)
+_LAST_COMPLETION = select(col(AnswerCounterRow.value))
+_COMPLETED_SINCE = (
+    select(_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id))
+    .where(bindparam("after") < _ORDER)
+    .order_by(_ORDER)
+    .limit(bindparam("limit"))
+)
+_COMPLETIONS_OF_CLIENT = (
+    select(
+        _ORDER,
+        col(RequestRow.request_id),
+        col(RequestRow.status) == "failed",
+        func.coalesce(func.length(col(RequestRow.result)), 0),
+    )
+    .where(
+        col(RequestRow.sampling_session_id) == bindparam("sampling_session_id"),
+        bindparam("after") < _ORDER,
+        func.coalesce(col(RequestRow.seq_id), 0).between(bindparam("first"), bindparam("last")),
+    )
+    .order_by(_ORDER)
+    .limit(bindparam("limit"))
+)
+
+
+def last_completion(tx: Session) -> int:
+    """Return the position of the newest completion; 0 if there is none."""
+    return execute(tx, _LAST_COMPLETION).scalar_one_or_none() or 0
+
+
+def completed_since(tx: Session, after: int, limit: int) -> list[tuple[int, RequestId, SamplingSessionId | None]]:
+    """Return position, request and sampling session of the completions of any kind after a position."""
+    rows = execute(tx, _COMPLETED_SINCE, {"after": after, "limit": limit})
+    return [(int(order or 0), request_id, sampling_session_id) for order, request_id, sampling_session_id in rows]
+
+
+def completions_of_client(
+    tx: Session, sampling_session_id: SamplingSessionId, clone: int, after: int, limit: int
+) -> list[Completion]:
+    """Return a sampling client's completions after a position; clone 0 is the original client, others are copies."""
+    of_clone = {"first": clone * CLONE_STRIDE, "last": (clone + 1) * CLONE_STRIDE - 1}
+    parameters = {"sampling_session_id": sampling_session_id, "after": after, "limit": limit, **of_clone}
+    rows = execute(tx, _COMPLETIONS_OF_CLIENT, parameters)
+    return [Completion(*row) for row in rows]
