@@ -5,7 +5,7 @@ A backend subclasses `AbstractBackend`, or `BlockingBackend` if it computes whol
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -193,6 +193,14 @@ class AbstractBackend(ABC):
         while new := self.step_sample():
             deltas.extend(new)
         return deltas
+
+    def fingerprint_changes(self) -> Mapping[str, str]:
+        """Return entries of `Capabilities.fingerprint` as they are now, if they may have changed since `start`.
+
+        The engine stores them with weights, so that a later start reports that results are not bit-equal. Called from
+        any thread. The default returns none.
+        """
+        return {}
 
     def text_of(self, tokens: list[int]) -> str:
         """Decode tokens, to find stop strings. Raises UserError if there is no tokenizer."""

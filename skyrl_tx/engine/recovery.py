@@ -35,8 +35,11 @@ _BASE = "base_model_hash"
 
 def artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
     """Return the metadata of every artifact: the base model and the software that computed it."""
-    fingerprint = {_FINGERPRINT + name: value for name, value in capabilities.fingerprint.items()}
-    return {**fingerprint, _BASE: capabilities.base_model_hash}
+    return {**_fingerprint_metadata(capabilities.fingerprint), _BASE: capabilities.base_model_hash}
+
+
+def _fingerprint_metadata(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    return {_FINGERPRINT + name: value for name, value in fingerprint.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class Recovery:
 
     def write(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Artifact:
         """Create an artifact from what `write` writes. Thread-safe."""
-        return self.artifacts.create(write, {**self.metadata, **extra})
+        changes = _fingerprint_metadata(self.backend.fingerprint_changes())
+        return self.artifacts.create(write, {**self.metadata, **changes, **extra})
 
     def restore(self, model_id: ModelId, spec: ModelSpec) -> int:
         """Put a model into the backend as its last committed request left it.
@@ -143,7 +147,7 @@ class Recovery:
                 f"{_short(theirs)}, this one {_short(here)}"
             )
         snapshot = self.backend.open_snapshot(artifact.path)
-        for name, value in self.capabilities.fingerprint.items():
+        for name, value in {**self.capabilities.fingerprint, **self.backend.fingerprint_changes()}.items():
             if (before := artifact.metadata.get(_FINGERPRINT + name, value)) != value:
                 mismatch = f"artifact {artifact_id} was written with {name} {before}, this is {value}"
                 _log.warning("%s: results are not bit-equal to earlier ones", mismatch)

@@ -1,7 +1,7 @@
 """The JAX backend: one base model and many adapters on the devices of this machine. This module connects the parts."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -155,6 +155,11 @@ class JaxBackend(AbstractBackend):
             state = placed(state, self._placement)
         self._pool.put(model_id, state)
 
+    def fingerprint_changes(self) -> Mapping[str, str]:
+        """See AbstractBackend. The memory plan changes when a device runs out of memory."""
+        plan = self._memory.plan
+        return {"micro_batch_tokens": str(plan.micro_batch_tokens), "remat": str(plan.remat)}
+
     # Sampling
 
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
@@ -224,8 +229,7 @@ class JaxBackend(AbstractBackend):
                 "device": device.device_kind,
                 "dtype": self._dtype.name,
                 "mesh": str(config.mesh),
-                "micro_batch_tokens": str(self._memory.plan.micro_batch_tokens),
-                "remat": str(self._memory.plan.remat),
+                **self.fingerprint_changes(),
                 "sample_slots": f"{config.sample_slots} of {self._sample_memory.tokens} tokens",
                 "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),

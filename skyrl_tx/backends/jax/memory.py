@@ -77,7 +77,13 @@ class Memory:
     def shrink(self, plan: MemoryPlan) -> None:
         """Adopt a smaller plan with which a pass succeeded, unless the plan in force is smaller already."""
         self.plan = min(self.plan, plan, key=lambda each: (each.micro_batch_tokens, not each.remat))
-        log.warning("all passes now use %s", self.plan)
+        log.warning(
+            "all passes now use %s; the next start begins with the larger plan again, and what it replays is not "
+            "bit-equal: start with --backend-config.micro-batch-tokens %d --%sbackend-config.remat to avoid that",
+            self.plan,
+            self.plan.micro_batch_tokens,
+            "" if self.plan.remat else "no-",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,18 @@ def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_b
     )
 
 
+def test_a_fingerprint_that_changed_while_the_engine_ran_is_a_warning_after_a_restart(harness, caplog):
+    class Shrinking(FakeBackend):
+        def fingerprint_changes(self):
+            return {"dtype": "float32"}
+
+    model_id, created = harness.create()
+    harness.run(created, backend=Shrinking("tiny", harness.config))
+    assert "bit-equal" not in caplog.text
+    harness.answer(forward_backward(), model_id=model_id, seq_id=1)
+    assert "was written with dtype float32, this is float64: results are not bit-equal" in caplog.text
+
+
 def test_another_fingerprint_is_a_warning(harness, caplog):
     class Newer(FakeBackend):
         def start(self):

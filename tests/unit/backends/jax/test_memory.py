@@ -215,9 +215,12 @@ def test_a_pass_that_exhausts_the_device_is_repeated_in_smaller_micro_batches(st
         return accumulate(*given, **settings)
 
     monkeypatch.setattr(training, "accumulate", exhausted)
+    assert backend.fingerprint_changes() == {"micro_batch_tokens": "128", "remat": "False"}
     assert_bit_equal(numbers(backend), wanted)
     assert sizes[0] > 64 and max(sizes[1:]) <= 64
     assert "micro_batch_tokens=64" in caplog.text
+    assert backend.fingerprint_changes() == {"micro_batch_tokens": "64", "remat": "False"}
+    assert "--backend-config.micro-batch-tokens 64 --no-backend-config.remat" in caplog.text
 
 
 def test_memory_exhausted_when_results_are_read(start, monkeypatch):
