@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pyrage
 
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.failpoints import failpoint
 
@@ -74,9 +74,11 @@ def artifact_id_for(name: str) -> ArtifactId:
 class ArtifactStore:
     """All artifacts under one root. Any process may open and create artifacts; one process collects garbage."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, min_free_bytes: int = 0) -> None:
+        """Use a directory; `create` leaves at least `min_free_bytes` of its disk free."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
+        self._min_free_bytes = min_free_bytes
         self._verified: dict[ArtifactId, _Stamp] = {}
 
     def create(
@@ -94,6 +96,7 @@ class ArtifactStore:
 
         Raises:
             ValueError: `write` wrote other files, or links.
+            CapacityError: Less than the minimum of the disk is free, or would be.
         """
         artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
         if self.has(artifact_id):
@@ -102,7 +105,9 @@ class ArtifactStore:
         path = self._root / artifact_id
         with _in_progress(temporary):
             try:
+                self._check_free_space()
                 write(temporary)
+                self._check_free_space()
                 files = {name: _finish(temporary / name) for name in sorted(_names(temporary))}
                 failpoint("artifact.files")
                 manifest = _Manifest(1, dict(metadata or {}), files)
@@ -119,6 +124,14 @@ class ArtifactStore:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
         return _artifact(path, manifest)
+
+    def _check_free_space(self) -> None:
+        free, reserved = shutil.disk_usage(self._root).free, self._min_free_bytes
+        if free < reserved:
+            raise CapacityError(
+                f"the server's disk has {free / 2**20:,.0f} MiB left, and the last {reserved / 2**20:,.0f} MiB are not "
+                "for weights: delete checkpoints, or ask the operator for space"
+            )
 
     def has(self, artifact_id: ArtifactId) -> bool:
         """Return whether an artifact with this id exists."""

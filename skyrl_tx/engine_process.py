@@ -242,7 +242,8 @@ def run_engine(
     with closing(store), _handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
         try:
             backend = spec.load()(settings.base_model, backend_config)
-            Engine(settings, backend, store, ArtifactStore(settings.data_dir / "artifacts")).run(stop, on_ready)
+            artifacts = ArtifactStore(settings.data_dir / "artifacts", min_free_bytes=settings.min_free_disk_bytes)
+            Engine(settings, backend, store, artifacts).run(stop, on_ready)
         except (BackendLost, StoreError) as error:
             raise EngineLost(f"backend or database lost: {error}") from error
 

@@ -34,6 +34,8 @@ class EngineSettings(CommonSettings):
     """How long an unused ephemeral sampler is kept, unless it is among its model's newest four."""
     max_ephemeral_sampler_bytes: int = Field(default=32 * 2**30, ge=0)
     """Disk space for ephemeral samplers; each model's newest one is always kept."""
+    min_free_disk_bytes: int = Field(default=2**30, ge=0)
+    """Disk space that weights never take, so that the database has room: below it saves fail and snapshots wait."""
     max_pending_sampler_writes: int = Field(default=8, ge=1)
     """Ephemeral samplers waiting to be written; models that exceed this block until a write completes."""
     result_retention_s: float = Field(default=600.0, ge=0)

@@ -1,13 +1,19 @@
 """An engine waits while the database cannot be written, and no request fails."""
 
+import re
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import Engine, event
 
 from skyrl_tx.api.engine_status import EngineHealth
+from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract.errors import CapacityError, ErrorCategory
+from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.request_log import DeliveryAttempts
 from skyrl_tx.store import futures
 from skyrl_tx.store.errors import StoreBlocked
@@ -50,6 +56,36 @@ def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
     assert harness.result(step).metrics["unclipped_grad_l2:mean"] > 0
     assert harness.api.read(lambda tx: futures.max_delivery_attempts(tx, [large, step])) == 0
     harness.close()
+
+
+def test_weights_leave_the_last_bytes_of_the_disk_to_the_database(tmp_path):
+    harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
+    model_id, created = harness.create()
+    enough, harness.artifacts = harness.artifacts, ArtifactStore(tmp_path / "artifacts", min_free_bytes=2**62)
+    refused = harness.submit(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=1)
+    trained = harness.submit(forward_backward(), model_id=model_id, seq_id=2)
+    harness.run(created, refused, trained)
+    failure = harness.result(refused)
+    assert failure.category == ErrorCategory.SERVER
+    assert re.match(
+        r"the server's disk has [\d,]+ MiB left, and the last 4,398,046,511,104 MiB are not", failure.message
+    )
+    assert harness.result(trained).metrics["num_datums:sum"] == 2
+    assert list(tmp_path.glob("artifacts/*")) == []
+    harness.artifacts = enough
+    later = harness.submit(forward_backward(), model_id=model_id, seq_id=3)
+    saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=4)
+    assert saved.path is not None and harness.result(later).metrics == harness.result(trained).metrics
+    harness.close()
+
+
+def test_weights_that_would_take_the_last_bytes_of_the_disk_are_removed(tmp_path, monkeypatch):
+    free = [100, 9]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop(0)))
+    store = ArtifactStore(tmp_path, min_free_bytes=10)
+    with pytest.raises(CapacityError):
+        store.create(lambda folder: (folder / "a.json").write_text("{}") and None)
+    assert free == [] and list(tmp_path.iterdir()) == []
 
 
 def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_full, monkeypatch):
