@@ -13,7 +13,7 @@ from sqlalchemy.orm import Mapped
 from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
 
-from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, file_lock, role_lock
+from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, checked_lock, file_lock, role_lock
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.writer import GroupWriter, RetryPolicy, refused
@@ -78,7 +78,7 @@ class Store:
                     upgrade(write_engine)
                 _record_database(data_dir, dialect.name)
                 if role != "tool":
-                    dialect.check()
+                    stack.enter_context(checked_lock(data_dir, dialect.check))
                 reader = dialect.reader(role)
                 stack.callback(reader.dispose)
                 notifier = dialect.notifier(role, reader)

@@ -3,9 +3,10 @@
 import errno
 import fcntl
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -19,7 +20,7 @@ PEER: Mapping[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
 """The role that a process notifies after its commits."""
 DATABASE_NAME = "skyrl_tx.db"
 """SQLite file in the data directory; used unless another database is configured."""
-
+_CHECK_POLL_S = 0.1
 
 Failure = tuple[type[StoreError], str]
 """Error class and text for one kind of failure."""
@@ -139,6 +140,28 @@ def role_lock(data_dir: Path, role: str) -> Generator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
+        yield
+
+
+@contextmanager
+def checked_lock(data_dir: Path, check: Callable[[], None]) -> Generator[None]:
+    """Hold a shared lock while this process has the database open; first run `check`, unless another process holds it.
+
+    A check takes seconds for each GB, and the crash of a process damages no database: only the machine or its disk do,
+    or somebody who changes the file while no server runs. So engines that start again skip it. Raises what `check`
+    raises.
+    """
+    with (data_dir / "checked.lock").open("a") as file:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                check()
+                fcntl.flock(file, fcntl.LOCK_SH)
+                break
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            time.sleep(_CHECK_POLL_S)  # another process checks it now
         yield
 
 

@@ -1,14 +1,20 @@
-"""SQLite only: vacuum."""
+"""SQLite only: vacuum, and the check of the file when it is opened."""
 
 import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from sqlmodel import col, func, select
 
 from skyrl_tx.store import futures, sessions
-from skyrl_tx.store.database import Store
+from skyrl_tx.store.database import Store, StoreError
 from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.tables import RequestRow
 
 
@@ -44,3 +50,50 @@ def test_files_of_early_releases_become_vacuumable(tmp_path: Path) -> None:
         store = Store.open(tmp_path, role="engine")
         assert store.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA auto_vacuum").scalar_one()) == 2
         store.close()
+
+
+@pytest.fixture
+def num_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count the checks of database files."""
+    checked: list[Path] = []
+    check = Sqlite.check
+
+    def counted(database: Sqlite) -> None:
+        checked.append(database._path)
+        check(database)
+
+    monkeypatch.setattr(Sqlite, "check", counted)
+    return lambda: len(checked)
+
+
+def test_a_file_is_checked_once_while_any_process_has_it_open(tmp_path: Path, num_checks: Callable[[], int]) -> None:
+    api = Store.open(tmp_path, role="api")
+    for _ in range(2):  # an engine that crashes and starts again
+        Store.open(tmp_path, role="engine").close()
+    assert num_checks() == 1
+    engine = Store.open(tmp_path, role="engine")
+    api.close()
+    Store.open(tmp_path, role="api").close()
+    assert num_checks() == 1
+    engine.close()
+    Store.open(tmp_path, role="engine").close()
+    assert num_checks() == 2
+
+
+def test_a_process_that_waited_for_a_check_that_failed_checks_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store.open(tmp_path, role="api").close()
+    may_end, roles = threading.Event(), ("api", "engine")
+
+    def fail(database: Sqlite) -> None:
+        may_end.wait(20)
+        raise StoreError("damaged")
+
+    monkeypatch.setattr(Sqlite, "check", fail)
+    with ThreadPoolExecutor(len(roles)) as threads:
+        opened = [threads.submit(Store.open, tmp_path, role=role) for role in roles]
+        time.sleep(0.2)
+        may_end.set()
+        for each in opened:
+            assert isinstance(each.exception(20), StoreError)
