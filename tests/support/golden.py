@@ -177,9 +177,10 @@ def weight_hashes(data_dir: Path, path: str) -> dict[str, str]:
 
 
 def arithmetic() -> str:
-    """Return a hash of the functions that numpy computes differently on other processors and versions."""
-    values = np.linspace(-20.0, 20.0, 4001)
-    parts = np.exp(values), np.log(np.abs(values) + 0.1), np.outer(values[:300], values[:300]) @ values[:300]
+    """Return a hash of the functions of the fake backend that numpy computes differently on other processors."""
+    values = np.linspace(-20.0, 20.0, 512)
+    table = values.reshape(256, 2)
+    parts = np.exp(values), np.log(np.abs(values) + 0.1), table @ table[7], table[:6].T @ np.exp(table[:6]), table.sum()
     return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
