@@ -13,9 +13,9 @@ from sqlmodel import Session
 from skyrl_tx.artifacts import Artifact, ArtifactStore
 from skyrl_tx.commands.common import CommandError, absolute_path, find_checkpoint, finish_parser, open_database
 from skyrl_tx.contract import codec
-from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, checkpoint_name, model_id
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, checkpoint_name, model_id
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.store import checkpoints, engine_state, keys, models, sessions
+from skyrl_tx.store import checkpoints, engine_state, keys, manifests, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
@@ -130,8 +130,17 @@ def _import(arguments: argparse.Namespace) -> None:
         base, base_name = _base(store, directory, arguments)
         spec, write = _convert(directory, base)
         artifacts = ArtifactStore(arguments.data_dir / "artifacts")
-        artifact = artifacts.create(write, {"kind": "weights", "base_model": base_name})
-        training, sampler = store.write(lambda tx: _record(tx, artifact, base_name, spec, owner, name))
+        session_id = sessions.new_id()
+        metadata = {
+            **manifests.run_metadata(
+                model_id=model_id(session_id, 0), owner=owner, base_model=base_name, spec=spec, now=time.time()
+            ),
+            **manifests.checkpoint_metadata(
+                kind=CheckpointKind.TRAINING, name=name, expires_at=None, user_metadata=None
+            ),
+        }
+        artifact = artifacts.create(write, metadata)
+        training, sampler = store.write(lambda tx: _record(tx, artifact, session_id, base_name, spec, owner, name))
     print(f"imported {directory}")
     print(f"  to train on:    {training} (without optimizer state: create_training_client_from_state)")
     print(f"  to sample from: {sampler}")
@@ -200,11 +209,11 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
 
 
 def _record(
-    tx: Session, artifact: Artifact, base_model: str, spec: ModelSpec, owner: str, name: str
+    tx: Session, artifact: Artifact, session_id: SessionId, base_model: str, spec: ModelSpec, owner: str, name: str
 ) -> tuple[CheckpointPath, CheckpointPath]:
     """Store an unloaded run with two checkpoints of one artifact; return their paths."""
     now = time.time()
-    session_id = sessions.create(tx, owner=owner, tags=["import"], now=now)
+    sessions.create(tx, owner=owner, tags=["import"], now=now, session_id=session_id)
     sessions.finish(tx, session_id, "success", now)
     run = model_id(session_id, 0)
     model = ModelRow(

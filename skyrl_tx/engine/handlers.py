@@ -20,7 +20,7 @@ from skyrl_tx.engine import validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
 from skyrl_tx.engine.request import QueuedRequest
-from skyrl_tx.store import checkpoints, models, samplers
+from skyrl_tx.store import checkpoints, manifests, models, samplers
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -120,7 +120,7 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
 
 
 def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:
-    context.models.get(model_id)  # raises if it cannot be used
+    model = context.models.get(model_id)
     validate.check_save(request)
     if request.name is None:
         _save_ephemeral(context, queued, model_id, request)
@@ -148,10 +148,17 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
         except Exception as error:
             context.fail(queued, error)
 
-    extra = {"model_id": model_id, "kind": request.kind, "base_model": context.settings.base_models[0]}
+    now, base_model = time.time(), context.settings.base_models[0]
+    run = manifests.run_metadata(model_id=model_id, owner=model.owner, base_model=base_model, spec=model.spec, now=now)
+    saved = manifests.checkpoint_metadata(
+        kind=request.kind,
+        name=request.name,
+        expires_at=None if request.ttl_s is None else now + request.ttl_s,
+        user_metadata=request.user_metadata,
+    )
     # Later requests of the model wait: if they were committed first, a crash would repeat this save with later weights.
     context.background_writer.submit(
-        lambda: context.recovery.write(write, extra), on_written, model_id=model_id, blocks=True
+        lambda: context.recovery.write(write, {**run, **saved}), on_written, model_id=model_id, blocks=True
     )
 
 

@@ -23,7 +23,7 @@ from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import RequestLog
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.failpoints import failpoint
-from skyrl_tx.store import models
+from skyrl_tx.store import manifests, models
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class LiveModel:
 
     model_id: ModelId
     session_id: SessionId
+    owner: str
+    base_model: str
     spec: ModelSpec
     effect_order: int
     gradient_error: str | None
@@ -154,6 +156,8 @@ class Models:
         return LiveModel(
             model_id=model_id,
             session_id=row.session_id,
+            owner=self.store.read(lambda tx: models.owner(tx, model_id)) or "",
+            base_model=row.base_model,
             spec=spec,
             effect_order=row.effect_order,
             gradient_error=row.poisoned_by,
@@ -198,12 +202,15 @@ class Models:
             if replaced is not None:
                 self._start_removal(replaced)
 
-        extra = {"model_id": model_id, "effect_order": str(effect_order)}
+        run = manifests.run_metadata(
+            model_id=model_id, owner=model.owner, base_model=model.base_model, spec=model.spec, now=time.time()
+        )
+        extra = {**run, "effect_order": str(effect_order)}
         self.background_writer.submit(lambda: self.recovery.write(snapshot.write, extra), on_written, model_id=model_id)
 
     def _start_removal(self, replaced: ArtifactId) -> None:
-        def on_removed(removed: Future[None]) -> None:
-            if (error := removed.exception()) is not None:  # garbage collection removes them later
+        def on_removed(removed: Future[bool]) -> None:
+            if (error := removed.exception()) is not None:  # garbage collection takes it later, as while it is pinned
                 _log.warning("cannot remove the replaced snapshot %s: %s", replaced, error)
 
         self.background_writer.submit(lambda: self.recovery.artifacts.remove(replaced), on_removed)

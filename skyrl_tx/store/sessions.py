@@ -24,6 +24,11 @@ _WAITING_WITHOUT_HEARTBEAT = (
 )
 
 
+def new_id() -> SessionId:
+    """Return a random id."""
+    return SessionId(f"session-{secrets.token_hex(16)}")
+
+
 def create(
     tx: Session,
     *,
@@ -37,7 +42,7 @@ def create(
     session_id: SessionId | None = None,
 ) -> SessionId:
     """Insert a session; return its id, which is random unless given."""
-    session_id = session_id or SessionId(f"session-{secrets.token_hex(16)}")
+    session_id = session_id or new_id()
     tx.add(
         SessionRow(
             session_id=session_id,

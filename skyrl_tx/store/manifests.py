@@ -1,0 +1,170 @@
+"""Rows of checkpoints in the manifests of artifacts: written with each artifact, read to restore lost rows.
+
+A manifest holds what was known when the files were written. Later changes are only in the database: a new time to live,
+publication, copies of the checkpoint, another owner. A restored checkpoint is never public.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+from sqlmodel import Session, col, select
+
+from skyrl_tx.artifacts import Artifact
+from skyrl_tx.contract import codec, ids
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SessionId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.store import checkpoints, models, sessions
+from skyrl_tx.store.keys import LOCAL_OWNER
+from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow
+
+_CREATED_BY = {"created_by": "skyrl-tx recover"}
+_ADAPTER_CONFIG = "adapter_config.json"
+_GROUPS = {
+    "train_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "train_mlp": {"gate_proj", "up_proj", "down_proj"},
+    "train_unembed": {"lm_head", "unembed_tokens", "embed_tokens"},
+}
+"""Modules of each part of `LoraSpec`, to read early artifacts, which lack the spec."""
+
+
+class Unrecoverable(Exception):
+    """A manifest lacks what a row needs; the message says what."""
+
+
+def run_metadata(*, model_id: ModelId, owner: str, base_model: str, spec: ModelSpec, now: float) -> dict[str, str]:
+    """Return the metadata of every artifact that may become a checkpoint."""
+    return {
+        "model_id": model_id,
+        "owner": owner,
+        "base_model": base_model,
+        "spec": msgspec.json.encode(spec).decode(),
+        "saved_at": repr(now),
+    }
+
+
+def checkpoint_metadata(
+    *, kind: str, name: str, expires_at: float | None, user_metadata: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return the metadata that a checkpoint has in addition to `run_metadata`."""
+    found = {"kind": kind, "name": name}
+    if expires_at is not None:
+        found["expires_at"] = repr(expires_at)
+    if user_metadata is not None:
+        found["user_metadata"] = json.dumps(dict(user_metadata))
+    return found
+
+
+def is_ephemeral(artifact: Artifact) -> bool:
+    """Whether an artifact is an ephemeral sampler, which has no name."""
+    return artifact.metadata.get("kind") == CheckpointKind.SAMPLER and "base_model" not in artifact.metadata
+
+
+def saved_at(artifact: Artifact) -> float:
+    """Return when an artifact was written."""
+    recorded = artifact.metadata.get("saved_at")
+    return float(recorded) if recorded else (artifact.path / "manifest.json").stat().st_mtime
+
+
+def restore_rows(tx: Session, artifact: Artifact, now: float) -> CheckpointPath:
+    """Store a checkpoint row for an artifact, with its run and session if they are missing; return its path.
+
+    A recovery snapshot becomes the training checkpoint `snapshot-N`, with its log sequence number N. If another
+    artifact has the name, part of the artifact id is appended. Raises Unrecoverable.
+    """
+    metadata = artifact.metadata
+    model = _restore_run(tx, artifact, now)
+    part_of_id = artifact.artifact_id.removeprefix("art-")[:8]
+    if "effect_order" in metadata:
+        kind, name = CheckpointKind.TRAINING, f"snapshot-{metadata['effect_order']}"
+    else:
+        kind, name = _kind(metadata), metadata.get("name") or f"recovered-{part_of_id}"
+    present = tx.get(CheckpointRow, (model.model_id, kind, name))
+    if present is not None and present.artifact_id != artifact.artifact_id:
+        name = f"{name[:100]}-{part_of_id}"
+        present = tx.get(CheckpointRow, (model.model_id, kind, name))
+    if present is not None:
+        return present.path
+    expires_at = float(metadata["expires_at"]) if "expires_at" in metadata else None
+    row = CheckpointRow(
+        model_id=model.model_id,
+        kind=kind,
+        name=name,
+        artifact_id=artifact.artifact_id,
+        created_at=saved_at(artifact),
+        expires_at=expires_at if expires_at is not None and expires_at > now else None,
+        size_bytes=artifact.size_bytes,
+        user_metadata=json.loads(metadata["user_metadata"]) if "user_metadata" in metadata else None,
+    )
+    checkpoints.put(tx, row, overwrite=False)
+    tx.flush()
+    return row.path
+
+
+def _kind(metadata: Mapping[str, str]) -> CheckpointKind:
+    try:
+        return CheckpointKind(metadata.get("kind", ""))
+    except ValueError:
+        raise Unrecoverable("its manifest does not say what kind of checkpoint it is") from None
+
+
+def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
+    """Return the run of an artifact; it is created, unloaded, if it does not exist."""
+    metadata = artifact.metadata
+    model_id = ModelId(metadata["model_id"]) if "model_id" in metadata else None
+    if model_id is not None and (present := models.get(tx, model_id)) is not None:
+        return present
+    config = _adapter_config(artifact)
+    base_model = metadata.get("base_model") or config.get("base_model_name_or_path")
+    if not base_model:
+        raise Unrecoverable("neither its manifest nor its files name the base model")
+    spec = _spec(metadata, config)
+    session_id = None if model_id is None else SessionId(model_id.partition(":train:")[0])
+    if session_id is None or sessions.get(tx, session_id) is None:
+        owner = _owner(tx, metadata.get("owner"))
+        session_id = sessions.create(tx, owner=owner, tags=["recovered"], now=now, session_id=session_id)
+        sessions.finish(tx, session_id, "recovered", now)
+        tx.flush()
+    row = ModelRow(
+        model_id=model_id or ids.model_id(session_id, 0),
+        session_id=session_id,
+        base_model=str(base_model),
+        spec=codec.encode(spec),
+        user_metadata=_CREATED_BY,
+        status="unloaded",
+        created_at=saved_at(artifact),
+        last_request_at=saved_at(artifact),
+        base_model_hash=metadata.get("base_model_hash"),
+    )
+    models.create(tx, row)
+    tx.flush()
+    return row
+
+
+def _owner(tx: Session, recorded: str | None) -> str:
+    """Return the owner: the recorded one; the first admin for data of no one or from before keys, if there are keys."""
+    if recorded not in (None, LOCAL_OWNER):
+        return recorded
+    admins = select(ApiKeyRow.owner).where(ApiKeyRow.scope == "admin").order_by(col(ApiKeyRow.key_id))
+    return tx.exec(admins).first() or LOCAL_OWNER
+
+
+def _adapter_config(artifact: Artifact) -> dict[str, Any]:
+    try:
+        found = json.loads((artifact.path / _ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError):  # encrypted, for example
+        return {}
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+def _spec(metadata: Mapping[str, str], config: Mapping[str, Any]) -> ModelSpec:
+    if "spec" in metadata:
+        return msgspec.json.decode(metadata["spec"], type=ModelSpec)
+    rank, modules = config.get("r"), config.get("target_modules")
+    if not isinstance(rank, int) or not isinstance(modules, list):
+        raise Unrecoverable("neither its manifest nor its files describe the LoRA adapter")
+    present = {str(module).rpartition(".")[2] for module in cast(list[object], modules)}
+    is_known = any(present & group for group in _GROUPS.values())
+    trained = {field: bool(present & group) or not is_known for field, group in _GROUPS.items()}
+    return ModelSpec(lora=LoraSpec(rank=rank, seed=0, **trained))
