@@ -5,13 +5,14 @@ Files may be encrypted to age recipients (age-encryption.org/v1).
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.failpoints import failpoint
 
+_log = logging.getLogger(__name__)
+
 _ID = re.compile(r"art-[0-9a-f]{32}")
 _TEMPORARY = ".tmp-"
 _MANIFEST = "manifest.json"
+_IDENTITY = "identity.json"
+_TRASH = "trash"
 ENCRYPTED_SUFFIX = ".age"
 _SUFFIXES = frozenset({".safetensors", ".json", ENCRYPTED_SUFFIX})
 _age: Any = pyrage  # the extension is untyped
@@ -55,7 +60,18 @@ class Artifact:
         return sum(self.files.values())
 
 
-class _File(msgspec.Struct, frozen=True):
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the root knows of its database, see `store.identity`."""
+
+    store_id: str
+    epoch: int
+    unclaimed: tuple[ArtifactId, ...] = ()
+    """Artifacts that another or a later database may refer to; garbage collection keeps them."""
+
+
+class FileHash(msgspec.Struct, frozen=True):
+    """The content of one file."""
+
     size_bytes: int
     sha256: str
 
@@ -63,7 +79,7 @@ class _File(msgspec.Struct, frozen=True):
 class _Manifest(msgspec.Struct, frozen=True):
     version: int
     metadata: dict[str, str]
-    files: dict[str, _File]
+    files: dict[str, FileHash]
 
 
 def artifact_id_for(name: str) -> ArtifactId:
@@ -142,14 +158,11 @@ class ArtifactStore:
 
         Raises ArtifactMissing, or ArtifactCorrupt with the name of the first bad file.
         """
-        path = self._path(artifact_id)
-        manifest = _read_manifest(path)
-        _verify(path, manifest)
-        return _artifact(path, manifest)
+        return open_artifact(self._path(artifact_id))
 
-    def describe(self, artifact_id: ArtifactId) -> Artifact:
-        """Return an artifact's description from its manifest. Raises like `open`."""
-        path = self._path(artifact_id)
+    def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
+        """Return the description of an artifact, or of one in the trash, from its manifest. Raises like `open`."""
+        path = self._path(artifact_id, trashed=trashed)
         return _artifact(path, _read_manifest(path))
 
     def verified(self, artifact_id: ArtifactId) -> Artifact:
@@ -166,33 +179,168 @@ class ArtifactStore:
             self._verified[artifact_id] = stamp
         return _artifact(path, manifest)
 
-    def collect(self, keep: Collection[ArtifactId], *, min_age_s: float = 600.0) -> list[ArtifactId]:
-        """Remove all artifacts except `keep`, and the directories of interrupted creations. Returns the removed ids.
+    def collect(
+        self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
+    ) -> list[ArtifactId]:
+        """Take away all artifacts except `keep`, and the directories of interrupted creations; return their ids.
 
-        Artifacts younger than `min_age_s` stay, because the row that refers to them may not be committed yet.
+        What a user may miss is moved to the trash: checkpoints and the last snapshots of runs. Other artifacts are
+        removed. Artifacts younger than `min_age_s` at the time `looked_at` stay, because the row that refers to them
+        may have been committed after `keep` was read. The default for `looked_at` is now. While `pinned` by another
+        process, all artifacts stay.
+        """
+        looked_at = time.time() if looked_at is None else looked_at
+        taken: list[ArtifactId] = []
+        kept = frozenset(keep)
+        with self._may_remove() as may_remove:
+            for path in sorted(self._root.iterdir()) if may_remove else ():
+                if path.name.startswith(_TEMPORARY):
+                    _remove_interrupted(path)
+                elif _ID.fullmatch(path.name) and path.name not in kept and looked_at - _modified_at(path) >= min_age_s:
+                    self._take_away(path)
+                    taken.append(ArtifactId(path.name))
+        return taken
+
+    def remove(self, artifact_id: ArtifactId) -> bool:
+        """Remove an artifact; return False if artifacts are `pinned`. Raises ArtifactMissing."""
+        with self._may_remove() as may_remove:
+            if may_remove:
+                self._remove(self._path(artifact_id))
+        return may_remove
+
+    def discard(self, artifact_id: ArtifactId) -> None:
+        """Move an artifact to the trash. Raises ArtifactMissing."""
+        path = self._path(artifact_id)
+        (self._root / _TRASH).mkdir(mode=0o700, exist_ok=True)
+        os.utime(path)  # first: an artifact in the trash is as old as its time there
+        failpoint("artifact.collect")
+        with suppress(ArtifactMissing):  # an earlier one of the same id
+            self._remove(self._path(artifact_id, trashed=True))
+        path.rename(self._root / _TRASH / artifact_id)
+
+    def restore(self, artifact_id: ArtifactId) -> None:
+        """Move an artifact out of the trash. Raises ArtifactMissing. Record it within ten minutes, see `collect`."""
+        path = self._path(artifact_id, trashed=True)
+        os.utime(path)
+        path.rename(self._root / artifact_id)
+
+    def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
+        """Remove artifacts that were in the trash for `retention_s`; return their ids.
+
+        The oldest others are removed while the trash takes more than `max_bytes`, or more than the disk has free.
         """
         removed: list[ArtifactId] = []
-        kept = frozenset(keep)
-        for path in sorted(self._root.iterdir()):
-            if path.name.startswith(_TEMPORARY):
-                _remove_interrupted(path)
-            elif _ID.fullmatch(path.name) and path.name not in kept and time.time() - path.stat().st_mtime >= min_age_s:
-                self.remove(ArtifactId(path.name))
-                removed.append(ArtifactId(path.name))
+        trash = sorted(self.ids(trashed=True), key=lambda each: _modified_at(self._root / _TRASH / each))
+        sizes = {artifact_id: _size_bytes(self._root / _TRASH / artifact_id) for artifact_id in trash}
+        with self._may_remove() as may_remove:
+            for artifact_id in trash if may_remove else ():
+                path, total = self._root / _TRASH / artifact_id, sum(sizes.values())
+                is_old = time.time() - _modified_at(path) >= retention_s
+                if not is_old and total <= min(max_bytes, shutil.disk_usage(self._root).free):
+                    break
+                _log.info("removed %s from the trash", _label(path))
+                self._remove(path)
+                del sizes[artifact_id]
+                removed.append(artifact_id)
         return removed
 
-    def remove(self, artifact_id: ArtifactId) -> None:
-        """Remove an artifact. Raises ArtifactMissing."""
+    def ids(self, *, trashed: bool = False) -> list[ArtifactId]:
+        """Return the ids of all artifacts, or of those in the trash."""
+        folder = self._root / _TRASH if trashed else self._root
+        if not folder.is_dir():
+            return []
+        return sorted(ArtifactId(path.name) for path in folder.iterdir() if _ID.fullmatch(path.name))
+
+    @contextmanager
+    def pinned(self) -> Generator[None]:
+        """Prevent the removal of artifacts, by any process; waits for a running removal."""
+        with _locked(self._root, fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def temporary(self) -> Generator[Path]:
+        """Create a directory in the root, and remove it at the end, or after a crash."""
+        folder = self._root / f"{_TEMPORARY}{secrets.token_hex(16)}"
+        try:
+            with _in_progress(folder):
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def identity(self) -> Identity | None:
+        """Return what the root knows of its database; None if that is not recorded or cannot be read."""
+        try:
+            return msgspec.json.decode((self._root / _IDENTITY).read_bytes(), type=Identity)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def write_identity(self, identity: Identity) -> float:
+        """Record the database atomically; return the time of the write by the clock of the file system."""
+        temporary = self._root / f"{_IDENTITY}.new"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(identity)))
+        _fsync(temporary)
+        temporary.rename(self._root / _IDENTITY)
+        _fsync(self._root)
+        return (self._root / _IDENTITY).stat().st_mtime
+
+    def forget_identity(self) -> None:
+        """Forget the database, so that all artifacts that the next one does not refer to are unclaimed."""
+        (self._root / _IDENTITY).unlink(missing_ok=True)
+
+    @contextmanager
+    def _may_remove(self) -> Generator[bool]:
+        """Exclude `pinned`, and yield whether that is possible now."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_locked(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def _take_away(self, path: Path) -> None:
+        if not _is_missed(path):
+            _log.debug("removed unreferenced artifact %s", path.name)
+            self._remove(path)
+            return
+        label = _label(path)
+        self.discard(ArtifactId(path.name))
+        _log.info("moved %s to the trash: nothing refers to it", label)
+
+    def _remove(self, path: Path) -> None:
         # Renamed first, so that no reader sees it partially removed.
-        renamed = self._path(artifact_id).rename(self._root / f"{_TEMPORARY}{artifact_id}")
+        renamed = path.rename(self._root / f"{_TEMPORARY}{path.name}")
         failpoint("artifact.collect")
         shutil.rmtree(renamed)
 
-    def _path(self, artifact_id: ArtifactId) -> Path:
-        path = self._root / artifact_id
+    def _path(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Path:
+        path = (self._root / _TRASH if trashed else self._root) / artifact_id
         if not _ID.fullmatch(artifact_id) or path.is_symlink() or not path.is_dir():
             raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
         return path
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Return the description of an artifact in any place after checking all hashes. Raises ArtifactCorrupt."""
+    manifest = _read_manifest(path)
+    _verify(path, manifest)
+    return _artifact(path, manifest)
+
+
+def recorded_files(path: Path) -> dict[str, FileHash]:
+    """Return the files of an artifact as its manifest records them, and the manifest itself. Raises ArtifactCorrupt."""
+    return {**_read_manifest(path).files, _MANIFEST: hash_file(path / _MANIFEST)}
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Generator[None]:
+    """Lock a directory. Raises BlockingIOError if `how` says not to wait."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -226,6 +374,38 @@ def _remove_interrupted(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _is_missed(path: Path) -> bool:
+    """Whether a user may miss an artifact: all but ephemeral samplers, which their runs replace all the time.
+
+    The manifests of checkpoints name the base model, those of snapshots their log sequence number.
+    """
+    try:
+        metadata = _read_manifest(path).metadata
+    except ArtifactCorrupt:
+        return True
+    return not metadata.keys().isdisjoint(("base_model", "effect_order"))
+
+
+def _label(path: Path) -> str:
+    """Return the id of an artifact and what it was, for logs."""
+    try:
+        metadata = _read_manifest(path).metadata
+    except ArtifactCorrupt:
+        return f"artifact {path.name}"
+    model_id = metadata.get("model_id", "an unknown run")
+    if "effect_order" in metadata:
+        return f"artifact {path.name} (snapshot of {model_id})"
+    return f"artifact {path.name} (tinker://{model_id}/{metadata.get('kind', '?')}/{metadata.get('name', '?')})"
+
+
+def _modified_at(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
 def _artifact(path: Path, manifest: _Manifest) -> Artifact:
     files = {name: file.size_bytes for name, file in manifest.files.items()}
     return Artifact(artifact_id=ArtifactId(path.name), path=path, files=files, metadata=manifest.metadata)
@@ -241,17 +421,18 @@ def _names(folder: Path) -> Iterator[str]:
         yield from (Path(parent, name).relative_to(folder).as_posix() for name in files)
 
 
-def _finish(path: Path) -> _File:
+def _finish(path: Path) -> FileHash:
     """Flush a file to disk and return its size and hash."""
     if path.suffix not in _SUFFIXES or path.name == _MANIFEST:
         raise ValueError(f"artifact file {path.name} is not among {', '.join(sorted(_SUFFIXES))}, or named {_MANIFEST}")
     _fsync(path)
-    return _hashed(path)
+    return hash_file(path)
 
 
-def _hashed(path: Path) -> _File:
+def hash_file(path: Path) -> FileHash:
+    """Read a file and return its size and hash."""
     with path.open("rb") as file:
-        return _File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return FileHash(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _read_manifest(path: Path) -> _Manifest:
@@ -269,7 +450,7 @@ def _verify(path: Path, manifest: _Manifest) -> None:
     for name in sorted(names ^ {*manifest.files, _MANIFEST}):
         raise ArtifactCorrupt(f"artifact {path.name}: file {name} is {'unknown' if name in names else 'missing'}")
     for name, written in manifest.files.items():
-        if _hashed(path / name) != written:
+        if hash_file(path / name) != written:
             raise ArtifactCorrupt(f"artifact {path.name}: file {name} is not as it was written")
 
 

@@ -3,9 +3,10 @@
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from sqlmodel import Session
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.settings import ENVIRONMENT_PREFIX, default_data_dir
-from skyrl_tx.store import checkpoints
+from skyrl_tx.store import checkpoints, identity
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME, role_lock
 from skyrl_tx.store.errors import StoreInUse
@@ -32,8 +33,11 @@ def absolute_path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
-def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
-    """Add the flags --data-dir and --database-url, and set the function that runs the command."""
+def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None]) -> None:
+    """Add the flags --data-dir and --database-url, and set the function that runs the command.
+
+    It may return an exit status; None means 0.
+    """
     parser.add_argument(
         "--data-dir",
         type=absolute_path,
@@ -59,7 +63,7 @@ def finish_list_parser(
         if arguments.json:
             print(json.dumps(records, indent=2))
         else:
-            print("\n".join(_table(records)) if records else nothing)
+            print("\n".join(table(records)) if records else nothing)
 
     parser.add_argument("--json", action="store_true", help="print JSON")
     finish_parser(parser, run)
@@ -83,17 +87,71 @@ def find_checkpoint(store: Store, text: str) -> CheckpointRow:
     return row
 
 
+def claim_artifacts(store: Store, data_dir: Path) -> None:
+    """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
+    artifacts = ArtifactStore(data_dir / "artifacts")
+    if artifacts.identity() is None:
+        with suppress(StoreInUse), role_lock(data_dir, "engine"):
+            identity.claim(store, artifacts)
+
+
 def collect_artifacts(store: Store, data_dir: Path) -> str:
-    """Remove unreferenced artifacts, unless a running engine does that; return a message for the user."""
+    """Take away unreferenced artifacts, unless a running engine does that; return a message for the user."""
+    artifacts = ArtifactStore(data_dir / "artifacts")
     try:
         with role_lock(data_dir, "engine"):
+            claim = identity.claim(store, artifacts)
             keep = store.read(checkpoints.referenced_artifacts)
             if keep is None:
                 return "no files were removed: a pending load request is damaged; the next start of the server fails it"
-            removed = ArtifactStore(data_dir / "artifacts").collect(keep)
+            taken = artifacts.collect(keep | claim.unclaimed, claim.looked_at)
     except StoreInUse:
         return "the running server removes the unused files"
-    return f"removed {len(removed)} unused artifacts; recent ones are removed by the next start of the server"
+    return f"moved {len(taken)} unused artifacts to the trash; the next start of the server moves recent ones"
+
+
+def confirmed(question: str) -> bool:
+    """Ask for confirmation. Raises CommandError without a terminal."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        raise CommandError("no terminal to ask for confirmation; add --yes") from None
+
+
+def in_units(num_bytes: int) -> str:
+    """Return a size for people."""
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+class Progress:
+    """Reports long work on standard error: continuously on a terminal, else every ten seconds."""
+
+    def __init__(self, what: str, total_bytes: int) -> None:
+        self._what, self._total = what, total_bytes
+        self._done = 0
+        self._is_terminal = sys.stderr.isatty()
+        self._period_s = 0.2 if self._is_terminal else 10.0
+        self._next = time.monotonic() + self._period_s
+        self._has_printed = False
+
+    def add(self, num_bytes: int) -> None:
+        """Count finished work."""
+        self._done += num_bytes
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._period_s
+            self._has_printed = True
+            line = f"{self._what}: {in_units(self._done)} of {in_units(self._total)}"
+            print(line, end="\r" if self._is_terminal else "\n", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the line on a terminal."""
+        if self._has_printed and self._is_terminal:
+            print(file=sys.stderr)
 
 
 def when(seconds: float | None) -> str | None:
@@ -101,7 +159,7 @@ def when(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _table(records: Sequence[Record]) -> Iterator[str]:
+def table(records: Sequence[Record]) -> Iterator[str]:
     """Yield the lines of a table of records with equal keys."""
     rows = [[_text(value) for value in record.values()] for record in records]
     rows.insert(0, [name.upper().replace("_", " ") for name in records[0]])

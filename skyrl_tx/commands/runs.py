@@ -10,7 +10,9 @@ from sqlmodel import Session, col, select
 from skyrl_tx.commands.common import (
     CommandError,
     Record,
+    claim_artifacts,
     collect_artifacts,
+    confirmed,
     find_checkpoint,
     finish_list_parser,
     finish_parser,
@@ -75,19 +77,13 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
         for run_id in arguments.run_id:
             if store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id))) is None:
                 raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all")
-        if not arguments.yes and not _confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
+        if not arguments.yes and not confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
+        claim_artifacts(store, arguments.data_dir)
         for run_id in arguments.run_id:
             _delete_run(store, ModelId(run_id))
             print(f"deleted {run_id}")
         print(collect_artifacts(store, arguments.data_dir))
-
-
-def _confirmed(question: str) -> bool:
-    try:
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        raise CommandError("no terminal to ask for confirmation; add --yes") from None
 
 
 def _delete_run(store: Store, model_id: ModelId) -> None:
@@ -167,6 +163,7 @@ def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 
 def _delete_checkpoints(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
+        claim_artifacts(store, arguments.data_dir)
         for path in _for_each(store, arguments.path, checkpoints.delete):
             print(f"deleted {path}")
         print(collect_artifacts(store, arguments.data_dir))

@@ -26,7 +26,7 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
-from skyrl_tx.store import completions, engine_state, futures
+from skyrl_tx.store import completions, engine_state, futures, identity
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class Engine:
             capabilities = self.backend.start()
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
             context = self._context(capabilities, background_writer, attempts)
+            self._claim_artifacts()
             self.store.write(futures.forget_cancellations)  # cancelled requests have results, so they will not be read
             self.store.write(lambda tx: futures.record_end(tx, is_crash=False))  # a supervisor has counted a crash
             attempts.is_alone = True
@@ -101,6 +102,16 @@ class Engine:
             status.close()
             background_writer.close()
             self.backend.close()
+
+    def _claim_artifacts(self) -> None:
+        """Compare the database with the artifacts before anything is removed; warn about unclaimed ones."""
+        try:
+            unclaimed = identity.claim(self.store, self.artifacts).unclaimed
+        except OSError as error:  # repeated before each garbage collection
+            _log.error("the identity of the data directory cannot be written: %s", error)
+            return
+        if unclaimed:
+            _log.warning("%s: %s", self.settings.data_dir, identity.describe(unclaimed))
 
     def _context(
         self, capabilities: Capabilities, background_writer: BackgroundWriter, attempts: DeliveryAttempts

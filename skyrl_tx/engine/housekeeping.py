@@ -13,7 +13,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
-from skyrl_tx.store import checkpoints, futures, models, pruning, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, futures, identity, models, pruning, samplers, sessions, stability
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Housekeeping:
             _log.info("removed model %s: its session is past its retention", model_id)
 
     def collect_garbage(self, read_position: int, now: float) -> None:
-        """Start to remove unreferenced artifacts, and evict unreferenced samplers.
+        """Start to take away unreferenced artifacts, and evict unreferenced samplers.
 
         Nothing is removed while requests that arrived after `read_position` wait: they may name an artifact that lost
         its other references since.
@@ -117,6 +117,11 @@ class Housekeeping:
         def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
             return bool(futures.pending(tx, read_position, 1)), checkpoints.referenced_artifacts(tx)
 
+        try:
+            claim = identity.claim(self.context.store, self.artifacts)
+        except OSError as error:
+            _log.error("no artifact is removed now: the identity of the data directory cannot be written: %s", error)
+            return
         # One transaction: a request that arrives later names a referenced artifact or a young one.
         has_unread, referenced = self.context.store.read(look)
         if has_unread:
@@ -129,14 +134,16 @@ class Housekeeping:
         keep = referenced | {ArtifactId(sampler) for sampler in in_use}
         self._evict_idle_samplers(keep, in_use, now)
 
-        def on_collected(removed: Future[list[ArtifactId]]) -> None:
-            if (error := removed.exception()) is not None:  # they only take disk space
-                _log.error("cannot remove unreferenced artifacts; retrying later", exc_info=error)
-                return
-            for artifact_id in removed.result():
-                _log.debug("removed unreferenced artifact %s", artifact_id)
+        def collect() -> None:
+            self.artifacts.collect(keep | claim.unclaimed, claim.looked_at)
+            settings = self.context.settings
+            self.artifacts.empty_trash(retention_s=settings.trash_retention_s, max_bytes=settings.max_trash_bytes)
 
-        self.context.background_writer.submit(lambda: self.artifacts.collect(keep), on_collected)
+        def on_collected(collected: Future[None]) -> None:
+            if (error := collected.exception()) is not None:  # they only take disk space
+                _log.error("cannot remove unreferenced artifacts; retrying later", exc_info=error)
+
+        self.context.background_writer.submit(collect, on_collected)
 
     def prune(self, now: float) -> bool:
         """Remove some old results, requests and sampling sessions. Returns whether more are left."""

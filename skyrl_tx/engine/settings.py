@@ -42,6 +42,10 @@ class EngineSettings(CommonSettings):
     """How long a result is kept after its client read it or its session finished."""
     request_retention_s: float = Field(default=3600.0, ge=0)
     """How long after its result a request is kept to recognise retries; later retries are refused."""
+    trash_retention_s: float = Field(default=7 * 86_400.0, ge=0)
+    """How long deleted and expired checkpoints, and the last snapshots of ended runs, stay in the trash."""
+    max_trash_bytes: int = Field(default=32 * 2**30, ge=0)
+    """Disk space for the trash, which also never takes more than is free; above it the oldest are removed."""
     housekeeping_interval_s: float = Field(default=60.0, gt=0)
     """Seconds between two removals of expired and unreferenced data."""
 

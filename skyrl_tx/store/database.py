@@ -30,7 +30,7 @@ _MAX_IDS = 1024
 HEAD = "0009"
 """Newest revision in `migrations`, repeated here so that a current database opens without importing alembic (0.3 s)."""
 _DATABASE_NOTE = "database"
-"""File with the name of an external database. With another database, an engine would collect all weights as unused."""
+"""File with the name of an external database. With another database, no run and no checkpoint would be there."""
 
 
 class Store:
@@ -134,6 +134,19 @@ class Store:
         """Return some free space of the database to the file system; return whether more is left."""
         return self.write(lambda tx: self._dialect.vacuum(tx.connection()))
 
+    def find_damage(self) -> str | None:
+        """Check the database's own structure; return its first damage, or None. Takes some milliseconds per MiB."""
+        with self._explained():
+            return self._dialect.find_damage()
+
+    def copy(self, target: Path, look: Callable[[Session], T]) -> T:
+        """Write a consistent copy of the database to a file, while others use it; return what `look` reads in it.
+
+        Raises StoreError.
+        """
+        with self._explained():
+            return self._dialect.copy(target, look)
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for a commit of the other process or for `wake`; return False on timeout.
 
@@ -165,6 +178,15 @@ class Store:
         self.wake()
         with self._waiting:
             self._resources.close()
+
+
+def restore(source: Path, data_dir: Path, url: str | None = None) -> None:
+    """Create a database from a file that `Store.copy` wrote. Raises StoreError, also if there is a database."""
+    dialect = _dialect(data_dir, url, busy_timeout_s=10.0)
+    try:
+        dialect.restore(source)
+    except (DBAPIError, OSError, *dialect.errors) as error:
+        raise dialect.explain(error) from error
 
 
 def _dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:

@@ -8,13 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
+from sqlmodel import Session
 
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
 
+T = TypeVar("T")
 Role = Literal["api", "engine", "tool"]
 PEER: Mapping[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
 """The role that a process notifies after its commits."""
@@ -100,6 +102,21 @@ class Dialect(ABC):
         The default does nothing, for databases that check their own files.
         """
         return
+
+    def find_damage(self) -> str | None:
+        """Return the first damage of the database; None if there is none, or if the database checks its own files."""
+        return None
+
+    @abstractmethod
+    def copy(self, target: Path, look: Callable[[Session], T]) -> T:
+        """Write a consistent copy of the database to a file; return what `look` reads in the copied state.
+
+        Raises StoreError if a program that makes the copy is missing or fails.
+        """
+
+    @abstractmethod
+    def restore(self, source: Path) -> None:
+        """Create the database from the file that `copy` wrote. Raises StoreError if it exists and is not empty."""
 
     def vacuum(self, connection: Connection) -> bool:
         """Return some free pages to the file system; return whether more are left.

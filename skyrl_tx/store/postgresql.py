@@ -8,20 +8,25 @@ import logging
 import os
 import select
 import socket
+import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psycopg
 from psycopg import IsolationLevel
 from psycopg.conninfo import make_conninfo
-from sqlalchemy import URL, Connection, Engine, create_engine, event, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlmodel import Session
 
 from skyrl_tx.store.dialect import DISK_FAILED, FAILED, LOCKED, NO_SPACE, PEER, Dialect, Failure, Notifier, Role
 from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LOCK_CLASS = 0x736B7478
 """First key of our advisory locks; the second is one of these."""
@@ -64,7 +69,10 @@ _FAILURES: dict[str | None, Failure] = {
     "53100": NO_SPACE,
     "55P03": LOCKED,
     "58030": DISK_FAILED,
-    **dict.fromkeys(("XX001", "XX002"), (StoreError, "it is damaged; restore a backup")),
+    **dict.fromkeys(
+        ("XX001", "XX002"),
+        (StoreError, "it is damaged; restore a backup, then run `skyrl-tx recover` for later checkpoints"),
+    ),
     **dict.fromkeys(
         ("25006", "42501"),
         (StoreError, "it cannot be written; check the user's privileges, and that the database is not read-only"),
@@ -167,6 +175,45 @@ class Postgresql(Dialect):
             connection.rollback()
             (holder,) = connection.execute(_HOLDER, lock).fetchone() or ("another process",)
             raise StoreInUse(f"database {self.label} is in use by {holder}") from None
+
+    def copy(self, target: Path, look: Callable[[Session], T]) -> T:
+        """Copy with `pg_dump`, in the state of one transaction."""
+        engine = self.reader("tool")
+        try:
+            with engine.connect() as connection:
+                snapshot = connection.scalar(text("SELECT pg_export_snapshot()"))
+                with Session(connection) as tx:
+                    found = look(tx)
+                    self._call("pg_dump", "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
+                return found
+        finally:
+            engine.dispose()
+
+    def restore(self, source: Path) -> None:
+        """Create the tables with `pg_restore`."""
+        engine = self.writer("tool")
+        try:
+            if tables := inspect(engine).get_table_names():
+                raise StoreError(f"database {self.label}: is not empty, it has the tables {', '.join(tables[:5])}")
+        finally:
+            engine.dispose()
+        self._call("pg_restore", "--exit-on-error", "--single-transaction", str(source))
+
+    def _call(self, program: str, *arguments: str) -> None:
+        """Run a program of PostgreSQL; raises StoreError. The password is not among its arguments, which others see."""
+        url = self._url.set(drivername="postgresql")
+        public = URL.create("postgresql", url.username, None, url.host, url.port, url.database, url.query)
+        environment = {**os.environ, **({"PGPASSWORD": url.password} if url.password else {})}
+        command = [program, "--no-owner", "--no-privileges", f"--dbname={public.render_as_string()}", *arguments]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise StoreError(
+                f"database {self.label}: {program} is not installed; it is among PostgreSQL's client programs, and its "
+                "release must be at least that of the server"
+            ) from None
+        if done.returncode:
+            raise StoreError(f"database {self.label}: {program} failed: {' '.join(done.stderr.split())}")
 
     def notifier(self, role: Role, reader: Engine) -> Notifier:
         """Open a connection that listens."""

@@ -3,15 +3,20 @@
 import os
 import secrets
 import select
+import shutil
 import socket
 import sqlite3
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event
+from sqlmodel import Session
 
+from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.store.dialect import (
     DATABASE_NAME,
     DISK_FAILED,
@@ -27,6 +32,7 @@ from skyrl_tx.store.dialect import (
 )
 from skyrl_tx.store.errors import StoreError
 
+T = TypeVar("T")
 _POLL_S = 0.1
 """Interval of looking for commits whose notification was lost."""
 _MAX_ADDRESS_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
@@ -37,8 +43,8 @@ _MAX_IDLE_READERS = 32
 """Read connections that stay open; opening one takes longer than a typical read."""
 
 _DAMAGED = (
-    "it is damaged and cannot be served; keep a copy, then restore a backup of the data directory, or what sqlite3's "
-    ".recover can read"
+    "it is damaged and cannot be served; keep a copy, then put an older copy of it, or what sqlite3's .recover can "
+    "read, in its place; `skyrl-tx recover` then restores the checkpoints that it lacks from their files"
 )
 _FAILURES: dict[int | None, Failure] = {
     sqlite3.SQLITE_FULL: NO_SPACE,
@@ -132,11 +138,36 @@ class Sqlite(Dialect):
 
         An intact file of an early release is then rewritten so that it can free pages.
         """
-        with closing(sqlite3.connect(self._path)) as connection:
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
+        if (found := self.find_damage()) is not None:
+            # What replaces it may have the same identity and fewer rows.
+            ArtifactStore(self._data_dir / "artifacts").forget_identity()
             raise StoreError(f"database {self._path}: {_DAMAGED} ({found})")
         self._enable_incremental_vacuum()
+
+    def find_damage(self) -> str | None:
+        """Check every page, which takes some milliseconds per MiB."""
+        with closing(sqlite3.connect(self._path)) as connection:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        return None if found == "ok" else str(found)
+
+    def copy(self, target: Path, look: Callable[[Session], T]) -> T:
+        """Copy with SQLite's backup API, in one read transaction, which does not block writers."""
+        with closing(sqlite3.connect(self._path)) as source, closing(sqlite3.connect(target)) as copied:
+            source.backup(copied)
+            copied.execute("PRAGMA journal_mode=DELETE")  # one file
+        engine = create_engine(URL.create("sqlite", database=str(target)))
+        try:
+            with Session(engine) as tx:
+                return look(tx)
+        finally:
+            engine.dispose()
+
+    def restore(self, source: Path) -> None:
+        """Copy the file."""
+        if self._path.exists():
+            raise StoreError(f"database {self._path}: exists already")
+        shutil.copyfile(source, self._path)
+        self._path.chmod(0o600)
 
     def notifier(self, role: Role, reader: Engine) -> Notifier:
         """Bind a socket in the data directory."""

@@ -163,8 +163,8 @@ def test_collect_keeps_recent_and_unfinished_artifacts(store: ArtifactStore) -> 
 def test_files_are_verified_once_and_again_after_a_change(store: ArtifactStore, monkeypatch) -> None:
     made = store.create(write_adapter)
     hashed_names: list[str] = []
-    hashed = artifacts._hashed
-    monkeypatch.setattr(artifacts, "_hashed", lambda path: (hashed_names.append(path.name), hashed(path))[1])
+    hashed = artifacts.hash_file
+    monkeypatch.setattr(artifacts, "hash_file", lambda path: (hashed_names.append(path.name), hashed(path))[1])
     assert [store.verified(made.artifact_id) for _ in range(3)] == [made] * 3
     assert sorted(hashed_names) == ["adapter_model.safetensors", "optimizer.json"]
     (made.path / "adapter_model.safetensors").write_bytes(b"weighty" * 1000)

@@ -1,0 +1,86 @@
+"""The identity of a database and its artifacts: proves that the database knows all artifacts before any is collected.
+
+Both keep the same random id and an epoch, which grows at each start of an engine and before each garbage collection. A
+database with another id or a smaller epoch is a new, a different or an older one. What lies there and is unreferenced
+is then unclaimed: it stays until a row refers to it again, or until it is removed on request.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+from sqlmodel import Session
+
+from skyrl_tx.artifacts import ArtifactStore, Identity
+from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.store import checkpoints
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import IdentityRow
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What may be collected: unreferenced artifacts except `unclaimed`, by their age at `looked_at`."""
+
+    unclaimed: frozenset[ArtifactId]
+    looked_at: float
+    """Time of the claim by the clock of the artifacts' file system, in seconds since the epoch."""
+
+
+def get(tx: Session) -> IdentityRow | None:
+    """Return the identity, or None before the first start of an engine of this release."""
+    return tx.get(IdentityRow, 1)
+
+
+def is_current(row: IdentityRow | None, recorded: Identity | None) -> bool:
+    """Whether a database is the one that the artifacts belong to, and no older copy of it.
+
+    Its epoch may be larger, after a crash between the two writes of `claim`.
+    """
+    if row is None or recorded is None:
+        return False
+    return row.store_id == recorded.store_id and row.epoch >= recorded.epoch
+
+
+def find_unclaimed(store: Store, artifacts: ArtifactStore) -> frozenset[ArtifactId]:
+    """Return the unclaimed artifacts, without a change."""
+    recorded = artifacts.identity()
+    present = set(artifacts.ids())  # listed before the references are read: later ones have rows or are young
+    found = set(recorded.unclaimed) & present if recorded is not None else set[ArtifactId]()
+    if not is_current(store.read(get), recorded):
+        found = present
+    return frozenset(found - (store.read(checkpoints.referenced_artifacts) or set()) if found else found)
+
+
+def claim(store: Store, artifacts: ArtifactStore) -> Claim:
+    """Compare the identities, mark unclaimed artifacts, and advance both epochs; for the process with the engine role.
+
+    Raises OSError if the artifacts' identity cannot be written.
+    """
+    recorded = artifacts.identity() or Identity(store_id="", epoch=0)
+    unclaimed = find_unclaimed(store, artifacts)
+    if not unclaimed <= frozenset(recorded.unclaimed):
+        # On disk before the epochs agree again, because a crash may follow.
+        artifacts.write_identity(
+            Identity(store_id=recorded.store_id, epoch=recorded.epoch, unclaimed=tuple(sorted(unclaimed)))
+        )
+
+    def advance(tx: Session) -> tuple[str, int]:
+        row = get(tx)
+        if row is None:
+            row = IdentityRow(store_id=secrets.token_hex(16))
+            tx.add(row)
+        row.epoch = max(row.epoch, recorded.epoch) + 1
+        return row.store_id, row.epoch
+
+    store_id, epoch = store.write(advance)
+    identity = Identity(store_id=store_id, epoch=epoch, unclaimed=tuple(sorted(unclaimed)))
+    return Claim(unclaimed=unclaimed, looked_at=artifacts.write_identity(identity))
+
+
+def describe(unclaimed: frozenset[ArtifactId]) -> str:
+    """Return a message about unclaimed artifacts that says what to do."""
+    return (
+        f"{len(unclaimed)} artifacts belong to rows that this database does not have: it is new, another one, or older "
+        "than they are. They are kept. `skyrl-tx recover` restores their checkpoints, `skyrl-tx doctor` lists them, "
+        "`skyrl-tx doctor --remove-unclaimed` moves them to the trash"
+    )
