@@ -41,8 +41,14 @@ _COMMANDS = {
     "checkpoints": "list and delete checkpoints, and set their expiry",
     "export": "write a checkpoint as a PEFT adapter, or merged into its base model",
     "import": "create a checkpoint from a PEFT adapter",
+    "doctor": "compare the database with the weight files, and check their hashes",
+    "recover": "restore checkpoints that the database lost, or that are in the trash",
+    "backup": "copy the database and the weights, also while a server runs",
+    "restore": "create a data directory from a backup",
 }
-_DATA_COMMANDS = frozenset({"keys", "runs", "checkpoints", "export", "import"})
+_DATA_COMMANDS = frozenset(
+    {"keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore"}
+)
 _QUICKSTART_PACKAGES = frozenset({"matplotlib", "tinker"})
 _FIRST_FLAGS = (
     *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing
-from skyrl_tx.commands import adapters, keys, runs
+from skyrl_tx.commands import adapters, backup, doctor, keys, recover, runs
 from skyrl_tx.commands.common import CommandError
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store.errors import StoreError
@@ -16,6 +16,10 @@ _PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "checkpoints": runs.add_checkpoint_arguments,
     "export": adapters.add_export_arguments,
     "import": adapters.add_import_arguments,
+    "doctor": doctor.add_arguments,
+    "recover": recover.add_arguments,
+    "backup": backup.add_backup_arguments,
+    "restore": backup.add_restore_arguments,
 }
 
 
@@ -24,9 +28,9 @@ def run(parser: argparse.ArgumentParser, command: str, arguments: Sequence[str])
     _PARSERS[command](parser)
     chosen = parser.parse_args(arguments)
     try:
-        chosen.run(chosen)
+        status: int | None = chosen.run(chosen)
     except (CommandError, UserError, StoreError, ArtifactMissing, ArtifactCorrupt) as error:
         for line in str(error).splitlines():
             print(f"skyrl-tx {command}: {line}", file=sys.stderr)
         return 1
-    return 0
+    return status or 0
