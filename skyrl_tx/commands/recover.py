@@ -53,8 +53,10 @@ def _run(arguments: argparse.Namespace) -> int:
             chosen += [each for each in found if each.is_trashed and each not in chosen]
         if not chosen:
             print("nothing to restore")
-        # The newest first, because it gets the name if several artifacts had it.
+        # The newest first, because it gets the name if several artifacts had it. Snapshots last, because those of early
+        # releases do not name the base model: a checkpoint restores their run.
         chosen.sort(key=lambda each: manifests.saved_at(each.artifact), reverse=True)
+        chosen.sort(key=lambda each: "effect_order" in each.artifact.metadata)
         results = [_restore(store, artifacts, each) for each in chosen]
     return 0 if all(results) else 1
 
