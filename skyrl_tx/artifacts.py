@@ -59,9 +59,17 @@ class Artifact:
         """Total size of the files."""
         return sum(self.files.values())
 
+    @property
+    def title(self) -> str:
+        """The checkpoint or snapshot that it was written for, as far as the manifest says; for logs and lists."""
+        model_id = self.metadata.get("model_id", "an unknown run")
+        if "effect_order" in self.metadata:
+            return f"snapshot {self.metadata['effect_order']} of {model_id}"
+        return f"tinker://{model_id}/{self.metadata.get('kind', '?')}/{self.metadata.get('name', '?')}"
+
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the root knows of its database, see `store.identity`."""
+    """The database of the artifacts, see `store.identity`."""
 
     store_id: str
     epoch: int
@@ -268,7 +276,7 @@ class ArtifactStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def identity(self) -> Identity | None:
-        """Return what the root knows of its database; None if that is not recorded or cannot be read."""
+        """Return the recorded database; None if there is none or it cannot be read."""
         try:
             return msgspec.json.decode((self._root / _IDENTITY).read_bytes(), type=Identity)
         except (FileNotFoundError, msgspec.DecodeError):
@@ -389,13 +397,9 @@ def _is_missed(path: Path) -> bool:
 def _label(path: Path) -> str:
     """Return the id of an artifact and what it was, for logs."""
     try:
-        metadata = _read_manifest(path).metadata
+        return f"artifact {path.name} ({_artifact(path, _read_manifest(path)).title})"
     except ArtifactCorrupt:
         return f"artifact {path.name}"
-    model_id = metadata.get("model_id", "an unknown run")
-    if "effect_order" in metadata:
-        return f"artifact {path.name} (snapshot of {model_id})"
-    return f"artifact {path.name} (tinker://{model_id}/{metadata.get('kind', '?')}/{metadata.get('name', '?')})"
 
 
 def _modified_at(path: Path) -> float:

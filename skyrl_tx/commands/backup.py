@@ -128,7 +128,7 @@ def _backup(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What the copied database says."""
+    """Content of the copied database."""
 
     referenced: Collection[ArtifactId]
     ephemeral: Collection[ArtifactId]

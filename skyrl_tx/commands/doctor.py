@@ -111,7 +111,8 @@ def _examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> _R
     for artifact_id in sorted(used.keys() | present):
         used_by, size = used.get(artifact_id), sizes.get(artifact_id, 0)
         if used_by is None:
-            report.add(artifact_id, "unclaimed" if artifact_id in unclaimed else "unused", size, None)
+            state = "unclaimed" if artifact_id in unclaimed else "unused"
+            report.add(artifact_id, state, size, None, _title(artifacts, artifact_id))
             continue
         try:
             artifacts.open(artifact_id) if with_hashes else artifacts.describe(artifact_id)
@@ -148,6 +149,13 @@ def _references(tx: Session) -> Mapping[ArtifactId, str]:
     for artifact_id in checkpoints.referenced_artifacts(tx) or ():
         found.setdefault(artifact_id, ["a load_weights request"])
     return {artifact_id: ", ".join(uses) for artifact_id, uses in found.items()}
+
+
+def _title(artifacts: ArtifactStore, artifact_id: ArtifactId) -> str:
+    try:
+        return artifacts.describe(artifact_id).title
+    except (ArtifactCorrupt, ArtifactMissing) as error:
+        return str(error)
 
 
 def _size(artifacts: ArtifactStore, artifact_id: ArtifactId) -> int:

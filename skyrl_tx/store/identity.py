@@ -19,7 +19,7 @@ from skyrl_tx.store.tables import IdentityRow
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What may be collected: unreferenced artifacts except `unclaimed`, by their age at `looked_at`."""
+    """The right to collect unreferenced artifacts, except `unclaimed`, by their age at `looked_at`."""
 
     unclaimed: frozenset[ArtifactId]
     looked_at: float

@@ -277,5 +277,4 @@ class IdentityRow(SQLModel, table=True):
     store_id: str
     """Random; the same in both."""
     epoch: int = Field(default=0, sa_type=BigInteger)
-    """Grows with each start of an engine and before each garbage collection, here first: a smaller number here than in
-    the directory means an older copy of the database."""
+    """Grows with each engine start and before each garbage collection; smaller in an older copy of the database."""

@@ -58,7 +58,7 @@ def busy_harness(data_dir: Path, url: str | None) -> EngineHarness:
     return harness
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path, request, capsys) -> None:
     """The copied database has open requests; they get the results there that they get in the server itself."""
     url = other_url = None

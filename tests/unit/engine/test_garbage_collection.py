@@ -1,17 +1,22 @@
 """Garbage collection: a lost or an older database loses no weights, and deleted checkpoints go to the trash first."""
 
+import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx import artifacts
+from skyrl_tx import artifacts, failpoints
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import checkpoints
+from skyrl_tx.store import checkpoints, identity, models, samplers
+from skyrl_tx.store.database import Store
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 
 
@@ -106,4 +111,144 @@ def test_a_checkpoint_recorded_behind_other_writes_is_not_collected(tmp_path, mo
     harness.artifacts.collect = collect_late
     harness.answer(sample(max_tokens=40, eos_stops=False))
     assert unrecorded in present(harness)
+    harness.close()
+
+
+def delete(harness: EngineHarness) -> None:
+    """Delete all checkpoints."""
+    for run in harness.api.read(lambda tx: models.list_owned(tx, None, 10, 0))[0]:
+        for row in harness.api.read(lambda tx, run=run: checkpoints.list_of_run(tx, run.model_id, time.time())):
+            harness.api.write(lambda tx, row=row: checkpoints.delete(tx, row.path))
+
+
+def test_a_deleted_checkpoint_goes_to_the_trash_first(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    harness = EngineHarness(tmp_path)
+    artifact_id = saved(harness, "monday")
+    delete(harness)
+    age(tmp_path)
+    run_housekeeping(harness)
+    assert artifact_id not in present(harness) and harness.artifacts.ids(trashed=True) == [artifact_id]
+    assert (
+        f"moved artifact {artifact_id} (tinker://{harness.session_id}:train:monday/weights/monday) to the"
+        in caplog.text
+    )
+    harness.settings = harness.settings.model_copy(update={"trash_retention_s": 0.0})
+    run_housekeeping(harness)
+    assert harness.artifacts.ids(trashed=True) == []
+    assert f"removed artifact {artifact_id} (tinker://" in caplog.text
+    harness.close()
+
+
+def test_ephemeral_samplers_and_replaced_snapshots_skip_the_trash(tmp_path):
+    harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
+    harness.save_samplers(3)
+    harness.api.write(lambda tx: samplers.release_unused(tx, time.time(), keep_newest=0))
+    age(tmp_path)
+    run_housekeeping(harness)
+    assert len(present(harness)) == 1 and harness.artifacts.ids(trashed=True) == []
+    harness.close()
+
+
+def test_the_trash_takes_no_more_space_than_allowed_or_free(tmp_path, monkeypatch):
+    store = artifacts.ArtifactStore(tmp_path)
+    made = [
+        store.create(lambda folder: (folder / "a.json").write_text("1" * 1000) and None, {"base_model": "m"})
+        for _ in range(4)
+    ]
+    for number, artifact in enumerate(made):
+        store.discard(artifact.artifact_id)
+        os.utime(tmp_path / "trash" / artifact.artifact_id, (time.time() - 100 + number,) * 2)
+    names = [artifact.artifact_id for artifact in made]
+    size = sum(path.stat().st_size for path in (tmp_path / "trash" / names[0]).iterdir())
+    assert store.empty_trash(retention_s=1000, max_bytes=4 * size) == []
+    assert store.empty_trash(retention_s=1000, max_bytes=3 * size) == names[:1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * size))
+    assert store.empty_trash(retention_s=1000, max_bytes=4 * size) == names[1:2]
+    assert store.empty_trash(retention_s=97.5, max_bytes=4 * size) == names[2:3]
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_kill_on_the_way_to_the_trash_or_out_of_it_loses_no_other_artifact(tmp_path, nth):
+    """The process is killed before the artifact is moved, and when it is removed from the trash."""
+    store = artifacts.ArtifactStore(tmp_path)
+    write = lambda folder: (folder / "a.json").write_text("1") and None  # noqa: E731
+    deleted, kept = (store.create(write, {"base_model": "m"}).artifact_id for _ in range(2))
+    program = (
+        f"from pathlib import Path; from skyrl_tx.artifacts import ArtifactStore as S; s = S(Path({str(tmp_path)!r})); "
+        f"s.collect([{kept!r}], min_age_s=0); s.empty_trash(retention_s=0, max_bytes=0)"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, failpoints.VARIABLE: f"artifact.collect:{nth}"},
+        check=False,
+        timeout=30,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert store.has(deleted) == (nth == 1) and store.open(kept)
+    assert store.collect([kept], min_age_s=0) == ([deleted] if nth == 1 else [])
+    assert store.ids(trashed=True) == ([deleted] if nth == 1 else [])
+    store.empty_trash(retention_s=0, max_bytes=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [kept, "trash"]
+
+
+@pytest.mark.parametrize("point", ["compared", "advanced"])
+def test_a_crash_while_the_identities_are_compared_keeps_artifacts_unclaimed(tmp_path, monkeypatch, point):
+    """The engine ends before it marks the artifacts, or after the epoch of the database has grown."""
+    harness = EngineHarness(tmp_path)
+    artifact_id = saved(harness, "monday")
+    harness.close()
+    remove_database(tmp_path)
+    age(tmp_path)
+    store = Store.open(tmp_path, role="engine")
+    root = artifacts.ArtifactStore(tmp_path / "artifacts")
+    write, num_writes = root.write_identity, 1 if point == "advanced" else 0
+
+    def write_or_end(recorded):
+        nonlocal num_writes
+        if not num_writes:
+            raise KeyboardInterrupt
+        num_writes -= 1
+        return write(recorded)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(root, "write_identity", write_or_end)
+        identity.claim(store, root)
+    store.close()
+    harness = EngineHarness(tmp_path)
+    run_housekeeping(harness)
+    assert artifact_id in present(harness)
+    assert artifact_id in harness.artifacts.identity().unclaimed
+    harness.close()
+
+
+def test_an_engine_on_a_full_disk_starts_and_removes_nothing(tmp_path, monkeypatch, caplog):
+    harness = EngineHarness(tmp_path)
+    artifact_id = saved(harness, "monday")
+    delete(harness)
+    age(tmp_path)
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(harness.artifacts, "write_identity", fail)
+    run_housekeeping(harness)
+    assert "the identity of the data directory cannot be written" in caplog.text
+    assert artifact_id in present(harness)
+    harness.close()
+
+
+def test_a_directory_of_an_early_release_is_claimed_without_a_warning(tmp_path, caplog):
+    """Neither side has an identity, and all artifacts have rows."""
+    harness = EngineHarness(tmp_path)
+    artifact_id = saved(harness, "monday")
+    harness.api.write(lambda tx: tx.delete(identity.get(tx)))
+    (tmp_path / "artifacts" / "identity.json").unlink()
+    age(tmp_path)
+    run_housekeeping(harness)
+    assert "skyrl-tx recover" not in caplog.text and artifact_id in present(harness)
+    delete(harness)
+    age(tmp_path)
+    run_housekeeping(harness)
+    assert artifact_id not in present(harness)
     harness.close()

@@ -1,4 +1,4 @@
-"""A data directory is used with one database only, because garbage collection removes weights unknown to it."""
+"""A data directory is used with one database only, because another one does not know its weights."""
 
 from pathlib import Path
 
