@@ -100,7 +100,10 @@ def _backup(arguments: argparse.Namespace) -> int:
                 look = _look(store, artifacts, target / f"{_TEMPORARY}{database_name}")
                 left_out = _stage(artifacts, look, staged)
             copied = _copy_artifacts(staged, target, earlier, is_copy=arguments.copy)
-        (target / f"{_TEMPORARY}{database_name}").rename(target / database_name)
+        copied_database = target / f"{_TEMPORARY}{database_name}"
+        copied_database.chmod(0o600)
+        _fsync(copied_database)
+        copied_database.rename(target / database_name)
         _copy_key(data_dir, target)
         copied.left_out.update(left_out)
         for name in (database_name, *([_KEY] if (target / _KEY).exists() else [])):

@@ -41,7 +41,9 @@ class _Found:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    with open_database(arguments, create=True) as store:
+    if not (arguments.data_dir / "artifacts").is_dir():
+        raise CommandError(f"--data-dir {arguments.data_dir}: no server has stored artifacts there")
+    with open_database(arguments, create=True) as store:  # the old one may be lost
         artifacts = ArtifactStore(arguments.data_dir / "artifacts")
         unclaimed, trashed = identity.find_unclaimed(store, artifacts), artifacts.ids(trashed=True)
         found = [*_describe(artifacts, unclaimed), *_describe(artifacts, trashed, is_trashed=True)]

@@ -168,6 +168,8 @@ class Sqlite(Dialect):
             raise StoreError(f"database {self._path}: exists already")
         shutil.copyfile(source, self._path)
         self._path.chmod(0o600)
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def notifier(self, role: Role, reader: Engine) -> Notifier:
         """Bind a socket in the data directory."""

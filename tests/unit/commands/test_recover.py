@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sqlite3
 import time
 from contextlib import closing
@@ -15,7 +14,7 @@ from skyrl_tx.cli import main
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplingSessionId
 from skyrl_tx.contract.requests import LoadWeights, SaveWeights
-from skyrl_tx.store import checkpoints, keys, models
+from skyrl_tx.store import checkpoints, identity, keys, models
 from skyrl_tx.store.database import Store, StoreError
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 from tests.support.engine_harness import SPEC, EngineHarness, forward_backward, optim_step, sample
@@ -205,8 +204,24 @@ def test_doctor_reports_a_damaged_database(trained, capsys) -> None:
     assert ArtifactStore(root).identity() is None, "what replaces the database may lack rows"
 
 
+def test_deletion_before_the_first_start_after_an_upgrade_leaves_nothing_unclaimed(trained, capsys) -> None:
+    data_dir, model_id, _ = trained
+    (data_dir / "artifacts" / "identity.json").unlink()
+    artifacts = ArtifactStore(data_dir / "artifacts")
+    with closing(Store.open(data_dir, role="tool")) as store:
+        store.write(lambda tx: tx.delete(identity.get(tx)))
+        path = f"tinker://{model_id}/weights/first"
+        assert skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)[0] == 0
+        assert identity.find_unclaimed(store, artifacts) == set()
+        assert identity.is_current(store.read(identity.get), artifacts.identity())
+
+
+def test_recover_creates_no_directory(tmp_path, capsys) -> None:
+    status, _, err = skyrl_tx(capsys, "recover", "--data-dir", tmp_path / "mistyped")
+    assert status == 1 and "no server has stored artifacts there" in err and not (tmp_path / "mistyped").exists()
+
+
 def test_recover_names_an_unknown_artifact(trained, capsys) -> None:
     data_dir, _, _ = trained
     status, _, err = skyrl_tx(capsys, "recover", "art-" + "0" * 32, "--data-dir", data_dir)
     assert status == 1 and "neither unclaimed nor in the trash" in err
-    shutil.rmtree(data_dir)
