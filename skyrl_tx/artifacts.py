@@ -104,6 +104,7 @@ class ArtifactStore:
         self._root = root.resolve()
         self._min_free_bytes = min_free_bytes
         self._verified: dict[ArtifactId, _Stamp] = {}
+        self._identity_written_ns: int | None = None
 
     def create(
         self,
@@ -289,6 +290,14 @@ class ArtifactStore:
         _fsync(temporary)
         temporary.rename(self._root / _IDENTITY)
         _fsync(self._root)
+        self._identity_written_ns = self._root.stat().st_mtime_ns
+        return (self._root / _IDENTITY).stat().st_mtime
+
+    def touch_identity(self) -> float | None:
+        """Return the time by the clock of the file system; None if the root has changed since `write_identity`."""
+        if self._root.stat().st_mtime_ns != self._identity_written_ns:
+            return None
+        os.utime(self._root / _IDENTITY)
         return (self._root / _IDENTITY).stat().st_mtime
 
     def forget_identity(self) -> None:

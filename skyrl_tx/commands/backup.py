@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import textwrap
 import time
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
@@ -67,11 +68,12 @@ class _Copied:
 
 def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `backup`."""
-    parser.description = (
+    parser.description = textwrap.fill(
         "Copy the database, the weights that it refers to, and the signing key into a directory, also while a server "
         "runs. An earlier backup in it is updated: artifacts that it has are not copied again. On the file system of "
         "the data directory weights are hard links, which take no space but share the disk's damages; --copy avoids "
-        "this. PostgreSQL is copied with pg_dump. The exit status is 1 if artifacts were damaged or missing."
+        "this. PostgreSQL is copied with pg_dump. The exit status is 1 if artifacts were damaged or missing.",
+        width=110,
     )
     parser.add_argument("directory", metavar="DIR", type=absolute_path, help="new directory, or one with a backup")
     parser.add_argument("--copy", action="store_true", help="copy the weights, never make hard links")
@@ -80,9 +82,10 @@ def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `restore`."""
-    parser.description = (
+    parser.description = textwrap.fill(
         "Check the hashes of a backup and create a data directory from it. With a backup of PostgreSQL, --database-url "
-        "names an empty database, which is filled with pg_restore."
+        "names an empty database, which is filled with pg_restore.",
+        width=110,
     )
     parser.add_argument("directory", metavar="DIR", type=absolute_path, help="directory of the backup")
     finish_parser(parser, _restore)

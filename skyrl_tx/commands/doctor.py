@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,10 +31,11 @@ _EPHEMERAL = "ephemeral sampler of "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.description = (
+    parser.description = textwrap.fill(
         "Compare the rows of the database with the weight files: missing and damaged files, files without a row. Works "
         "while a server runs. Changes nothing, except with --remove-unclaimed. The exit status is 1 if there is a "
-        "problem."
+        "problem.",
+        width=110,
     )
     parser.add_argument("--no-hashes", action="store_true", help="do not read the weight files to check their hashes")
     parser.add_argument("--json", action="store_true", help="print JSON, with all artifacts")

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -16,10 +17,11 @@ from skyrl_tx.store.database import Store
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.description = (
+    parser.description = textwrap.fill(
         "Restore checkpoints whose rows the database does not have, because it was lost or is older, from the "
         "manifests of their files. The newest snapshot of a run becomes its checkpoint `snapshot-N`. Owners stay, "
-        "nothing is public, and runs are restored unloaded. Works while a server runs."
+        "nothing is public, and runs are restored unloaded. Works while a server runs.",
+        width=110,
     )
     parser.add_argument(
         "artifact",

@@ -54,9 +54,12 @@ def find_unclaimed(store: Store, artifacts: ArtifactStore) -> frozenset[Artifact
 def claim(store: Store, artifacts: ArtifactStore) -> Claim:
     """Compare the identities, mark unclaimed artifacts, and advance both epochs; for the process with the engine role.
 
-    Raises OSError if the artifacts' identity cannot be written.
+    The epochs stay while there are neither new artifacts nor fewer. Raises OSError if the artifacts' identity cannot be
+    written.
     """
     recorded = artifacts.identity() or Identity(store_id="", epoch=0)
+    if is_current(store.read(get), recorded) and (looked_at := artifacts.touch_identity()) is not None:
+        return Claim(unclaimed=frozenset(recorded.unclaimed), looked_at=looked_at)
     unclaimed = find_unclaimed(store, artifacts)
     if not unclaimed <= frozenset(recorded.unclaimed):
         # On disk before the epochs agree again, because a crash may follow.
