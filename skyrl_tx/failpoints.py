@@ -23,7 +23,7 @@ Point = Literal[
     "artifact.files",  # files are written, the manifest is not
     "artifact.rename",  # the artifact is complete under a temporary name
     "artifact.renamed",  # the artifact exists, its directory entry may not be on disk
-    "artifact.collect",  # an artifact is about to be removed
+    "artifact.collect",  # an artifact is about to be moved to the trash or removed
     "replay.restored",  # a model is restored from its snapshot
     "replay.effect",  # one log record is replayed
 ]
