@@ -53,6 +53,9 @@ class SampleRequest:
     The engine may split the samples of a request into parts with the same `request_id`, lowest indices first. A part
     may arrive while earlier parts are running. Only the first part asks for results about the prompt. A sample's tokens
     depend on its index, not on the part.
+
+    A backend that keeps computed prompts uses them only for requests of the same `cache_scope`: a hit would tell one
+    owner what another one asked.
     """
 
     request_id: RequestId
@@ -62,6 +65,7 @@ class SampleRequest:
     params: SamplingParams
     options: PromptOptions
     first_index: int = 0
+    cache_scope: str = ""
 
     def __post_init__(self) -> None:
         assert self.prompt.ndim == 1 and self.prompt.size > 0 and self.num_samples > 0 and self.first_index >= 0

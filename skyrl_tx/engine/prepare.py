@@ -66,7 +66,9 @@ def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwa
     return ForwardBackwardOutput(logprobs=tuple(result.logprobs for result in results), metrics=metrics)
 
 
-def sample_request(request_id: RequestId, request: Sample, capabilities: Capabilities) -> SampleRequest:
+def sample_request(
+    request_id: RequestId, request: Sample, capabilities: Capabilities, cache_scope: str = ""
+) -> SampleRequest:
     """Convert a valid request. `max_tokens` null becomes what fits in the context."""
     max_tokens = request.params.max_tokens
     if max_tokens is None:
@@ -78,6 +80,7 @@ def sample_request(request_id: RequestId, request: Sample, capabilities: Capabil
         num_samples=request.num_samples,
         params=replace(request.params, max_tokens=max_tokens),
         options=request.options,
+        cache_scope=cache_scope,
     )
 
 

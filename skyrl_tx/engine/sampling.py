@@ -196,7 +196,8 @@ class SamplingExecutor:
     def _start(self, queued: QueuedRequest) -> _Running:
         """Make a queue's head a running request. None of its samples is in the backend yet."""
         self._queue.note_start(queued)
-        request = prepare.sample_request(queued.request_id, sample_of(queued), self._context.capabilities)
+        cache_scope = "" if self._context.settings.share_prefix_cache else queued.owner
+        request = prepare.sample_request(queued.request_id, sample_of(queued), self._context.capabilities, cache_scope)
         running = _Running(queued, SampleAssembler(request, self._context.backend.text_of))
         self._running[queued.request_id] = running
         self.num_bytes -= queued.num_bytes

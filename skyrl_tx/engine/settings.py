@@ -24,6 +24,8 @@ class EngineSettings(CommonSettings):
     """Memory for waiting requests; bodies of further training passes are read when their turn is near."""
     max_queued_sample_bytes: int = Field(default=2**30, ge=1)
     """Memory for queued samples, about 4 KiB and 4 bytes per prompt token each; above it clients get 429 and retry."""
+    share_prefix_cache: bool = False
+    """Let all owners use each other's cached prompts. It is faster, and an owner can find out what others asked."""
     max_attempts: int = Field(default=3, ge=1)
     """Crashes of the engine while it runs a request alone, after which the request fails; a kill is no crash."""
     session_timeout_s: float = Field(default=1800.0, gt=0)

@@ -88,6 +88,7 @@ class StoredRequest:
     request_id: RequestId
     kind: str
     """The kind that the client asked for, also of a rejected request."""
+    owner: str
     session_id: SessionId
     model_id: ModelId | None
     seq_id: int | None
@@ -192,7 +193,7 @@ def idempotency_digest(data: bytes) -> bytes:
 
 _COLUMNS_WITHOUT_BODY = (
     col(RequestRow.position),
-    *(col(RequestRow.request_id), col(RequestRow.session_id), col(RequestRow.model_id)),
+    *(col(RequestRow.request_id), col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.model_id)),
     *(col(RequestRow.kind), col(RequestRow.seq_id), col(RequestRow.sampling_session_id)),
     *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.effect_order)),
     (col(RequestRow.status) == "failed").label("failed"),

@@ -102,6 +102,7 @@ class BackendDriver:
         num_samples: int = 1,
         params: SamplingParams | None = None,
         options: PromptOptions | None = None,
+        cache_scope: str = "",
     ) -> SampleRequest:
         """Return a request with a prompt of four tokens, by default for eight new tokens."""
         return SampleRequest(
@@ -111,6 +112,7 @@ class BackendDriver:
             num_samples=num_samples,
             params=params or SamplingParams(seed=7, max_tokens=8, eos_stops=False),
             options=options or PromptOptions(),
+            cache_scope=cache_scope,
         )
 
     def run_samples(self, *requests: SampleRequest) -> list[SampleDelta]:

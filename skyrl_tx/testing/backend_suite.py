@@ -365,6 +365,15 @@ class BackendSuite:
         driver.backend.cancel_sample([request.request_id])
         assert driver.backend.step_sample() == []
 
+    def test_prompts_are_cached_for_one_scope_only(self, driver: BackendDriver) -> None:
+        """A prompt of one scope is no hit in another one, and the samples are equal."""
+        expected = driver.draw(driver.sample_request(None))
+        for scope in ("ann", "bob"):
+            request = driver.sample_request(None, cache_scope=scope)
+            deltas = driver.run_samples(request)
+            assert all(delta.prompt is None or delta.prompt.cache_hit_tokens == 0 for delta in deltas), scope
+            assert [drawn_of(deltas, request.request_id, 0)] == expected
+
     # Snapshots
 
     def test_a_restored_model_continues_bit_equal(self, driver: BackendDriver) -> None:

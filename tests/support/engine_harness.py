@@ -82,6 +82,7 @@ class EngineHarness:
         self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{**_EAGER, **settings})
         self.api = Store.open(data_dir, role="api", url=self.settings.store_url)
         self.artifacts = ArtifactStore(data_dir / "artifacts")
+        self.owner = OWNER
         self.session_id = self.new_session()
 
     def close(self) -> None:
@@ -90,7 +91,12 @@ class EngineHarness:
 
     def new_session(self) -> SessionId:
         """Create a client session."""
-        return self.api.write(lambda tx: sessions.create(tx, owner=OWNER, now=time.time()))
+        return self.api.write(lambda tx: sessions.create(tx, owner=self.owner, now=time.time()))
+
+    def become(self, owner: str) -> None:
+        """Go on as another owner, in a new session."""
+        self.owner = owner
+        self.session_id = self.new_session()
 
     def submit(
         self,
@@ -111,7 +117,7 @@ class EngineHarness:
         new = NewRequest(
             key="",
             kind=request.kind if isinstance(request, requests.Rejected) else codec.kind_of(request),
-            owner=OWNER,
+            owner=self.owner,
             session_id=self.session_id,
             body=codec.encode(request),
             **where,
@@ -186,7 +192,7 @@ class EngineHarness:
 
     def result(self, request_id: RequestId) -> Any:
         """Return the result of a request."""
-        state = self.api.read(lambda tx: futures.result(tx, request_id, OWNER))
+        state = self.api.read(lambda tx: futures.result(tx, request_id, None))
         assert state.result is not None, state
         return codec.decode(state.result)
 

@@ -19,13 +19,14 @@ CREATE = CreateModel(base_model="tiny", spec=ModelSpec(lora=LoraSpec(rank=1, see
 positions = count(1)
 
 
-def queued(seq_id, request=None, model_id=A, session="s"):
+def queued(seq_id, request=None, model_id=A, session="s", owner="ann"):
     position = next(positions)
     request = request or forward_backward()
     return QueuedRequest(
         position=position,
         request_id=RequestId(f"r{position}"),
         kind=request.kind if isinstance(request, Rejected) else codec.kind_of(request),
+        owner=owner,
         session_id=SessionId(session),
         model_id=model_id,
         seq_id=seq_id,

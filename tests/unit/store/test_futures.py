@@ -50,6 +50,7 @@ def test_pending_returns_a_request_as_submitted(store: Store, new: NewRequest) -
         position=1,
         request_id=submitted.request_id,
         kind="model_pass",
+        owner="ann",
         body=b"body",
         session_id=new.session_id,
         model_id=MODEL,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
-from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache
+from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache, PromptSource
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.running import PromptKV, RunningSample, max_tokens
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, padded_chunk
@@ -75,7 +75,7 @@ class Prefiller:
         """
         request, wants_scores = prefill.request, prefill.request.options.wants_prompt
         length = self._shapes.buffer_length(request.prompt.size)
-        found = None if wants_scores else self.prefixes.find(request.sampler, request.prompt)
+        found = None if wants_scores else self.prefixes.find(PromptSource.of(request), request.prompt)
         if found is not None and found[1] == request.prompt.size:
             hit, prefill.num_done = found
             prefill.kv, prefill.last_hidden = hit.kv, hit.last_hidden
@@ -106,5 +106,6 @@ class Prefiller:
         prefill.num_done += tokens.size
         # A preempted sample's prompt contains drawn tokens, with which no other prompt begins.
         if prefill.is_done and prefill.scores is None and prefill.preempted is None:
-            self.prefixes.add(request.sampler, ComputedPrompt(request.prompt, prefill.kv, prefill.last_hidden))
+            computed = ComputedPrompt(request.prompt, prefill.kv, prefill.last_hidden)
+            self.prefixes.add(PromptSource.of(request), computed)
         return padded

@@ -1,19 +1,34 @@
 """The prefix cache: keys and values of recent prompts, so that equal beginnings are computed once.
 
+Prompts of different cache scopes never meet, so that neither a hit nor its latency tells anything about another scope.
+
 A prompt that is equal to a cached one uses all of it; any other prompt uses whole prefill chunks only. The keys of a
 position are therefore computed by the same program whether they come from the cache or not: hits are batch-invariant.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from skyrl_tx.backends.jax.sample.running import PromptKV
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.arrays import Int32Array
+from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import SamplerId
+
+
+class PromptSource(NamedTuple):
+    """What the keys of a prompt depend on, its sampler, and the scope within which they may be used."""
+
+    sampler: SamplerId | None
+    cache_scope: str = ""
+
+    @classmethod
+    def of(cls, request: SampleRequest) -> "PromptSource":
+        """Return the source of a request's prompt."""
+        return cls(request.sampler, request.cache_scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +41,12 @@ class ComputedPrompt:
 
 
 class PrefixCache:
-    """Computed prompts by sampler. The least recently used are evicted first."""
+    """Computed prompts by sampler and cache scope. The least recently used are evicted first."""
 
     def __init__(self, max_tokens: int, shapes: PrefillShapes) -> None:
         self._max_tokens = max_tokens
         self._shapes = shapes
-        self._prompts: OrderedDict[tuple[SamplerId | None, bytes], ComputedPrompt] = OrderedDict()
+        self._prompts: OrderedDict[tuple[PromptSource, bytes], ComputedPrompt] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
@@ -41,13 +56,13 @@ class PrefixCache:
     def __contains__(self, prompt: ComputedPrompt) -> bool:
         return any(cached is prompt for cached in self._prompts.values())
 
-    def find(self, sampler: SamplerId | None, tokens: Int32Array) -> tuple[ComputedPrompt, int] | None:
+    def find(self, source: PromptSource, tokens: Int32Array) -> tuple[ComputedPrompt, int] | None:
         """Return the cached prompt with the longest usable prefix, and that prefix's length in tokens."""
-        equal = (sampler, tokens.tobytes())
+        equal = (source, tokens.tobytes())
         if equal in self._prompts:
             self._prompts.move_to_end(equal)
             return self._prompts[equal], tokens.size
-        usable = {key: self._usable(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == sampler}
+        usable = {key: self._usable(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source}
         best = max(usable, key=usable.__getitem__, default=None)
         if best is None or usable[best] == 0:
             return None
@@ -61,14 +76,14 @@ class PrefixCache:
         common = int(unequal[0]) if unequal.size else size
         return self._shapes.full_chunks(min(common, tokens.size - 1))
 
-    def add(self, sampler: SamplerId | None, prompt: ComputedPrompt) -> None:
+    def add(self, source: PromptSource, prompt: ComputedPrompt) -> None:
         """Cache a prompt in place of its own prefixes, and evict others until all fit."""
         if prompt.kv.length > self._max_tokens:
             return
         for key, other in list(self._prompts.items()):
-            if key[0] == sampler and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
+            if key[0] == source and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
                 del self._prompts[key]
-        self._prompts[sampler, prompt.tokens.tobytes()] = prompt
+        self._prompts[source, prompt.tokens.tobytes()] = prompt
         self.shrink(self._max_tokens)
 
     def shrink(self, max_tokens: int) -> None:
@@ -78,5 +93,5 @@ class PrefixCache:
 
     def drop(self, sampler: SamplerId | None) -> None:
         """Evict all prompts of a sampler."""
-        for key in [key for key in self._prompts if key[0] == sampler]:
+        for key in [key for key in self._prompts if key[0].sampler == sampler]:
             del self._prompts[key]

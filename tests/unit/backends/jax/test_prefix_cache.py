@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache
+from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache, PromptSource
 from skyrl_tx.backends.jax.sample.running import PromptKV
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.ids import SamplerId
 
-RED, BLUE = SamplerId("red"), SamplerId("blue")
+RED, BLUE, BASE = PromptSource(SamplerId("red")), PromptSource(SamplerId("blue")), PromptSource(None)
 SHAPES = PrefillShapes(chunk_size=4, longest=32)
 
 
@@ -28,14 +28,14 @@ def test_a_hit_uses_whole_chunks_of_another_prompt_or_all_of_an_equal_prompt():
     assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 8)) == (kept, 4), "its last token has to be computed"
     assert cache.find(RED, ask(1, 2, 3, 0, 5)) is None
     assert cache.find(RED, ask(7)) is None
-    assert cache.find(BLUE, kept.tokens) is None and cache.find(None, kept.tokens) is None
+    assert cache.find(BLUE, kept.tokens) is None and cache.find(BASE, kept.tokens) is None
 
 
 def test_the_longest_prefix_is_used():
     cache, first, second = PrefixCache(64, SHAPES), prompt(1, 1, 1, 1, 2, 2), prompt(1, 1, 1, 1, 3, 3, 3, 3)
-    cache.add(None, first)
-    cache.add(None, second)
-    assert cache.find(None, ask(1, 1, 1, 1, 3, 3, 3, 3, 3)) == (second, 8)
+    cache.add(BASE, first)
+    cache.add(BASE, second)
+    assert cache.find(BASE, ask(1, 1, 1, 1, 3, 3, 3, 3, 3)) == (second, 8)
 
 
 def test_the_least_recently_used_prompt_is_evicted_at_the_limit():
@@ -59,15 +59,26 @@ def test_a_prompt_replaces_its_own_prefixes():
     assert cache.find(RED, ask(1, 2, 3, 4, 5)) == (turns[2], 4)
 
 
+def test_scopes_do_not_meet():
+    cache, ann, bob = PrefixCache(64, SHAPES), RED._replace(cache_scope="ann"), RED._replace(cache_scope="bob")
+    cache.add(ann, prompt(1, 2, 3, 4, 5))
+    for source in (bob, RED):
+        assert cache.find(source, ask(1, 2, 3, 4, 5)) is None and cache.find(source, ask(1, 2, 3, 4, 6)) is None
+    cache.add(bob, prompt(1, 2, 3, 4, 5, 6))
+    assert cache.find(ann, ask(1, 2, 3, 4, 5)) is not None, "a longer prompt of another scope does not replace it"
+    cache.drop(RED.sampler)
+    assert cache.num_tokens == 0
+
+
 def test_dropping_a_sampler_evicts_its_prompts():
     cache = PrefixCache(64, SHAPES)
-    for sampler in (RED, BLUE, None):
-        cache.add(sampler, prompt(1, 2, 3, 4, 5))
-    cache.drop(RED)
+    for source in (RED, BLUE, BASE):
+        cache.add(source, prompt(1, 2, 3, 4, 5))
+    cache.drop(RED.sampler)
     assert cache.num_tokens == 16 and cache.find(RED, ask(1, 2, 3, 4, 5)) is None
 
 
 def test_a_cache_of_size_zero_stores_nothing():
     cache = PrefixCache(0, SHAPES)
-    cache.add(None, prompt(1, 2, 3, 4, 5))
-    assert cache.find(None, ask(1, 2, 3, 4, 5)) is None
+    cache.add(BASE, prompt(1, 2, 3, 4, 5))
+    assert cache.find(BASE, ask(1, 2, 3, 4, 5)) is None
