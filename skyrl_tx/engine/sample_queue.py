@@ -1,11 +1,15 @@
-"""Chooses the next sample request: sessions take turns. No clock, store or backend.
+"""Chooses the next sample request: the owner with the fewest open samples, and its sessions in turns.
+
+No clock, store or backend. Owners whose samples wait share the KV cache slots equally: an owner with more than its
+share starts no sample until others have theirs, and takes every slot that nobody else wants.
 
 A request keeps its turn order while its samples start one by one: it stays the head of its queue until all of them have
 started, and its queue moves to the end after each turn.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import count
 from typing import NamedTuple
 
 from skyrl_tx.contract.batches import STARVATION_BOUND
@@ -14,16 +18,28 @@ from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine.request import QueuedRequest
 
 
+class OwnerKey(NamedTuple):
+    """One owner's requests that decode, or those for one token, which need no KV cache slot."""
+
+    owner: str
+    decodes: bool
+
+
 class QueueKey(NamedTuple):
-    """One queue: a session's requests that decode, or those for one token, which need no KV cache slot."""
+    """One queue: the requests of a session, of one of both kinds."""
 
     session_id: SessionId
     decodes: bool
 
 
+def owner_key(queued: QueuedRequest) -> OwnerKey:
+    """Return whose share of the capacity a sample request takes."""
+    return OwnerKey(queued.owner, decodes=_decodes(queued))
+
+
 def queue_key(queued: QueuedRequest) -> QueueKey:
     """Return the queue of a sample request."""
-    return QueueKey(queued.session_id, decodes=sample_of(queued).params.max_tokens != 1)
+    return QueueKey(queued.session_id, decodes=_decodes(queued))
 
 
 def sample_of(queued: QueuedRequest) -> Sample:
@@ -32,27 +48,40 @@ def sample_of(queued: QueuedRequest) -> Sample:
     return queued.request
 
 
+def _decodes(queued: QueuedRequest) -> bool:
+    return sample_of(queued).params.max_tokens != 1
+
+
+class _Turns:
+    """The queues of one owner and kind, the least recently served first, with the number of its last turn."""
+
+    def __init__(self, last_turn: int) -> None:
+        self.last_turn = last_turn
+        self.queues: dict[QueueKey, deque[QueuedRequest]] = {}
+
+
 class SampleQueue:
     """Sample requests with samples that have not started."""
 
     def __init__(self) -> None:
-        self._queues: dict[QueueKey, deque[QueuedRequest]] = {}  # the least recently served first
+        self._owners: dict[OwnerKey, _Turns] = {}
+        self._turn_numbers = count(1)
         self._num_passed: Counter[QueueKey] = Counter()  # requests that started before a blocked queue's head
         self._blocked: set[QueueKey] = set()
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(len(queue) for turns in self._owners.values() for queue in turns.queues.values())
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return (queued for queue in self._queues.values() for queued in queue)
+        return (queued for turns in self._owners.values() for queue in turns.queues.values() for queued in queue)
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a request at the end of its queue."""
-        self._queues.setdefault(queue_key(queued), deque()).append(queued)
+        self._queue(queued).append(queued)
 
     def add_first(self, queued: QueuedRequest) -> None:
         """Add a request at the head of its queue, to run it again."""
-        self._queues.setdefault(queue_key(queued), deque()).appendleft(queued)
+        self._queue(queued).appendleft(queued)
 
     def start_round(self) -> None:
         """Start a round of admission: no queue is blocked."""
@@ -66,24 +95,34 @@ class SampleQueue:
         self,
         running: Collection[RequestId],
         *,
-        has_capacity: Callable[[QueueKey], bool],
+        num_open: Mapping[OwnerKey, int],
+        has_capacity: Callable[[bool], bool],
         may_start: Callable[[QueuedRequest], bool],
     ) -> QueuedRequest | None:
-        """Return the head of the least recently served queue that may run, or None.
+        """Return the next head that may run, or None.
 
-        A running request may always continue, as its queue has capacity. No request starts after a blocked queue was
-        passed `STARVATION_BOUND` times: all wait until running requests release a sampler slot.
+        Of each kind the owners with the fewest open samples come first, and of these the one least recently served; the
+        kinds themselves take turns. A running request may always continue, as its kind has capacity. No request starts
+        after a blocked queue was passed `STARVATION_BOUND` times: all wait until running requests release a sampler
+        slot.
+
+        Args:
+            running: The requests with open samples.
+            num_open: Number of each owner's open samples.
+            has_capacity: Whether a sample that decodes, or one that does not, has capacity.
+            may_start: Whether a request may start next to those that run.
         """
         can_start = all(self._num_passed[key] < STARVATION_BOUND for key in self._blocked)
-        for key, queue in self._queues.items():
-            if key in self._blocked or not has_capacity(key):
-                continue
-            head = queue[0]
-            if head.request_id in running:
-                return head
-            can_start = can_start and may_start(head)
-            if can_start:
-                return head
+        for turns in self._order(num_open, has_capacity):
+            for key, queue in turns.queues.items():
+                if key in self._blocked:
+                    continue
+                head = queue[0]
+                if head.request_id in running:
+                    return head
+                can_start = can_start and may_start(head)
+                if can_start:
+                    return head
         return None
 
     def note_start(self, queued: QueuedRequest) -> None:
@@ -93,20 +132,46 @@ class SampleQueue:
 
     def end_turn(self, queued: QueuedRequest, *, has_more: bool) -> None:
         """Move a head's queue to the end. Remove the head unless it `has_more` samples to start."""
-        key = queue_key(queued)
-        queue = self._queues.pop(key)
+        turns, key = self._owners[owner_key(queued)], queue_key(queued)
+        turns.last_turn = next(self._turn_numbers)
+        queue = turns.queues.pop(key)
         if not has_more:
             queue.popleft()
         if queue:
-            self._queues[key] = queue
+            turns.queues[key] = queue
+        elif not turns.queues:
+            del self._owners[owner_key(queued)]
 
     def remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
         """Remove requests and return those that were here."""
         removed = [queued for queued in self if queued.request_id in request_ids]
-        for key in {queue_key(queued) for queued in removed}:
-            kept = deque(queued for queued in self._queues[key] if queued.request_id not in request_ids)
+        for owner, key in {(owner_key(queued), queue_key(queued)) for queued in removed}:
+            queues = self._owners[owner].queues
+            kept = deque(queued for queued in queues[key] if queued.request_id not in request_ids)
             if kept:
-                self._queues[key] = kept
+                queues[key] = kept
             else:
-                del self._queues[key]
+                del queues[key]
+                if not queues:
+                    del self._owners[owner]
         return removed
+
+    def _queue(self, queued: QueuedRequest) -> deque[QueuedRequest]:
+        """Return the queue of a request; a new one is the last in its order."""
+        owner = owner_key(queued)
+        if owner not in self._owners:
+            self._owners[owner] = _Turns(next(self._turn_numbers))
+        return self._owners[owner].queues.setdefault(queue_key(queued), deque())
+
+    def _order(self, num_open: Mapping[OwnerKey, int], has_capacity: Callable[[bool], bool]) -> list[_Turns]:
+        """Return the owners' turns of the kinds with capacity, in order."""
+        of_kind: list[list[_Turns]] = []
+        for decodes in (True, False):
+            if has_capacity(decodes):
+                owners = [
+                    (num_open.get(key, 0), turns) for key, turns in self._owners.items() if key.decodes == decodes
+                ]
+                owners.sort(key=lambda owner: (owner[0], owner[1].last_turn))
+                of_kind += [[turns for _, turns in owners]] if owners else []
+        of_kind.sort(key=lambda owners: owners[0].last_turn)
+        return [turns for owners in of_kind for turns in owners]

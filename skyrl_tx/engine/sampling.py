@@ -17,7 +17,7 @@ from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.request import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
-from skyrl_tx.engine.sample_queue import QueueKey, SampleQueue, queue_key, sample_of
+from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.failpoints import failpoint
 from skyrl_tx.store import futures, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
@@ -157,16 +157,20 @@ class SamplingExecutor:
         """Hand samples to the backend, as capacity allows. With KV cache slots, one sample of each queue per turn."""
         started: list[QueuedRequest] = []
         first_samples: dict[RequestId, int] = {}  # of each request, the first sample that starts now
-        num_open: Counter[bool] = Counter()  # samples in the backend, by whether they decode
+        num_open: Counter[OwnerKey] = Counter()  # samples in the backend
+        num_open_of_kind: Counter[bool] = Counter()
         for running in self._running.values():
-            num_open[queue_key(running.queued).decodes] += running.num_open
+            num_open[owner_key(running.queued)] += running.num_open
+            num_open_of_kind[owner_key(running.queued).decodes] += running.num_open
 
-        def has_capacity(key: QueueKey) -> bool:
-            return num_open[key.decodes] < self._max_open
+        def has_capacity(decodes: bool) -> bool:
+            return num_open_of_kind[decodes] < self._max_open
 
         self._queue.start_round()
         while True:
-            queued = self._queue.next(self._running, has_capacity=has_capacity, may_start=self._may_start)
+            queued = self._queue.next(
+                self._running, num_open=num_open, has_capacity=has_capacity, may_start=self._may_start
+            )
             if queued is None:
                 break
             running = self._running.get(queued.request_id)
@@ -180,7 +184,8 @@ class SamplingExecutor:
             first_samples.setdefault(queued.request_id, running.num_started)
             count = min(running.num_left, self._max_per_turn)
             running.num_started += count
-            num_open[queue_key(queued).decodes] += count
+            num_open[owner_key(queued)] += count
+            num_open_of_kind[owner_key(queued).decodes] += count
             self._queue.end_turn(queued, has_more=running.num_left > 0)
         self._hand_over(started, first_samples)
 

@@ -1,22 +1,23 @@
-"""The order in which sample requests start: sessions take turns, and no request starves."""
+"""The order in which sample requests start: owners have equal shares, sessions take turns, no request starves."""
 
 from itertools import count
 
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.engine.request import QueuedRequest
-from skyrl_tx.engine.sample_queue import SampleQueue, queue_key
+from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, queue_key
 from tests.support.engine_harness import sample
 
 positions = count(1)
 
 
-def queued(session="a", max_tokens=8):
+def queued(session="a", max_tokens=8, owner="ann"):
     position = next(positions)
     return QueuedRequest(
         position=position,
         request_id=RequestId(f"r{position}"),
         kind="sample",
+        owner=owner,
         session_id=SessionId(session),
         model_id=None,
         seq_id=None,
@@ -33,8 +34,8 @@ def queue_of(*requests):
     return queue
 
 
-def next_of(queue, running=(), *, has_capacity=lambda key: True, may_start=lambda queued: True):
-    return queue.next(running, has_capacity=has_capacity, may_start=may_start)
+def next_of(queue, running=(), *, num_open=None, has_capacity=lambda decodes: True, may_start=lambda queued: True):
+    return queue.next(running, num_open=num_open or {}, has_capacity=has_capacity, may_start=may_start)
 
 
 def started(queue, number, **changes):
@@ -53,6 +54,30 @@ def test_sessions_take_turns():
     queue = queue_of(first, second, third, other)
     assert started(queue, 4) == [first, other, second, third]
     assert next_of(queue) is None and len(queue) == 0
+
+
+def test_owners_take_turns_and_so_do_their_sessions():
+    many = [queued(f"s{n % 3}") for n in range(6)]
+    few = [queued("other", owner="bob") for _ in range(3)]
+    queue = queue_of(*many, *few)
+    assert started(queue, 9) == [many[0], few[0], many[1], few[1], many[2], few[2], *many[3:]]
+
+
+def test_owner_with_the_fewest_open_samples_is_next():
+    mine, other = queued(), queued("b", owner="bob")
+    queue = queue_of(mine, other)
+    assert next_of(queue, num_open={OwnerKey("ann", True): 2, OwnerKey("bob", True): 1}) == other
+    assert next_of(queue, num_open={OwnerKey("ann", True): 1, OwnerKey("bob", True): 2}) == mine
+    assert next_of(queue, num_open={OwnerKey("ann", False): 2, OwnerKey("bob", True): 1}) == mine, "of the same kind"
+    queue.remove({other.request_id})
+    assert next_of(queue, num_open={OwnerKey("ann", True): 100}) == mine, "no slot stays free for owners without work"
+
+
+def test_kinds_take_turns():
+    decoding, scored = [queued() for _ in range(2)], [queued(max_tokens=1) for _ in range(2)]
+    queue = queue_of(*decoding, *scored)
+    num_open = {OwnerKey("ann", True): 100}
+    assert started(queue, 4, num_open=num_open) == [decoding[0], scored[0], decoding[1], scored[1]]
 
 
 def test_request_with_more_samples_stays_the_head_of_its_queue():
@@ -75,7 +100,7 @@ def test_running_request_continues_while_no_other_may_start():
 def test_one_token_requests_have_a_queue_and_a_capacity_of_their_own():
     decoding, scored = queued(), queued(max_tokens=1)
     queue = queue_of(decoding, scored)
-    assert next_of(queue, has_capacity=lambda key: not key.decodes) == scored
+    assert next_of(queue, has_capacity=lambda decodes: not decodes) == scored
     assert not queue_key(scored).decodes and queue_key(decoding).decodes
 
 
