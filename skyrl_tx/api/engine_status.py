@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from http import HTTPStatus
 
 from fastapi.concurrency import run_in_threadpool
@@ -52,9 +52,12 @@ class EngineHealth:
 
 
 class AdmissionControl:
-    """Refuses samples while the queued ones exceed the engine's byte limit.
+    """Refuses samples while the queued ones exceed the engine's byte limit and their owner has its share of it.
 
-    The load is what the engine published last, plus what this process has submitted since.
+    The load is what the engine published last, plus what this process has submitted since. The limit divided by the
+    number of owners with queued samples is the share of each. An owner below its share may exceed the limit, so that no
+    other owner can lock it out, by as much as is left of twice the limit: memory stays bounded, and there is always
+    something left for the next owner.
     """
 
     def __init__(self, store: Store) -> None:
@@ -62,27 +65,34 @@ class AdmissionControl:
         self._lock = threading.Lock()
         self._read_at = float("-inf")
         self._load: SampleLoad | None = None
-        self._submitted: deque[tuple[int, int]] = deque()  # (position, bytes)
-        self._num_bytes = 0
+        self._submitted: deque[tuple[int, str, int]] = deque()  # (position, owner, bytes)
+        self._num_bytes: Counter[str] = Counter()
 
-    def check(self, num_bytes: int) -> None:
-        """Raise ApiError 429 if a sample of this size exceeds the limit now.
+    def check(self, owner: str, num_bytes: int) -> None:
+        """Raise ApiError 429 if a sample of this size exceeds the limit and its owner's share now.
 
         A sample that exceeds the limit by itself passes: the engine refuses it and names the numbers.
         """
         self._refresh()
-        with self._lock:
-            load, queued = self._load, self._num_bytes
         size = num_bytes + REQUEST_BYTES
-        if load is not None and size <= load.max_bytes < load.num_bytes + queued + size:
-            detail = f"queued samples take {load.num_bytes + queued} of {load.max_bytes} bytes: send this one later"
+        with self._lock:
+            load = self._load
+            if load is None or size > load.max_bytes:
+                return
+            queued = load.num_bytes + self._num_bytes.total()
+            if queued + size <= load.max_bytes:
+                return
+            own = load.by_owner.get(owner, 0) + self._num_bytes[owner]
+            share = load.max_bytes // len({owner, *load.by_owner, *(+self._num_bytes)})
+        if own + size > min(share, 2 * load.max_bytes - queued - size):
+            detail = f"queued samples take {queued} of {load.max_bytes} bytes, {own} of them yours: send this one later"
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS)
 
-    def record(self, position: int, num_bytes: int) -> None:
+    def record(self, owner: str, position: int, num_bytes: int) -> None:
         """Count a submitted sample until the engine's published load includes it."""
         with self._lock:
-            self._submitted.append((position, num_bytes + REQUEST_BYTES))
-            self._num_bytes += num_bytes + REQUEST_BYTES
+            self._submitted.append((position, owner, num_bytes + REQUEST_BYTES))
+            self._num_bytes[owner] += num_bytes + REQUEST_BYTES
 
     def _refresh(self) -> None:
         """Read the published load if the cached one is old, and drop the submissions that it includes."""
@@ -96,4 +106,6 @@ class AdmissionControl:
             counted = 0 if load is None else load.position
             # Several threads record submissions, so the queue is only roughly in the order of positions.
             while self._submitted and self._submitted[0][0] <= counted:
-                self._num_bytes -= self._submitted.popleft()[1]
+                _, owner, num_bytes = self._submitted.popleft()
+                self._num_bytes[owner] -= num_bytes
+            self._num_bytes = +self._num_bytes  # without the owners that have nothing left

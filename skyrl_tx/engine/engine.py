@@ -192,8 +192,9 @@ class _Loop:
         """Return the memory of the samples in this engine. The API adds what it stores later."""
         return engine_state.SampleLoad(
             position=self._position,
-            num_bytes=self.sampling.num_held_bytes,
+            num_bytes=self.sampling.num_held_bytes.total(),
             max_bytes=self._context.settings.max_queued_sample_bytes,
+            by_owner=engine_state.largest_owners(self.sampling.num_held_bytes),
         )
 
     def max_wait_s(self) -> float:

@@ -63,6 +63,8 @@ class SamplingExecutor:
         self._last_cancellation = 0
         self.num_bytes = 0
         """Memory of the waiting requests."""
+        self.num_held_bytes: Counter[str] = Counter()
+        """Estimated memory of each owner's requests without a result, as back-pressure counts it."""
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a request. An invalid one fails at once."""
@@ -82,13 +84,7 @@ class SamplingExecutor:
             return
         self._queue.add(queued)
         self.num_bytes += queued.num_bytes
-
-    @property
-    def num_held_bytes(self) -> int:
-        """Estimated memory of all requests without a result, as back-pressure counts it."""
-        num_requests = len(self._queue) + sum(not running.num_left for running in self._running.values())
-        num_running_bytes = sum(running.queued.num_bytes for running in self._running.values())
-        return self.num_bytes + num_running_bytes + num_requests * REQUEST_BYTES
+        self.num_held_bytes[queued.owner] += queued.num_bytes + REQUEST_BYTES
 
     def sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""
@@ -151,7 +147,9 @@ class SamplingExecutor:
         waiting = self._queue.remove(request_ids)
         self.num_bytes -= sum(queued.num_bytes for queued in waiting)
         self._isolated.difference_update(request_ids)
-        return removed + waiting
+        for queued in (removed := removed + waiting):
+            self._forget(queued)
+        return removed
 
     def _admit(self) -> None:
         """Hand samples to the backend, as capacity allows. With KV cache slots, one sample of each queue per turn."""
@@ -215,6 +213,7 @@ class SamplingExecutor:
         for queued in started:
             if queued.request_id not in accepted:
                 self._drop(self._running[queued.request_id])
+                self._forget(queued)
         for request_id, first in first_samples.items():
             if (running := self._running.get(request_id)) is None:
                 continue
@@ -265,6 +264,7 @@ class SamplingExecutor:
         """Commit a request's output or its failure."""
         queued = running.queued
         self._drop(running)
+        self._forget(queued)
         if error is not None:
             self._context.fail(queued, error)
             return
@@ -281,6 +281,12 @@ class SamplingExecutor:
                 stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
         self._context.request_log.commit(queued, output, rows)
+
+    def _forget(self, queued: QueuedRequest) -> None:
+        """Count a request no longer: it has a result."""
+        self.num_held_bytes[queued.owner] -= queued.num_bytes + REQUEST_BYTES
+        if not self.num_held_bytes[queued.owner]:
+            del self.num_held_bytes[queued.owner]
 
     def _drop_all(self) -> None:
         for running in list(self._running.values()):

@@ -1,7 +1,9 @@
 """The engine's published status, which the API serves."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import nlargest
 
 from sqlalchemy import text, update
 from sqlmodel import Session
@@ -12,17 +14,27 @@ from skyrl_tx.store.tables import EngineStateRow
 REQUEST_BYTES = 4096
 """Upper estimate of the memory of a queued sample in addition to its prompt."""
 
+_MAX_PUBLISHED_OWNERS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLoad:
     """Memory of the queued samples that arrived up to `position`: `num_bytes` of at most `max_bytes`.
 
-    Each request counts `REQUEST_BYTES` in addition to its prompt.
+    Each request counts `REQUEST_BYTES` in addition to its prompt. `by_owner` has the bytes of the owners with the most.
     """
 
     position: int
     num_bytes: int
     max_bytes: int
+    by_owner: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+def largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Return the owners with the most bytes, so many that the published status stays small."""
+    if len(num_bytes) <= _MAX_PUBLISHED_OWNERS:
+        return dict(num_bytes)
+    return dict(nlargest(_MAX_PUBLISHED_OWNERS, num_bytes.items(), key=lambda owner: owner[1]))
 
 
 _DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())::float8")
@@ -55,4 +67,6 @@ def get(tx: Session) -> EngineStateRow | None:
 def sample_load(tx: Session) -> SampleLoad | None:
     """Return the latest memory load of queued samples, or None if it is unknown."""
     state = get(tx)
-    return None if state is None or state.load is None else SampleLoad(**state.load)
+    if state is None or state.load is None:
+        return None
+    return SampleLoad(**state.load)  # pyright: ignore[reportArgumentType]

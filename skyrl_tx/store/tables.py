@@ -259,7 +259,7 @@ class EngineStateRow(SQLModel, table=True):
     status: EngineStatus = Field(sa_type=String)
     capabilities: Mapping[str, object] = Field(sa_type=JSON)
     base_models: list[str] = Field(sa_type=JSON)
-    load: Mapping[str, int] | None = Field(default=None, sa_type=_JSON_OR_NULL)
+    load: Mapping[str, object] | None = Field(default=None, sa_type=_JSON_OR_NULL)
     """`SampleLoad` of `engine_state`, as JSON; None while the engine starts."""
     detail: str = ""
     activity: str = ""

@@ -69,7 +69,7 @@ def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
 @router.post("/asample", response_model_exclude_none=True)
 def asample(call: Incoming) -> FutureHandle:
     """Queue a sample request; the response names the sequences that it will draw."""
-    call.context.admission.check(len(call.body.raw))
+    call.context.admission.check(call.caller.owner, len(call.body.raw))
     value = call.body.mapping()
     ids = parse(SampleRequestIds, value)
     if ids.sampling_session_id is None:
@@ -94,7 +94,7 @@ def asample(call: Incoming) -> FutureHandle:
     while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
         sample, submitted = queue()
     if submitted.position is not None:
-        call.context.admission.record(submitted.position, len(sample.body))
+        call.context.admission.record(owner, submitted.position, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
 
 

@@ -60,14 +60,16 @@ def publish(store: Store, load: SampleLoad | None) -> None:
     )
 
 
-def publish_load(store: Store, num_bytes: int, position: int = 0) -> None:
-    publish(store, SampleLoad(position=position, num_bytes=num_bytes, max_bytes=LIMIT))
+def publish_load(store: Store, num_bytes: int, position: int = 0, **others: int) -> None:
+    by_owner = {"ann": num_bytes, **others}
+    total = sum(by_owner.values())
+    publish(store, SampleLoad(position=position, num_bytes=total, max_bytes=LIMIT, by_owner=by_owner))
 
 
 def test_samples_are_admitted_until_the_engine_publishes_a_load(store: Store, admission: AdmissionControl) -> None:
-    admission.check(10**9)
+    admission.check("ann", 10**9)
     publish(store, None)
-    admission.check(10**9)
+    admission.check("ann", 10**9)
 
 
 def test_submitted_samples_count_until_the_published_load_includes_them(
@@ -75,23 +77,61 @@ def test_submitted_samples_count_until_the_published_load_includes_them(
 ) -> None:
     publish_load(store, 0)
     for position in range(1, 11):
-        admission.check(0)
-        admission.record(position, 0)
-    with pytest.raises(ApiError, match=f"take {LIMIT} of {LIMIT} bytes") as caught:
-        admission.check(0)
+        admission.check("ann", 0)
+        admission.record("ann", position, 0)
+    with pytest.raises(ApiError, match=f"take {LIMIT} of {LIMIT} bytes, {LIMIT} of them yours") as caught:
+        admission.check("ann", 0)
     assert caught.value.status == 429
     assert caught.value.headers == {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
     publish_load(store, 4 * REQUEST_BYTES, position=6)  # 2 completed, 4 queued, 4 not read by the engine
-    admission.check(REQUEST_BYTES)
+    admission.check("ann", REQUEST_BYTES)
     with pytest.raises(ApiError):
-        admission.check(REQUEST_BYTES + 1)
+        admission.check("ann", REQUEST_BYTES + 1)
     publish_load(store, LIMIT, position=10)
     with pytest.raises(ApiError):
-        admission.check(0)
+        admission.check("ann", 0)
     publish_load(store, 0, position=10)
-    admission.check(9 * REQUEST_BYTES)
+    admission.check("ann", 9 * REQUEST_BYTES)
 
 
 def test_sample_above_the_limit_by_itself_is_left_to_the_engine(store: Store, admission: AdmissionControl) -> None:
     publish_load(store, LIMIT)
-    admission.check(LIMIT)
+    admission.check("ann", LIMIT)
+
+
+def num_admitted(admission: AdmissionControl, owner: str, num_bytes: int = 0) -> int:
+    """Submit samples until one is refused; return the number of bytes admitted."""
+    for number in range(100):
+        try:
+            admission.check(owner, num_bytes)
+        except ApiError:
+            return number * (num_bytes + REQUEST_BYTES)
+        admission.record(owner, 1000 + number, num_bytes)
+    raise AssertionError("none was refused")
+
+
+def test_owner_below_its_share_is_admitted_beside_one_that_fills_the_limit(
+    store: Store, admission: AdmissionControl
+) -> None:
+    publish_load(store, LIMIT)
+    assert num_admitted(admission, "bob") == LIMIT // 2, "a half each"
+    assert num_admitted(admission, "ann") == 0
+    publish_load(store, LIMIT // 2, bob=LIMIT // 2)
+    assert num_admitted(admission, "ann") == 0, "bob's submissions count"
+
+
+def test_owner_alone_may_use_the_whole_limit(store: Store, admission: AdmissionControl) -> None:
+    publish_load(store, 0)
+    assert num_admitted(admission, "ann") == LIMIT
+
+
+def test_any_number_of_owners_takes_less_than_twice_the_limit(store: Store, admission: AdmissionControl) -> None:
+    publish_load(store, LIMIT)
+    admitted = [num_admitted(admission, f"owner {number}") for number in range(100)]
+    assert admitted[0] == LIMIT // 2 and min(admitted[:3]) > 0
+    assert LIMIT + sum(admitted) < 2 * LIMIT
+
+
+def test_published_load_is_small_for_any_number_of_owners() -> None:
+    by_owner = engine_state.largest_owners({f"owner {number}": number for number in range(10_000)})
+    assert len(by_owner) == 256 and min(by_owner.values()) == 10_000 - 256

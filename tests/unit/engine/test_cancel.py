@@ -116,13 +116,13 @@ def test_requests_cancelled_before_they_are_read_do_not_count_as_back_pressure(t
     before = harness.submit(long(max_tokens=320))
     doomed = [harness.submit(sample()) for _ in range(20)]
     for position in range(3, 3 + len(doomed)):
-        admission.record(position, 0)
+        admission.record("local", position, 0)
     with pytest.raises(ApiError, match="send this one later"):
-        admission.check(0)
+        admission.check("local", 0)
     for request_id in doomed:
         cancel(harness, request_id)
     harness.run(before)
-    admission.check(0)
+    admission.check("local", 0)
     harness.close()
 
 
