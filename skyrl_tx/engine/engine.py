@@ -176,6 +176,7 @@ class _Loop:
             self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
             now = time.time()
             self._housekeeping.evict_idle_models(self._schedule.is_waiting, now)
+            self._housekeeping.forget_idle_models(self._schedule)
             self._housekeeping.fail_samples_of_closed_sessions(now)
             self._housekeeping.expire(now)
             worked |= self._ingest()  # the artifacts of requests in memory are not collected
@@ -237,6 +238,7 @@ class _Loop:
                 busy=self._context.models.busy,
                 num_running=training.num_running,
                 sessions_with_long=training.sessions_with_long,
+                owners_with_long=training.owners_with_long,
             )
         if step is not None:
             training.start_step(step)
@@ -277,6 +279,7 @@ class _Loop:
                 self.sampling.add(queued)
                 continue
             if queued.model_id not in self._schedule:
+                self._context.request_log.wait_for_commits()  # the model may have been forgotten just now
                 self._schedule.add_model(queued.model_id, self._context.recovery.sequence_cursor(queued.model_id))
             self._schedule.add(queued)
         if len(page) < _PAGE_REQUESTS:  # requests after the page were cancelled before they were read

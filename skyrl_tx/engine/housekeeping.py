@@ -13,6 +13,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
+from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import checkpoints, futures, identity, models, pruning, samplers, sessions, stability
 from skyrl_tx.store.database import Store
 
@@ -82,6 +83,15 @@ class Housekeeping:
             is_needed = model.model_id in models.busy or is_waiting(model.model_id)
             if not is_needed and self._end_of(model.session_id, now) is not None:
                 models.evict(model)
+
+    def forget_idle_models(self, schedule: Schedule) -> None:
+        """Forget the models that have no running or waiting request and are not on the device.
+
+        The database has all that is needed to use them again.
+        """
+        active = self.context.models.busy | self.context.background_writer.blocked_models
+        self.context.models.forget_evicted(lambda model_id: model_id in active or schedule.is_waiting(model_id))
+        schedule.forget_idle_models(active | {model.model_id for model in self.context.models.resident()})
 
     def fail_samples_of_closed_sessions(self, now: float) -> None:
         """Fail the samples of closed sessions. Their clients cannot fetch them."""

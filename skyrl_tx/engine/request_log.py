@@ -22,6 +22,7 @@ from skyrl_tx.store.database import Store, StoreError
 
 _log = logging.getLogger(__name__)
 _TOUCH_PERIOD_S = 5.0  # `last_request_at` is informative only; updating it seldom keeps commits short
+_MAX_TOUCHED = 1000
 Rows = Callable[[Session], object]
 """Writes further rows in the transaction of a result."""
 
@@ -142,6 +143,8 @@ class RequestLog:
                 level = logging.DEBUG if isinstance(queued.request, Sample) else logging.WARNING  # samples: cancelled
                 _log.log(level, "%s request %s already has a result or was removed", queued.kind, queued.request_id)
             if model_id is not None and now - self._touched.get(model_id, 0.0) >= _TOUCH_PERIOD_S:
+                if len(self._touched) >= _MAX_TOUCHED:
+                    self._touched.clear()
                 self._touched[model_id] = now
                 with suppress(LookupError):
                     models.touch(tx, model_id, now)

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -123,6 +123,12 @@ class Models:
         """Delete a model from memory and from the device. No effect if it is unknown."""
         self._models.pop(model_id, None)
         self.backend.delete_model(model_id)
+
+    def forget_evicted(self, is_needed: Callable[[ModelId], bool]) -> None:
+        """Forget the models that are not on the device and not needed. Their next request reads their rows again."""
+        for model in list(self._models.values()):
+            if not model.is_resident and not is_needed(model.model_id):
+                del self._models[model.model_id]
 
     def resident(self) -> list[LiveModel]:
         """Models on the device."""

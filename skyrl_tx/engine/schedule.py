@@ -1,4 +1,6 @@
-"""Chooses the next request of the models: each model in `seq_id` order, models in turns. No clock, store or backend.
+"""Chooses the next request: owners take turns, then an owner's models, each model in `seq_id` order.
+
+No clock, store or backend.
 
 The SDK posts the requests of one call out of order, and some sequence numbers never arrive. A request behind a sequence
 gap waits until the gap timeout has passed. It does not wait if a barrier has arrived, because the client sends a
@@ -6,7 +8,7 @@ barrier only after all earlier requests were acknowledged.
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,8 +19,9 @@ from skyrl_tx.engine.request import QueuedRequest
 MAX_RUNNING_BATCHES = 4
 """Running batches of passes, each with its own gradients in memory.
 
-The last place is reserved for batches within the token budget. The place before it is reserved for these and for long
-passes of sessions without a running long pass, so that one session's models cannot occupy the device alone.
+The last place is reserved for batches within the token budget. One place each before it is reserved for these and for
+long passes of owners without a running long pass, if there are several owners, and of sessions without one, so that
+neither an owner nor a session can occupy the device alone.
 """
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
@@ -57,7 +60,9 @@ class Schedule:
     """All waiting requests except samples. `now` is a clock in seconds that stops while clients cannot send.
 
     Deferred bodies are read when their turn is near: up to `max_read_bytes` for all models, and at least one request of
-    each. `num_bytes` is the memory of all waiting requests.
+    each.
+
+    The cost of a step depends on the models with waiting requests, not on those that have none.
     """
 
     gap_timeout_s: float
@@ -67,9 +72,18 @@ class Schedule:
     max_batch_requests: int = _MAX_BATCH_REQUESTS
     max_read_bytes: int = 0
     read_bodies: ReadBodies = lambda requests: requests
-    num_bytes: int = 0
+    num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
+    """Memory of the waiting requests."""
     _queues: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
+    _waiting: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
+    _owners: dict[str, int] = field(default_factory=dict[str, int])
+    """The last turn of each owner who has a queue."""
     _num_served: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all waiting requests."""
+        return self.num_bytes_by_owner.total()
 
     def __contains__(self, model_id: ModelId) -> bool:
         return model_id in self._queues
@@ -80,13 +94,26 @@ class Schedule:
 
     def is_waiting(self, model_id: ModelId) -> bool:
         """Whether a model has waiting requests."""
-        return model_id in self._queues and self._queues[model_id].is_waiting
+        return model_id in self._waiting
+
+    def forget_idle_models(self, active: Collection[ModelId]) -> None:
+        """Remove the queues of models that have no waiting request and are not `active`.
+
+        The database must have the results of their requests before they are added again.
+        """
+        for model_id in self._queues.keys() - self._waiting.keys() - set(active):
+            del self._queues[model_id]
+        present = {queue.owner for queue in self._queues.values()}
+        for owner in self._owners.keys() - present:
+            del self._owners[owner], self.num_bytes_by_owner[owner]
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a request to its model's queue."""
         assert queued.model_id is not None
-        self._queues[queued.model_id].add(queued)
-        self.num_bytes += queued.num_bytes
+        queue = self._waiting[queued.model_id] = self._queues[queued.model_id]
+        queue.add(queued)
+        self._owners.setdefault(queue.owner, 0)
+        self.num_bytes_by_owner[queue.owner] += queued.num_bytes
 
     def take(
         self,
@@ -96,6 +123,7 @@ class Schedule:
         busy: Collection[ModelId] = (),
         num_running: int = 0,
         sessions_with_long: Collection[SessionId] = (),
+        owners_with_long: Collection[str] = (),
     ) -> Step | None:
         """Remove and return the next step, or None if nothing can run.
 
@@ -105,6 +133,7 @@ class Schedule:
             busy: Models of running batches.
             num_running: Number of running batches.
             sessions_with_long: Sessions with a running long pass.
+            owners_with_long: Owners with a running long pass.
         """
         if num_running and len(busy) >= self.max_models:
             return None
@@ -118,7 +147,10 @@ class Schedule:
             if first.model_pass is None:
                 return Step((self._serve(queue, first),))
             is_long = first.num_tokens > self.max_pass_tokens
-            num_reserved = 0 if not is_long else 2 if first.session_id in sessions_with_long else 1
+            num_reserved = int(is_long)
+            if is_long:
+                num_reserved += first.session_id in sessions_with_long
+                num_reserved += first.owner in owners_with_long and len(self._owners) > 1
             if MAX_RUNNING_BATCHES - num_running > num_reserved:
                 requests = self._fill(queue, first, turns, now, self.max_models - len(busy))
                 return Step(tuple(requests), is_long=is_long)
@@ -127,14 +159,21 @@ class Schedule:
     def next_deadline(self) -> float | None:
         """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""
         return min(
-            (queue.gap_since + self.gap_timeout_s for queue in self._queues.values() if queue.gap_since is not None),
+            (queue.gap_since + self.gap_timeout_s for queue in self._waiting.values() if queue.gap_since is not None),
             default=None,
         )
 
     def _turns(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
-        """Queues with requests, the least recently served first."""
-        waiting = [queue for model_id, queue in self._queues.items() if queue.is_waiting and model_id not in excluded]
-        return sorted(waiting, key=lambda queue: queue.last_served)
+        """Queues with requests: one of each owner, then a second one, and so on, the least recently served first."""
+        waiting = [queue for model_id, queue in self._waiting.items() if model_id not in excluded]
+        waiting.sort(key=lambda queue: queue.last_served)
+        num_before: Counter[str] = Counter()
+        places: list[tuple[int, int]] = []
+        for queue in waiting:
+            places.append((num_before[queue.owner], self._owners[queue.owner]))
+            num_before[queue.owner] += 1
+        order = sorted(range(len(waiting)), key=places.__getitem__)
+        return [waiting[index] for index in order]
 
     def _fill(
         self, lead: "_ModelQueue", first: QueuedRequest, turns: list["_ModelQueue"], now: float, max_models: int
@@ -163,18 +202,20 @@ class Schedule:
         head = queue.head(now, self.gap_timeout_s)
         if head is None or not head.num_deferred_bytes:
             return head
-        num_waiting = sum(each.is_waiting for each in self._queues.values())
-        deferred = queue.deferred_near(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // num_waiting)
+        deferred = queue.deferred_near(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // len(self._waiting))
         for before, after in zip(deferred, self.read_bodies(deferred), strict=True):
             queue.replace(before, after)
-            self.num_bytes += after.num_bytes - before.num_bytes
+            self.num_bytes_by_owner[queue.owner] += after.num_bytes - before.num_bytes
         return queue.head(now, self.gap_timeout_s)
 
     def _serve(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
         self._num_served += 1
-        queue.last_served = self._num_served
+        queue.last_served = self._owners[queue.owner] = self._num_served
         queue.remove_head(queued)
-        self.num_bytes -= queued.num_bytes
+        assert queued.model_id is not None
+        if not queue.is_waiting:
+            del self._waiting[queued.model_id]
+        self.num_bytes_by_owner[queue.owner] -= queued.num_bytes
         return queued
 
 
@@ -182,6 +223,7 @@ class _ModelQueue:
     """The waiting requests of one model."""
 
     def __init__(self, cursor: SequenceCursor) -> None:
+        self.owner = ""  # known with the first request
         self.last_served = 0
         self.gap_since: float | None = None
         self._cursor = cursor
@@ -194,6 +236,7 @@ class _ModelQueue:
         return bool(self._numbered or self._unnumbered)
 
     def add(self, queued: QueuedRequest) -> None:
+        self.owner = queued.owner
         if queued.seq_id:
             insort(self._numbered, queued, key=lambda other: other.seq_id or 0)
             self._num_barriers += queued.is_barrier

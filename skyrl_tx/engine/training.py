@@ -34,34 +34,41 @@ class _PreparedPass:
 class _Batch:
     """Requests that started together, in groups that run one after the other.
 
-    `on_device` is the running pass of the first group. `long_pass_of`: the session, if this is a long pass.
+    `on_device` is the running pass of the first group. `owner` and `session_id` are those of the first request.
     """
 
     models: frozenset[ModelId]
-    long_pass_of: SessionId | None
+    owner: str
+    session_id: SessionId
+    is_long: bool
     groups: deque[Sequence[_PreparedPass]]
     on_device: Pass | None = None
 
 
 class TrainingExecutor:
-    """Runs batches of different models in turns of one micro-batch.
+    """Runs batches of different models in turns of one micro-batch: owners in turns, then the batches of an owner.
 
     If a batch fails, each of its requests runs again alone, so that only the cause fails.
     """
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._batches: deque[_Batch] = deque()  # the next turn's batch first
+        self._batches: dict[str, deque[_Batch]] = {}  # by owner; the next turn's owner and batch first
 
     @property
     def num_running(self) -> int:
         """Number of running batches."""
-        return len(self._batches)
+        return sum(map(len, self._batches.values()))
 
     @property
     def sessions_with_long(self) -> set[SessionId]:
         """Sessions with a running long pass."""
-        return {batch.long_pass_of for batch in self._batches if batch.long_pass_of is not None}
+        return {batch.session_id for batches in self._batches.values() for batch in batches if batch.is_long}
+
+    @property
+    def owners_with_long(self) -> set[str]:
+        """Owners with a running long pass."""
+        return {owner for owner, batches in self._batches.items() if any(batch.is_long for batch in batches)}
 
     def start_step(self, step: Step) -> None:
         """Start a batch of passes, or execute one request of another kind."""
@@ -79,12 +86,16 @@ class TrainingExecutor:
         """Dispatch one micro-batch of the next batch, and commit its results at its end. Returns whether any ran."""
         if not self._batches:
             return False
-        batch = self._batches.popleft()
+        owner = next(iter(self._batches))
+        batches = self._batches.pop(owner)
+        batch = batches.popleft()
         self._advance(batch)
         if batch.groups:
-            self._batches.append(batch)
+            batches.append(batch)
         else:
             self._context.models.busy.difference_update(batch.models)
+        if batches:
+            self._batches[owner] = batches
         return True
 
     def _start_batch(self, requests: Sequence[QueuedRequest], *, is_long: bool) -> None:
@@ -95,7 +106,9 @@ class TrainingExecutor:
             group = [prepared[queued.request_id] for queued in accepted]
             models = frozenset(each.model_id for each in group)
             self._context.models.busy.update(models)
-            self._batches.append(_Batch(models, accepted[0].session_id if is_long else None, deque([group])))
+            first = accepted[0]
+            batch = _Batch(models, first.owner, first.session_id, is_long, deque([group]))
+            self._batches.setdefault(first.owner, deque()).append(batch)
 
     def _advance(self, batch: _Batch) -> None:
         requests = batch.groups[0]

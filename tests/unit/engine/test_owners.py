@@ -1,11 +1,14 @@
 """Owners share the device equally, whatever number of sessions each has, and cached prompts stay with their owner."""
 
+import time
 from collections import Counter
 
 import pytest
 
+from skyrl_tx.contract.backend import Pass
+from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.testing.fake.backend import FakeBackend
-from tests.support.engine_harness import EngineHarness, sample
+from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 
 ANN, BOB = 65, 66
 """The first token of each owner's prompts."""
@@ -68,7 +71,7 @@ def test_one_session_beside_fifteen_of_another_owner_has_half_of_the_slots(make_
 def test_owner_alone_has_all_slots_and_gives_them_back_as_samples_end(make_harness):
     harness = make_harness({"sample_slots": 7})
     harness.become("ann")
-    of_ann = [harness.submit(ask(ANN, max_tokens=16 * n)) for n in range(1, 30)]
+    of_ann = [harness.submit(ask(ANN, max_tokens=16 * n)) for n in range(1, 20)]
     arrived = []
 
     class Interrupted(Recorded):
@@ -99,3 +102,110 @@ def test_cached_prompts_are_used_for_their_owner_only_unless_shared(make_harness
     backend = Recorded(harness.config)
     harness.run(*asked, backend=backend)
     assert [backend.requests[request_id].cache_scope for request_id in asked] == scopes
+
+
+class Stepped(Pass):
+    """A pass that records the sessions of its micro-batches."""
+
+    def __init__(self, inner, model_id, steps):
+        self.inner, self.model_id, self.steps = inner, model_id, steps
+
+    def step(self):
+        self.steps.append(self.model_id.partition(":")[0])
+        return self.inner.step()
+
+    def results(self):
+        return self.inner.results()
+
+    def abort(self):
+        self.inner.abort()
+
+
+class Trained(FakeBackend):
+    """Records the session of each micro-batch, and calls `arrive` before the tenth."""
+
+    def __init__(self, config, arrive):
+        super().__init__("tiny", config)
+        self.arrive, self.steps = arrive, []
+
+    def begin_pass(self, batch, *, backward):
+        inner = super().begin_pass(batch, backward=backward)
+        return Stepped(inner, batch.examples[0].model_id, self.steps)
+
+    def step_sample(self):
+        if len(self.steps) >= 10 and self.arrive is not None:
+            arrive, self.arrive = self.arrive, None
+            arrive()
+        return super().step_sample()
+
+
+def test_long_pass_of_one_owner_has_half_of_the_micro_batches_beside_many_of_another(make_harness):
+    harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 65_536})
+    long = forward_backward(data=(datum(length=64),) * 60)
+    harness.become("bob")
+    bob = harness.session_id
+    of_bob, _ = harness.create()
+    harness.become("ann")
+    for name in "abcd":
+        if name == "c":
+            harness.session_id = harness.new_session()
+        model_id, _ = harness.create(name)
+        harness.submit(long, model_id=model_id, seq_id=1)
+    running = harness.submit(sample(max_tokens=16 * 200, eos_stops=False))
+    arrived = []
+
+    def arrive():
+        harness.session_id, harness.owner = bob, "bob"
+        arrived.append(harness.submit(long, model_id=of_bob, seq_id=1))
+
+    backend = Trained(harness.config, arrive)
+    harness.run(running, backend=backend)
+    first = backend.steps.index(bob)
+    assert first <= 14, "a place was reserved for it, and it is next"
+    window = backend.steps[first : first + 100]
+    assert 48 <= window.count(bob) <= 52
+
+
+def test_model_that_was_forgotten_while_evicted_goes_on(make_harness, monkeypatch):
+    """With one adapter slot, housekeeping forgets the model that is not on the device."""
+    cursors, read = [], Recovery.sequence_cursor
+
+    def sequence_cursor(self, model_id):
+        cursors.append((model_id, read(self, model_id).next_seq))
+        return read(self, model_id)
+
+    monkeypatch.setattr(Recovery, "sequence_cursor", sequence_cursor)
+    harness = make_harness({"max_models": 1}, housekeeping_interval_s=0.01, gap_timeout_s=100.0)
+    first, created = harness.create("first")
+    harness.run(created)
+    steps = [harness.submit(forward_backward(), model_id=first, seq_id=1)]
+    steps.append(harness.submit(optim_step(), model_id=first, seq_id=2))
+    second, _ = harness.create("second")
+    backend = Forgetful(harness, first, second)
+    backend.more = steps
+    last = harness.submit(sample(max_tokens=16 * 60, eos_stops=False))
+    harness.run(last, backend=backend)
+    assert cursors.count((first, 1)) <= 2 and (first, 3) in cursors, "it was forgotten"
+    results = [harness.result(each) for each in backend.more]
+    assert [getattr(each, "message", None) for each in results[:-1]] == [None] * (len(results) - 1)
+    assert results[-1].message.startswith("seq_id 2 came too late"), "its last barrier is known"
+
+
+class Forgetful(FakeBackend):
+    """Lets the client use the two models in turn."""
+
+    def __init__(self, harness, *models):
+        super().__init__("tiny", harness.config)
+        self.harness, self.models, self.num_slices, self.more = harness, models, 0, []
+
+    def step_sample(self):
+        self.num_slices += 1
+        first, second = self.models
+        if self.num_slices == 10:
+            self.more.append(self.harness.submit(forward_backward(), model_id=second, seq_id=1))
+        if self.num_slices == 30:
+            self.more.append(self.harness.submit(forward_backward(), model_id=first, seq_id=3))
+        if self.num_slices == 40:
+            self.more.append(self.harness.submit(forward_backward(), model_id=first, seq_id=2))
+        time.sleep(0.005)
+        return super().step_sample()

@@ -1,5 +1,6 @@
-"""The order of a model's requests, and the turns of models."""
+"""The order of a model's requests, and the turns of owners and models."""
 
+import time
 from dataclasses import replace
 from itertools import count
 
@@ -166,6 +167,61 @@ def test_last_long_batch_slot_is_reserved_for_sessions_without_a_long_pass():
     assert not made.take(0.0, busy={C}, num_running=3, sessions_with_long={SessionId("s")}).is_long, (
         "others are as before"
     )
+
+
+def test_owners_take_turns_and_so_do_their_models():
+    many = [queued(n, optim_step(), ModelId(name)) for name in "abc" for n in (1, 2)]
+    few = [queued(n, optim_step(), ModelId("z"), owner="bob") for n in range(1, 4)]
+    made = schedule(*many, *few)
+    steps = "".join(made.take(0.0).requests[0].model_id for _ in range(9))
+    assert steps == "azbzczabc"
+
+
+def test_batch_holds_a_model_of_each_owner_before_a_second_one_of_any():
+    requests = [queued(1, model_id=ModelId(name)) for name in "abc"]  # of 10 tokens each
+    made = schedule(*requests, queued(1, model_id=ModelId("z"), owner="bob"), max_pass_tokens=30)
+    assert [each.model_id for each in made.take(0.0).requests] == ["a", "z", "b"]
+
+
+def test_one_long_batch_slot_each_is_reserved_for_other_owners_and_for_other_sessions():
+    large = forward_backward(data=(datum(0, 50),))
+    mine = [queued(1, large, ModelId(name), session=session) for name, session in (("a", "s"), ("b", "s"), ("c", "t"))]
+    made = schedule(*mine, queued(1, optim_step(), ModelId("z"), session="u", owner="bob"), max_pass_tokens=10)
+
+    def take(*running):
+        """Take a step beside the running long passes of these models."""
+        sessions = {SessionId({"a": "s", "c": "t", "z": "u"}[name]) for name in running}
+        owners = {"bob" if name == "z" else "ann" for name in running}
+        step = made.take(
+            0.0, busy=running, num_running=len(running), sessions_with_long=sessions, owners_with_long=owners
+        )
+        return None if step is None else step.requests[0].model_id
+
+    assert [take(), take("a"), take("a")] == ["a", "z", "c"], "b is of a session with a running long pass"
+    assert take("a", "c") is None
+    made.add(queued(2, large, ModelId("z"), session="u", owner="bob"))
+    assert take("a", "c") == "z"
+    assert take("c", "z") is None and take("c") == "b"
+
+
+def test_forgotten_model_is_added_again_with_its_cursor():
+    made = schedule(queued(1), queued(1, model_id=B), queued(2, model_id=C))
+    made.take(0.0)
+    made.forget_idle_models({B})
+    assert A not in made and B in made and C in made, "b is active, c waits for a sequence number"
+    made.add_model(A, SequenceCursor(next_seq=2))
+    made.add(queued(2))
+    assert taken(made) == [2]
+
+
+def test_cost_of_a_step_does_not_depend_on_models_without_requests():
+    made = schedule()
+    for number in range(20_000):
+        made.add_model(ModelId(f"idle {number}"), SequenceCursor())
+    started = time.process_time()
+    for _ in range(1000):
+        assert made.take(0.0) is None and made.next_deadline() is None
+    assert time.process_time() - started < 1.0, "a look at each model takes 7 ms a step"
 
 
 def test_models_of_running_batches_count_towards_max_models():
