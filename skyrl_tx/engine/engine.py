@@ -3,21 +3,18 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
+from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
-from skyrl_tx.engine.request import QueuedRequest
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.sampling import SamplingExecutor
@@ -30,12 +27,9 @@ from skyrl_tx.store import completions, engine_state, futures, identity
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
-_PAGE_REQUESTS = 256
 _MAX_WAIT_S = 1.0
 _MIN_WAIT_S = 0.05
-_MAX_READ_TIME_S = 0.1
 _PRUNE_PERIOD_S = 0.2
-_DEFERRED_BODY_BYTES = 65_536  # a pass of this size takes much longer than the extra statement that reads its body
 _BATCH_MICRO_BATCHES = 4  # per batch of passes: enough to keep a device busy, few to wait for
 
 
@@ -153,20 +147,20 @@ class _Loop:
             max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
             max_models=capabilities.max_models,
             max_read_bytes=context.settings.max_backlog_bytes // 2,
-            read_bodies=self._read_bodies,
+            read_bodies=lambda requests: self._intake.read_bodies(requests),
         )
         self.training = TrainingExecutor(context)
         self.sampling = SamplingExecutor(context)
+        self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
-        self._position = 0  # of the last request that was read
         self._is_busy = self._is_turn_of_passes = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def turn(self) -> bool:
         """Run one turn. Returns whether there was anything to do."""
         context, settings = self._context, self._context.settings
-        worked = self._ingest()
+        worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
         self._is_busy = self._use_device()
         worked |= self._is_busy
@@ -179,8 +173,8 @@ class _Loop:
             self._housekeeping.forget_idle_models(self._schedule)
             self._housekeeping.fail_samples_of_closed_sessions(now)
             self._housekeeping.expire(now)
-            worked |= self._ingest()  # the artifacts of requests in memory are not collected
-            self._housekeeping.collect_garbage(self._position, now)
+            worked |= self._intake.read(self._is_busy)  # the artifacts of requests in memory are not collected
+            self._housekeeping.collect_garbage(self._intake.complete_position, now)
             context.ephemeral_samplers.retry_failed_writes()
         if time.monotonic() >= self._pruning_at:
             pause_s = settings.housekeeping_interval_s
@@ -192,7 +186,7 @@ class _Loop:
     def sample_load(self) -> engine_state.SampleLoad:
         """Return the memory of the samples in this engine. The API adds what it stores later."""
         return engine_state.SampleLoad(
-            position=self._position,
+            position=self._intake.position,
             num_bytes=self.sampling.num_held_bytes.total(),
             max_bytes=self._context.settings.max_queued_sample_bytes,
             by_owner=engine_state.largest_owners(self.sampling.num_held_bytes),
@@ -245,50 +239,3 @@ class _Loop:
         is_done = step is not None and step.requests[0].model_pass is None
         self._is_turn_of_passes = is_done and training.num_running > 0
         return is_done or training.step() or step is not None
-
-    def _ingest(self) -> bool:
-        """Read new requests, for a limited time while the device is busy. Returns whether there was any."""
-        end = time.monotonic() + _MAX_READ_TIME_S
-        worked = False
-        while self._has_memory() and self._read_page():
-            worked = True
-            if not self._is_busy or time.monotonic() >= end:
-                break
-        return worked
-
-    def _has_memory(self) -> bool:
-        """Whether more requests may be read. If nothing runs, all requests in memory may wait for unread ones."""
-        backlog = self._schedule.num_bytes + self.sampling.num_bytes
-        return backlog < self._context.settings.max_backlog_bytes or not self._is_busy
-
-    def _read_page(self) -> bool:
-        """Read a page of requests. Large passes are queued without bodies, so one client's backlog hides no others."""
-        position = self._position
-        is_full = self._schedule.num_bytes >= self._context.settings.max_backlog_bytes // 2
-        max_body_bytes = 0 if is_full else _DEFERRED_BODY_BYTES
-
-        def look(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
-            last = futures.last_position(tx)  # read before the page, so that no request between them is skipped
-            return last, futures.pending(tx, position, _PAGE_REQUESTS, max_body_bytes)
-
-        last, page = self._context.store.read(look)
-        for pending in page:
-            self._position = pending.position
-            queued = QueuedRequest.from_row(pending)
-            if queued.model_id is None or isinstance(queued.request, Sample):
-                self.sampling.add(queued)
-                continue
-            if queued.model_id not in self._schedule:
-                self._context.request_log.wait_for_commits()  # the model may have been forgotten just now
-                self._schedule.add_model(queued.model_id, self._context.recovery.sequence_cursor(queued.model_id))
-            self._schedule.add(queued)
-        if len(page) < _PAGE_REQUESTS:  # requests after the page were cancelled before they were read
-            self._position = max(self._position, last)
-        return bool(page)
-
-    def _read_bodies(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        """Read deferred bodies."""
-        request_ids = [queued.request_id for queued in requests]
-        rows = self._context.store.read(lambda tx: futures.list_by_id(tx, request_ids))
-        found = {row.request_id: row for row in rows}
-        return [QueuedRequest.from_row(found[request_id]) for request_id in request_ids]

@@ -222,6 +222,21 @@ def pending(tx: Session, after_position: int, limit: int, max_pass_bytes: int = 
     return _checked(execute(tx, _OPEN_AFTER, parameters))
 
 
+_OPEN_OF_OWNER = _OPEN_AFTER.where(
+    col(RequestRow.owner) == bindparam("owner"),
+    col(RequestRow.model_id).is_not(None),
+    col(RequestRow.position) <= bindparam("up_to"),
+)
+
+
+def pending_of_owner(
+    tx: Session, owner: str, after_position: int, up_to: int, limit: int, max_pass_bytes: int
+) -> list[PendingRequest]:
+    """Return an owner's open requests to models after a position and up to another one, see `pending`."""
+    positions = {"after_position": after_position, "up_to": up_to, "limit": limit}
+    return _checked(execute(tx, _OPEN_OF_OWNER, {"owner": owner, "max_pass_bytes": max_pass_bytes, **positions}))
+
+
 def in_flight(tx: Session) -> list[PendingRequest]:
     """Return the open requests with counted delivery attempts, in order of arrival."""
     wanted = select(*_COLUMNS).where(_IS_OPEN, col(RequestRow.attempts) > 0).order_by(col(RequestRow.position))
