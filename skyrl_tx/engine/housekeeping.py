@@ -156,9 +156,10 @@ class Housekeeping:
         self.context.background_writer.submit(collect, on_collected)
 
     def prune(self, now: float) -> bool:
-        """Remove some old results, requests and sampling sessions. Returns whether more are left."""
+        """Remove some old results, requests, sampling sessions, runs and sessions. Returns whether more are left."""
         settings = self.context.settings
         session_retention_s = self._timeout_s(settings.session_retention_s)
+        run_retention_s = self._timeout_s(settings.run_retention_s)
 
         def drop(tx: Session) -> int:
             num_results = pruning.prune_results(tx, now, retention_s=settings.result_retention_s)
@@ -166,7 +167,9 @@ class Housekeeping:
                 tx, now, retention_s=settings.request_retention_s, session_retention_s=session_retention_s
             )
             num_samplers = pruning.delete_sampling_sessions(tx, now - session_retention_s)
-            return max(num_results, num_requests, num_samplers)
+            num_models = pruning.delete_ended_models(tx, now - run_retention_s)
+            num_sessions = pruning.delete_finished_sessions(tx, now - run_retention_s)
+            return max(num_results, num_requests, num_samplers, num_models, num_sessions)
 
         is_full = self.context.store.write(drop) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full

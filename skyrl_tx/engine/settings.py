@@ -32,6 +32,8 @@ class EngineSettings(CommonSettings):
     """Heartbeat timeout: a silent client's models are evicted from the device until it returns."""
     session_retention_s: float = Field(default=7 * 86_400.0, gt=0)
     """How long the models of a silent or finished session are kept."""
+    run_retention_s: float = Field(default=30 * 86_400.0, gt=0)
+    """How long an ended run without checkpoints, and a finished session without runs, stay listed."""
     sampler_retention_s: float = Field(default=86_400.0, gt=0)
     """How long an unused ephemeral sampler is kept, unless it is among its model's newest four."""
     max_ephemeral_sampler_bytes: int = Field(default=32 * 2**30, ge=0)

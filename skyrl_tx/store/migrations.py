@@ -123,7 +123,7 @@ def _add_pruned() -> None:
 
 
 def _add_identity() -> None:
-    """Add identity, deletion times, expiry and use of keys, crashes of requests, and the engine's activity."""
+    """Add identity, deletion times, expiry and use of keys, crashes and sessions of requests, the engine's activity."""
     op.create_table(
         "identity",
         sa.Column("id", sa.Integer, primary_key=True),
@@ -139,6 +139,7 @@ def _add_identity() -> None:
     op.add_column("requests", sa.Column("crashes", sa.Integer, nullable=False, server_default="0"))
     is_alone = sa.text("is_alone")
     op.create_index("ix_requests_alone", "requests", ["position"], sqlite_where=is_alone, postgresql_where=is_alone)
+    op.create_index("ix_requests_session_id", "requests", ["session_id"])
     op.add_column("engine_state", sa.Column("activity", sa.String, nullable=False, server_default=""))
     op.add_column("engine_state", sa.Column("activity_since", sa.Float))
 

@@ -1,4 +1,4 @@
-"""Deletion of old results, requests and sampling sessions, a limited number of rows per transaction.
+"""Deletion of old results, requests, sampling sessions, runs and sessions, a limited number of rows per transaction.
 
 Pruning has two stages. First a request loses body and result and becomes a tombstone, so that a late poll gets 410 and
 not 404. Later the tombstone is deleted and its sequence number is covered by a high-water mark, so that a repeated
@@ -8,17 +8,27 @@ submission is refused.
 from collections.abc import Collection
 
 from sqlalchemy import delete, exists, func, literal_column, or_, select, update
+from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col
 
-from skyrl_tx.contract.ids import SamplingSessionId
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import high_water_mark, sequence_scope
-from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
+from skyrl_tx.store.tables import (
+    CheckpointRow,
+    ModelRow,
+    PrunedRow,
+    RequestRow,
+    SamplingSessionRow,
+    SessionRow,
+    SnapshotRow,
+)
 
 MAX_ROWS = 1000
 """Rows per transaction, so that other writes wait only briefly."""
 _CREATIONS = ("create_model", "load_weights")
 _HAS_RESULT = col(RequestRow.result).is_not(None)
+_HAS_ENDED = col(ModelRow.status).in_(("failed", "unloaded", "expired"))
 _IS_TOMBSTONE = col(RequestRow.result).is_(None) & (col(RequestRow.status) != literal_column("'open'"))
 
 
@@ -30,7 +40,7 @@ def prune_results(tx: Session, now: float, *, retention_s: float, limit: int = M
     covered = (
         select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
     ).scalar_subquery()
-    ended = select(col(ModelRow.model_id)).where(col(ModelRow.status).in_(("failed", "unloaded", "expired")))
+    ended = select(col(ModelRow.model_id)).where(_HAS_ENDED)
     finished = select(col(SessionRow.session_id)).where(col(SessionRow.finished_at) < now - retention_s)
     order = col(RequestRow.effect_order)
     is_fetched = col(RequestRow.fetched_at) < now - retention_s
@@ -131,6 +141,60 @@ def delete_sampling_marks(tx: Session, names: Collection[SamplingSessionId]) -> 
     if names:
         scopes, deleted = execute(tx, _SAMPLING_MARKS).scalars(), {f"sample/{name}" for name in names}
         delete_high_water_marks(tx, [scope for scope in scopes if scope.rpartition("/")[0] in deleted])
+
+
+def _finished_before(before: float) -> ColumnElement[bool]:
+    """Return the condition that a session has finished and sent no heartbeat since a time: it can create nothing."""
+    return (col(SessionRow.finished_at) < before) & (col(SessionRow.last_heartbeat_at) < before)
+
+
+_DELETE_MODELS = delete(ModelRow).where(is_in_batch(col(ModelRow.model_id)))
+
+
+def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
+    """Delete models that ended, were last used before a time, and left no checkpoint, sampler or stored request.
+
+    Their sessions have finished, so that their ids are never used again. Returns the number of deleted rows.
+    """
+    tables = (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow)
+    unused = (
+        select(col(ModelRow.model_id))
+        .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+        .where(
+            _HAS_ENDED,
+            col(ModelRow.deleted_at).is_(None),
+            col(ModelRow.last_request_at) < before,
+            _finished_before(before),
+            *(~exists().where(col(table.model_id) == col(ModelRow.model_id)) for table in tables),
+        )
+        .limit(limit)
+    )
+    names: list[ModelId] = list(execute(tx, unused).scalars())
+    execute_in_batches(tx, _DELETE_MODELS, names)
+    delete_high_water_marks(tx, [f"model/{name}" for name in names])
+    return len(names)
+
+
+_DELETE_SESSIONS = delete(SessionRow).where(is_in_batch(col(SessionRow.session_id)))
+
+
+def delete_finished_sessions(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
+    """Delete sessions that finished before a time and have no model, sampling session or stored request.
+
+    Returns the number of deleted rows.
+    """
+    tables = (ModelRow, SamplingSessionRow, RequestRow)
+    unused = (
+        select(col(SessionRow.session_id))
+        .where(
+            _finished_before(before),
+            *(~exists().where(col(table.session_id) == col(SessionRow.session_id)) for table in tables),
+        )
+        .limit(limit)
+    )
+    names: list[SessionId] = list(execute(tx, unused).scalars())
+    execute_in_batches(tx, _DELETE_SESSIONS, names)
+    return len(names)
 
 
 _DELETE_MARKS = delete(PrunedRow).where(is_in_batch(col(PrunedRow.numbered_by)))

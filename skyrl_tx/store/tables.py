@@ -106,7 +106,7 @@ class RequestRow(SQLModel, table=True):
     request_id: RequestId = Field(unique=True, sa_type=String)
     kind: str
     owner: str
-    session_id: SessionId = Field(foreign_key="sessions.session_id", sa_type=String)
+    session_id: SessionId = Field(foreign_key="sessions.session_id", index=True, sa_type=String)
     model_id: ModelId | None = Field(default=None, sa_type=String)
     seq_id: int | None = Field(default=None, sa_type=BigInteger)
     sampling_session_id: SamplingSessionId | None = Field(default=None, sa_type=String)

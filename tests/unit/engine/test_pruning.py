@@ -10,7 +10,7 @@ from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.store import futures, models, sessions
 from skyrl_tx.store.futures import NewRequest, RequestPruned
-from skyrl_tx.store.tables import PrunedRow, RequestRow, SamplingSessionRow, SnapshotRow
+from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 from tests.support.engine_harness import OWNER, EngineHarness, forward_backward, optim_step, sample
 from tests.support.live_engine import live_engine
 from tests.support.waiting import until
@@ -138,4 +138,33 @@ def test_killed_clients_leave_only_their_runs(tmp_path, monkeypatch) -> None:
             assert left(harness)["marks"] == num_runs, "one per model"
             row = harness.api.read(lambda tx: sessions.get(tx, harness.session_id))
             assert row.finish_reason == "no heartbeat for 604800 s"
+    harness.close()
+
+
+@pytest.mark.usefixtures("api_is_there_for_long")
+def test_ended_runs_without_checkpoints_and_their_sessions_are_removed(tmp_path, monkeypatch) -> None:
+    harness = EngineHarness(tmp_path, result_retention_s=0.0, request_retention_s=0.0, housekeeping_interval_s=0.1)
+    real, ahead_s = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+
+    def num_runs_and_sessions() -> tuple[int, ...]:
+        tables = (ModelRow, SessionRow)
+        return harness.api.read(
+            lambda tx: tuple(tx.exec(select(func.count()).select_from(table)).one() for table in tables)
+        )
+
+    with live_engine(harness.settings, harness.backend()):
+        empty_id, empty = harness.create("empty")
+        kept_id, _ = harness.create("kept")
+        save = requests.SaveWeights(kind="weights", name="kept", sampling_session_id=None)
+        asked = [empty, harness.submit(save, model_id=kept_id, seq_id=1)]
+        until(lambda: len(harness.api.read(lambda tx: futures.statuses(tx, asked))) == len(asked))
+        killed = harness.new_session()
+        ahead_s += 8 * 86_400.0  # past --session-retention-s
+        until(lambda: harness.api.read(lambda tx: models.get(tx, empty_id)).status == "expired")
+        assert num_runs_and_sessions() == (2, 2)
+        ahead_s += 31 * 86_400.0  # past --run-retention-s
+        until(lambda: num_runs_and_sessions() == (1, 1))
+        assert harness.api.read(lambda tx: models.get(tx, kept_id)) is not None, "it has a checkpoint"
+        assert harness.api.read(lambda tx: sessions.get(tx, killed)) is None
     harness.close()

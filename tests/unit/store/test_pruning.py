@@ -1,15 +1,23 @@
-"""Pruning of results, tombstones and sampling sessions, and their high-water marks."""
+"""Pruning of results, tombstones, sampling sessions, runs and sessions, and their high-water marks."""
 
 from dataclasses import replace
 
 import pytest
 from sqlmodel import Session, select
 
-from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store import futures, models, pruning, samplers, sessions
+from skyrl_tx.contract.ids import (
+    ArtifactId,
+    CheckpointKind,
+    ModelId,
+    RequestId,
+    SamplerId,
+    SamplingSessionId,
+    SessionId,
+)
+from skyrl_tx.store import checkpoints, futures, models, pruning, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import ConflictingRequest, FutureState, NewRequest, RequestPruned
-from skyrl_tx.store.tables import ModelRow, PrunedRow, SamplingSessionRow
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, PrunedRow, SamplingSessionRow
 
 MODEL = ModelId("run")
 SAMPLER = SamplingSessionId("sampling")
@@ -246,3 +254,66 @@ class TestSamplingSessions:
         store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
         store.write(lambda tx: models.delete(tx, MODEL))
         assert self.remaining(store, session_id) == {"base"} and self.marks(store) == set()
+
+
+class TestRunsAndSessions:
+    """Ended runs and finished sessions are deleted when nothing is left of them."""
+
+    @pytest.fixture(autouse=True)
+    def _ended(self, store: Store, session_id: SessionId) -> None:
+        def end(tx: Session) -> None:
+            models.set_status(tx, MODEL, "unloaded")
+            models.delete_snapshot(tx, MODEL)
+            sessions.finish(tx, session_id, "success", 100.0)
+
+        store.write(end)
+
+    def delete(self, store: Store, before: float = 1e9) -> tuple[int, int]:
+        return store.write(
+            lambda tx: (pruning.delete_ended_models(tx, before), pruning.delete_finished_sessions(tx, before))
+        )
+
+    def test_an_ended_run_is_deleted_with_its_mark_and_its_session(self, store, session_id: SessionId) -> None:
+        fetched(store, to_model(session_id, 4))
+        assert self.delete(store) == (0, 0), "its request is stored"
+        assert prune(store) == 1
+        assert self.delete(store, 100.0) == (0, 0), "its session finished at 100"
+        assert self.delete(store, 100.5) == (1, 1)
+        assert store.read(lambda tx: models.get(tx, MODEL)) is None
+        assert store.read(lambda tx: sessions.get(tx, session_id)) is None
+        assert store.read(lambda tx: tx.exec(select(PrunedRow.numbered_by)).all()) == []
+
+    @pytest.mark.parametrize("status", ["creating", "ready", "left"])
+    def test_a_run_that_has_not_ended_stays(self, store, status) -> None:
+        store.write(lambda tx: models.set_status(tx, MODEL, status))
+        assert self.delete(store) == (0, 0)
+
+    def test_a_run_with_a_checkpoint_stays_with_its_session(self, store) -> None:
+        row = CheckpointRow(
+            model_id=MODEL,
+            kind=CheckpointKind.TRAINING,
+            name="kept",
+            artifact_id=ArtifactId("art-1"),
+            created_at=1.0,
+            size_bytes=1,
+        )
+        store.write(lambda tx: checkpoints.put(tx, row, overwrite=False))
+        assert self.delete(store) == (0, 0)
+
+    def test_a_run_of_an_open_session_stays(self, store, session_id: SessionId) -> None:
+        """Its id could be created again."""
+
+        def reopen(tx: Session) -> None:
+            row = sessions.get(tx, session_id)
+            assert row is not None
+            row.finished_at = None
+
+        store.write(reopen)
+        assert self.delete(store) == (0, 0)
+
+    def test_a_session_with_a_rejected_creation_stays_until_that_is_deleted(self, store, session_id: SessionId) -> None:
+        rejected = replace(to_model(session_id, 0), key=f"create/{session_id}/0", kind="create_model", model_id=None)
+        fetched(store, rejected)
+        assert self.delete(store) == (1, 0)
+        assert prune(store, 1e6) == 1
+        assert self.delete(store) == (0, 1)
