@@ -1,7 +1,7 @@
 """Chooses the next sample request: the owner with the fewest open samples, and its sessions in turns.
 
 No clock, store or backend. Owners whose samples wait share the KV cache slots equally: an owner with more than its
-share starts no sample until others have theirs, and takes every slot that nobody else wants.
+share starts no sample until others have theirs, and takes every slot that no other owner wants.
 
 A request keeps its turn order while its samples start one by one: it stays the head of its queue until all of them have
 started, and its queue moves to the end after each turn.

@@ -23,7 +23,8 @@ class EngineSettings(CommonSettings):
     max_backlog_bytes: int = Field(default=2**31, ge=1)
     """Memory for waiting requests; bodies of further training passes are read when their turn is near."""
     max_queued_sample_bytes: int = Field(default=2**30, ge=1)
-    """Memory for queued samples, about 4 KiB and 4 bytes per prompt token each; above it clients get 429 and retry."""
+    """Memory for queued samples, about 4 KiB and 4 bytes per prompt token each; above it clients get 429 and retry.
+    An owner with less than an equal share is admitted above it; all owners together take at most twice as much."""
     share_prefix_cache: bool = False
     """Let all owners use each other's cached prompts. It is faster, and an owner can find out what others asked."""
     max_attempts: int = Field(default=3, ge=1)

@@ -31,7 +31,7 @@ class SampleLoad:
 
 
 def largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Return the owners with the most bytes, so many that the published status stays small."""
+    """Return the owners with the most bytes, at most 256, so that the published status stays small."""
     if len(num_bytes) <= _MAX_PUBLISHED_OWNERS:
         return dict(num_bytes)
     return dict(nlargest(_MAX_PUBLISHED_OWNERS, num_bytes.items(), key=lambda owner: owner[1]))

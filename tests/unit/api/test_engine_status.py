@@ -110,7 +110,7 @@ def num_admitted(admission: AdmissionControl, owner: str, num_bytes: int = 0) ->
     raise AssertionError("none was refused")
 
 
-def test_owner_below_its_share_is_admitted_beside_one_that_fills_the_limit(
+def test_owner_below_its_share_is_admitted_next_to_one_that_fills_the_limit(
     store: Store, admission: AdmissionControl
 ) -> None:
     publish_load(store, LIMIT)

@@ -55,7 +55,7 @@ def ask(owner_token, **params):
     return sample((owner_token, 1), eos_stops=False, **params)
 
 
-def test_one_session_beside_fifteen_of_another_owner_has_half_of_the_slots(make_harness):
+def test_one_session_next_to_fifteen_of_another_owner_has_half_of_the_slots(make_harness):
     harness = make_harness({"sample_slots": 7})
     harness.become("ann")
     for _ in range(15):
@@ -142,7 +142,7 @@ class Trained(FakeBackend):
         return super().step_sample()
 
 
-def test_long_pass_of_one_owner_has_half_of_the_micro_batches_beside_many_of_another(make_harness):
+def test_long_pass_of_one_owner_has_half_of_the_micro_batches_next_to_many_of_another(make_harness):
     harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 65_536})
     long = forward_backward(data=(datum(length=64),) * 60)
     harness.become("bob")

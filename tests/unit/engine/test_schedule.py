@@ -189,7 +189,7 @@ def test_one_long_batch_slot_each_is_reserved_for_other_owners_and_for_other_ses
     made = schedule(*mine, queued(1, optim_step(), ModelId("z"), session="u", owner="bob"), max_pass_tokens=10)
 
     def take(*running):
-        """Take a step beside the running long passes of these models."""
+        """Take a step next to the running long passes of these models."""
         sessions = {SessionId({"a": "s", "c": "t", "z": "u"}[name]) for name in running}
         owners = {"bob" if name == "z" else "ann" for name in running}
         step = made.take(

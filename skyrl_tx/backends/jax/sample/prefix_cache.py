@@ -20,7 +20,7 @@ from skyrl_tx.contract.ids import SamplerId
 
 
 class PromptSource(NamedTuple):
-    """What the keys of a prompt depend on, its sampler, and the scope within which they may be used."""
+    """The sampler that computed a prompt, and the scope within which it may be used."""
 
     sampler: SamplerId | None
     cache_scope: str = ""
