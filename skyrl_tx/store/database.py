@@ -15,6 +15,7 @@ from sqlmodel import Session, SQLModel
 
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, checked_lock, file_lock, role_lock
 from skyrl_tx.store.errors import StoreError, StoreInUse
+from skyrl_tx.store.private_files import make_private
 from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.writer import GroupWriter, RetryPolicy, refused
 
@@ -70,6 +71,7 @@ class Store:
             try:
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_database(data_dir, dialect.name)
+                make_private(data_dir, dialect.files)
                 if role in dialect.file_locked:
                     stack.enter_context(role_lock(data_dir, role))
                 write_engine = dialect.writer(role)

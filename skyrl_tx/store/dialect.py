@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
+from skyrl_tx.store.private_files import open_private
 
 T = TypeVar("T")
 Role = Literal["api", "engine", "tool"]
@@ -73,6 +74,8 @@ class Dialect(ABC):
     """Roles that one process at a time may have on a data directory."""
     label: str
     """The database in error messages, without its password."""
+    files: tuple[Path, ...] = ()
+    """The files of the database that this process opens; some may not exist."""
 
     @property
     @abstractmethod
@@ -147,7 +150,7 @@ def role_lock(data_dir: Path, role: str) -> Generator[None]:
 
     Raises StoreInUse with the holder's process id if another process holds it.
     """
-    with (data_dir / f"{role}.lock").open("a+") as file:
+    with open(data_dir / f"{role}.lock", "a+", opener=open_private) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -185,6 +188,6 @@ def checked_lock(data_dir: Path, check: Callable[[], None]) -> Generator[None]:
 @contextmanager
 def file_lock(path: Path) -> Generator[None]:
     """Wait for a file's lock, then hold it."""
-    with path.open("a") as file:
+    with open(path, "a", opener=open_private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -31,6 +31,7 @@ from skyrl_tx.store.dialect import (
     Role,
 )
 from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.private_files import open_private
 
 T = TypeVar("T")
 _POLL_S = 0.1
@@ -69,6 +70,7 @@ class Sqlite(Dialect):
         self._data_dir = data_dir
         self._busy_timeout_s = busy_timeout_s
         self.label = str(path)
+        self.files = (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm")))
 
     @property
     def name(self) -> str | None:
@@ -77,6 +79,9 @@ class Sqlite(Dialect):
 
     def writer(self, role: Role) -> Engine:
         """Create the write pool; each transaction takes SQLite's write lock at its start."""
+        if not self._path.exists():
+            with suppress(OSError):  # SQLite, which gives its other files the mode of this one, reports the error
+                os.close(open_private(self._path, os.O_CREAT | os.O_WRONLY))
         engine = self._engine(writes=True)
         event.listen(engine, "handle_error", _invalidate_if_rolled_back)
         return engine
