@@ -38,6 +38,13 @@ class ApiSettings(CommonSettings):
     """Base URL of this server in download URLs; default: the address of the request."""
     request_threads: int = Field(default=100, ge=1)
     """Number of threads that handle requests; each may wait for a commit."""
+    max_connections_per_address: int | None = Field(default=None, ge=1)
+    """Connections from one client address, or one IPv6 network of 64 bits; trusted proxies have no such limit.
+    Default: three quarters of all that the limit of open files allows."""
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds in which a client must send the head of a request, TLS handshake included."""
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest pause in a request body in seconds; a slow client must send 1 KiB/s on average."""
 
     @property
     def is_loopback(self) -> bool:

@@ -15,6 +15,8 @@ from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.validation import first_error
 
 PROTOBUF = "application/x-protobuf"
+_MAX_DISCARDED_BYTES = 2**30
+_CLOSE = {"Connection": "close"}
 
 ModelT = TypeVar("ModelT", bound=WireModel)
 MessageT = TypeVar("MessageT", bound=Message)
@@ -78,7 +80,10 @@ def parse(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:
 
 
 async def read_body(request: Request, max_bytes: int) -> Body:
-    """Receive a body. A body over the limit is received to its end but not kept, so that the client reads the 413."""
+    """Receive a body. A body over the limit is received but not kept, so that the client reads the 413.
+
+    Clients that do not stop lose their connection after `_MAX_DISCARDED_BYTES`.
+    """
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -87,6 +92,8 @@ async def read_body(request: Request, max_bytes: int) -> Body:
             pieces.append(piece)
         else:
             pieces.clear()
+        if size > max_bytes + _MAX_DISCARDED_BYTES:
+            raise too_large(f"body of more than {size} bytes; this server takes at most {max_bytes}", _CLOSE)
     if size > max_bytes:
         raise too_large(f"body of {size} bytes; this server takes at most {max_bytes}")
     headers = request.headers
