@@ -10,7 +10,7 @@ A name that does not exist is an error. Names that end in `_s` are seconds, in `
 ENDPOINTS_INTRO = """\
 All paths are below `/api/v1`. A request carries its key, or a token made for it, in the header `X-API-Key`.
 The bodies of `forward_backward` and `asample`, and their results, are protobuf or JSON, by `Content-Type` and `Accept`;
-all other bodies are JSON. A running server describes itself at `/docs` and `/openapi.json`.
+all other bodies are JSON. A running server describes itself at `/openapi.json`.
 
 A request that the engine executes is answered at once with a future. `retrieve_future` waits for its result.
 An endpoint that is not listed responds with 404."""

@@ -25,6 +25,7 @@ from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import LongPollMiddleware, ResultWatcher
+from skyrl_tx.api.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.api.routes import account, downloads, futures, runs, sampling, service, sessions, training, weights
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import shown
@@ -66,7 +67,8 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         yield
         context.results.close()
 
-    app = FastAPI(title="skyrl_tx", version=__version__, lifespan=lifespan)
+    # FastAPI's documentation pages load scripts of another host. /openapi.json stays.
+    app = FastAPI(title="skyrl_tx", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.state.authenticator = context.authenticator
     for routes in _ROUTERS:
@@ -83,6 +85,12 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         endpoint=futures.retrieve_future,
         handle_error=_handle_error,
         wait_for_results=context.priority.wait_for_results,
+    )
+    app.add_middleware(
+        RequestGuard,
+        settings=settings,
+        requires_key=context.authenticator.requires_key,
+        handle_error=_handle_error,
     )
     refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
     for kind in (*refusals, StoreError, ClientDisconnect, Exception):
@@ -139,7 +147,7 @@ class ApiServer(uvicorn.Server):
             max_per_address=settings.max_connections_per_address or default,
             header_timeout_s=settings.header_timeout_s,
             body_timeout_s=settings.body_timeout_s,
-            is_exempt=lambda _: False,
+            is_exempt=TrustedProxies(settings.trusted_proxies).__contains__,
         )
         super().__init__(
             uvicorn.Config(
@@ -152,6 +160,7 @@ class ApiServer(uvicorn.Server):
                 loop="asyncio",  # others do not call Listener.accept
                 http=cast(type[asyncio.Protocol], partial(HttpProtocol, connections=self.connections)),
                 ws="none",
+                proxy_headers=False,  # RequestGuard reads them
                 timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )

@@ -110,6 +110,13 @@ class Authenticator:
         self._store = store
         self._secret = signing_key.sign("token")
         self._cache: dict[str, tuple[Principal, float]] = {}
+        self._requires_key = not (settings.no_auth or self._is_loopback)
+
+    def requires_key(self) -> bool:
+        """Whether every caller needs a key. Reads the database on loopback until the first key exists."""
+        if not self._requires_key and not self._settings.no_auth:
+            self._requires_key = self._store.read(keys.any_made)  # never false again
+        return self._requires_key
 
     def cached(self, credential: str) -> Principal | None:
         """Return the principal that `authenticate` found within the last second, without a query."""

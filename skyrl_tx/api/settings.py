@@ -3,7 +3,7 @@
 import ipaddress
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process_setup import CommonSettings
@@ -38,6 +38,11 @@ class ApiSettings(CommonSettings):
     """Base URL of this server in download URLs; default: the address of the request."""
     request_threads: int = Field(default=100, ge=1)
     """Number of threads that handle requests; each may wait for a commit."""
+    allowed_hosts: list[str] = Field(default=[])
+    """Names by which clients address this server, separated by commas. Without API keys other names are refused, apart
+    from localhost, IP addresses and the name of this machine; with this setting they always are."""
+    trusted_proxies: list[str] = Field(default=[])
+    """Addresses and networks of reverse proxies, separated by commas, whose X-Forwarded-For and -Proto are believed."""
     max_connections_per_address: int | None = Field(default=None, ge=1)
     """Connections from one client address, or one IPv6 network of 64 bits; trusted proxies have no such limit.
     Default: three quarters of all that the limit of open files allows."""
@@ -45,6 +50,16 @@ class ApiSettings(CommonSettings):
     """Seconds in which a client must send the head of a request, TLS handshake included."""
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest pause in a request body in seconds; a slow client must send 1 KiB/s on average."""
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_networks(cls, values: list[str]) -> list[str]:
+        for value in values:
+            try:
+                ipaddress.ip_network(value, strict=False)
+            except ValueError as error:
+                raise ValueError(f"{value!r} is not an IP address or network") from error
+        return values
 
     @property
     def is_loopback(self) -> bool:

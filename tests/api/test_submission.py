@@ -223,7 +223,7 @@ def test_incomplete_body_has_no_effect(server: Server, caplog: pytest.LogCapture
     model_id = server.model()
     address = urlsplit(server.url)
     half = f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()
-    head = b"POST /api/v1/optim_step HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n"
+    head = b"POST /api/v1/optim_step HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n"
     caplog.set_level("INFO")
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head + half)

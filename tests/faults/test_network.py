@@ -227,7 +227,7 @@ def test_slow_readers_do_not_delay_other_clients(stack: LiveStack) -> None:
     large = stack.server.post("forward_backward", **large_pass(stack.server.model()))
     stack.server.result(large)
     body = json.dumps({"request_id": large.json()["request_id"]}).encode()
-    head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\naccept: %s\r\ncontent-length: %d\r\n\r\n" % (
+    head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nhost: localhost\r\naccept: %s\r\ncontent-length: %d\r\n\r\n" % (
         PROTOBUF.encode(),
         len(body),
     )

@@ -84,7 +84,9 @@ class Connection:
 
     async def send(self, path: str, data: bytes, content_type: str) -> tuple[int, dict[str, Any]]:
         """Send encoded data like `post`. Returns {} for a protobuf response, which is never a failure."""
-        head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: soak\r\naccept: {PROTOBUF}\r\ncontent-type: {content_type}\r\n"
+        head = (
+            f"POST /api/v1/{path} HTTP/1.1\r\nhost: localhost\r\naccept: {PROTOBUF}\r\ncontent-type: {content_type}\r\n"
+        )
         while True:
             try:
                 status, answer = await self._call(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)

@@ -204,6 +204,16 @@ def test_idle_connection_makes_room_and_a_poll_does_not(server: Server) -> None:
             assert {status_of(connection) for connection in (*polling, last)} == {408}
 
 
+def test_connections_of_a_trusted_proxy_are_not_one_client(tmp_path: Path) -> None:
+    with (
+        live_api(settings(tmp_path, trusted_proxies=["127.0.0.0/8"], header_timeout_s=30)) as server,
+        ExitStack() as stack,
+    ):
+        for _ in range(2 * MAX_PER_ADDRESS):
+            stack.enter_context(connect(server, b"GET /api"))
+        until(lambda: server.api.connections.num_open == 2 * MAX_PER_ADDRESS)
+
+
 def test_without_file_descriptors_connections_are_refused_and_the_log_stays_short(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
