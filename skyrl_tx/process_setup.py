@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import sys
 import time
 from collections.abc import MutableMapping
@@ -87,11 +88,36 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
+    """Raise CannotServe, naming the setting, unless a server can use this certificate and key. No files: plain HTTP."""
+    if certfile is None:
+        if keyfile is not None:
+            raise CannotServe("--ssl-keyfile needs the certificate of the key: --ssl-certfile")
+        return
+    for setting, path in ("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile):
+        try:
+            if path is not None:
+                path.read_bytes()
+        except OSError as error:
+            raise CannotServe(f"{setting} {path}: {error.strerror}") from error
+
+    def refuse_password() -> str:
+        raise CannotServe(f"--ssl-keyfile {keyfile or certfile}: the key is encrypted; decrypt it with `openssl pkey`")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=refuse_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise CannotServe(f"--ssl-keyfile {keyfile}: not the key of the certificate in {certfile}") from error
+        flags = f"--ssl-certfile {certfile}" + (f", --ssl-keyfile {keyfile}" if keyfile else "")
+        raise CannotServe(f"{flags}: no certificate with its private key in PEM ({error.reason or error})") from error
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """Return the URL of a listening socket for clients on this machine."""
     bound_host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound_host, str(bound_host))
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def raise_file_limit() -> None:

@@ -15,7 +15,7 @@ from skyrl_tx import __version__
 from skyrl_tx.api.app import ApiServer
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, run_in_foreground
-from skyrl_tx.process_setup import CannotServe, listen, tune_garbage_collection, url_of
+from skyrl_tx.process_setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
 from skyrl_tx.settings import ServerSettings
 from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
@@ -179,6 +179,7 @@ async def run_servers(api: SupervisedApi, listener: socket.socket, engine: Engin
 
 def serve(settings: ServerSettings) -> int:
     """Run the API and the engine until a signal; raises CannotServe."""
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
@@ -192,7 +193,9 @@ def serve(settings: ServerSettings) -> int:
         engine = EngineSupervisor(
             lambda: EngineProcess(launch),
             RestartPolicy(settings.max_engine_starts),
-            on_ready=lambda ready: _log_ready(settings, ready, url_of(listener), requires_key=requires_key),
+            on_ready=lambda ready: _log_ready(
+                settings, ready, url_of(listener, settings.scheme), requires_key=requires_key
+            ),
             record_end=lambda end, since: store.write(lambda tx: _record_end(tx, end, since)),
         )
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
@@ -208,11 +211,13 @@ def _record_end(tx: Session, end: EngineEnd, since: float) -> bool:
 
 def serve_api(settings: ServerSettings) -> int:
     """Run the API alone until a signal; raises CannotServe."""
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
     ):
-        _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url_of(listener), settings.data_dir)
+        url = url_of(listener, settings.scheme)
+        _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         asyncio.run(run_servers(SupervisedApi(settings, store), listener, None))
     return 0
@@ -248,6 +253,10 @@ def _open_store(settings: ServerSettings) -> Store:
             f"    skyrl-tx keys create --admin NAME --data-dir {settings.data_dir}\n"
             "or add --no-auth to disable authentication, or use 127.0.0.1"
         )
+    if api.no_auth and not api.is_loopback:
+        _log.warning("--no-auth: everyone who can reach --host %s is an admin", settings.host)
+    elif api.no_auth or not store.read(keys.any_made):
+        _log.info("no API key is required: every user of this machine is an admin; see `skyrl-tx keys create`")
     return store
 
 

@@ -162,6 +162,8 @@ class ApiServer(uvicorn.Server):
                 ws="none",
                 proxy_headers=False,  # RequestGuard reads them
                 timeout_keep_alive=_KEEP_ALIVE_S,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
             )
         )
 

@@ -38,6 +38,10 @@ class ApiSettings(CommonSettings):
     """Base URL of this server in download URLs; default: the address of the request."""
     request_threads: int = Field(default=100, ge=1)
     """Number of threads that handle requests; each may wait for a commit."""
+    ssl_certfile: Path | None = None
+    """File with the TLS certificate and its chain (PEM); the server then speaks HTTPS only."""
+    ssl_keyfile: Path | None = None
+    """File with the private key of --ssl-certfile (PEM, not encrypted); default: the key is in that file."""
     allowed_hosts: list[str] = Field(default=[])
     """Names by which clients address this server, separated by commas. Without API keys other names are refused, apart
     from localhost, IP addresses and the name of this machine; with this setting they always are."""
@@ -68,6 +72,11 @@ class ApiSettings(CommonSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of this server's URLs."""
+        return "https" if self.ssl_certfile else "http"
 
     @property
     def public_model_name(self) -> str:

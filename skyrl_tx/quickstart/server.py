@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-_READY = re.compile(r"ready at (http://\S+);")
+_READY = re.compile(r"ready at (https?://\S+);")
 _READY_WITHIN_S = 120.0
 _STOPPED_WITHIN_S = 40.0
 

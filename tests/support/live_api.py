@@ -77,7 +77,7 @@ def live_api(settings: ApiSettings, wrap: Callable[[ASGIApp], ASGIApp] | None = 
         while not api.started:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.005)
-        url = f"http://127.0.0.1:{api.servers[0].sockets[0].getsockname()[1]}"
+        url = f"{settings.scheme}://127.0.0.1:{api.servers[0].sockets[0].getsockname()[1]}"
         with httpx.Client(base_url=url, timeout=30) as client:
             yield Server(url=url, settings=settings, store=store, client=client, api=api)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-_READY = {"serve": re.compile(r"ready at (http://\S+);"), "api": re.compile(r"the API alone at (http://\S+),")}
+_READY = {"serve": re.compile(r"ready at (https?://\S+);"), "api": re.compile(r"the API alone at (https?://\S+),")}
 _ENGINE = re.compile(r"engine process (\d+)")
 
 

@@ -4,11 +4,21 @@ import asyncio
 import gc
 import resource
 import socket
+import subprocess
 import weakref
+from pathlib import Path
 
 import pytest
 
-from skyrl_tx.process_setup import CannotServe, listen, raise_file_limit, tune_garbage_collection, url_of
+from skyrl_tx.process_setup import (
+    CannotServe,
+    check_certificate,
+    listen,
+    raise_file_limit,
+    tune_garbage_collection,
+    url_of,
+)
+from tests.support.certificates import create_certificate
 
 
 def test_listen_on_a_free_port_and_refusal_of_a_used_one() -> None:
@@ -83,3 +93,37 @@ def test_garbage_collection_finds_new_cycles_and_skips_present_objects() -> None
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def test_url_of_a_tls_server() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert url_of(listener, "https").startswith("https://127.0.0.1:")
+
+
+def test_certificate_and_its_key_are_accepted(tmp_path: Path) -> None:
+    certificate = create_certificate(tmp_path)
+    check_certificate(certificate.certfile, certificate.keyfile)
+    both = tmp_path / "both.pem"
+    both.write_bytes(certificate.keyfile.read_bytes() + certificate.certfile.read_bytes())
+    check_certificate(both, None)
+    check_certificate(None, None)
+
+
+def test_unusable_certificates_are_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    certificate, other = create_certificate(tmp_path), create_certificate(tmp_path / "other")
+    missing, nonsense, encrypted = (tmp_path / name for name in ("missing.pem", "nonsense.pem", "encrypted.pem"))
+    nonsense.write_text("no certificate")
+    command = ["openssl", "pkey", "-in", certificate.keyfile, "-aes256", "-passout", "pass:x", "-out", encrypted]
+    subprocess.run(command, check=True)
+    for certfile, keyfile, message in (
+        (None, certificate.keyfile, "--ssl-keyfile needs .*--ssl-certfile"),
+        (missing, certificate.keyfile, "--ssl-certfile .*missing.pem: No such file"),
+        (certificate.certfile, missing, "--ssl-keyfile .*missing.pem: No such file"),
+        (certificate.certfile, other.keyfile, "--ssl-keyfile .*not the key of the certificate"),
+        (certificate.certfile, encrypted, "--ssl-keyfile .*encrypted"),
+        (certificate.certfile, None, "--ssl-certfile .*no certificate with its private key"),
+        (nonsense, certificate.keyfile, "--ssl-certfile .*no certificate with its private key"),
+    ):
+        with pytest.raises(CannotServe, match=message):
+            check_certificate(certfile, keyfile)
