@@ -57,6 +57,8 @@ class ThrottledWarning:
 
 def plain_address(host: str) -> str:
     """Return an address without its zone; an IPv4 address that IPv6 maps is returned as IPv4."""
+    if ":" not in host:
+        return host
     host = host.partition("%")[0]
     try:
         mapped = ipaddress.IPv6Address(host).ipv4_mapped
@@ -81,7 +83,7 @@ class Connection(socket.socket):
         self.site = _site(address)
         self.protocol: HttpProtocol | None = None
         self.patience_s = connections.header_timeout_s
-        """Time that the client has left to send what it owes."""
+        """Time that the client has left to send what is missing."""
         self._connections = connections
 
     def close(self) -> None:
@@ -274,7 +276,7 @@ class Listener(socket.socket):
         super().close()
 
     def _refuse_without_descriptor(self) -> None:
-        """Close a waiting connection by the spare descriptor; otherwise the event loop would call `accept` for ever."""
+        """Close a waiting connection by the spare descriptor; otherwise the event loop would call `accept` again and again."""
         self._connections.end_for_descriptor()
         if self._spare >= 0:
             os.close(self._spare)

@@ -39,8 +39,11 @@ class TrustedProxies:
         self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
         self._cached = lru_cache(maxsize=4096)(self._find)
 
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
     def __contains__(self, address: str) -> bool:
-        return bool(self._networks) and self._cached(address)
+        return self._cached(address)
 
     def _find(self, address: str) -> bool:
         try:
@@ -109,7 +112,7 @@ class RequestGuard:
         if scope["type"] != "http":
             return self._app(scope, receive, send)
         app, is_proxied = self._app, False
-        if client := scope.get("client"):
+        if self._proxies and (client := scope.get("client")):
             address = plain_address(client[0])
             if address in self._proxies:
                 scope["client"] = address, client[1]

@@ -43,8 +43,8 @@ class ApiSettings(CommonSettings):
     ssl_keyfile: Path | None = None
     """File with the private key of --ssl-certfile (PEM, not encrypted); default: the key is in that file."""
     allowed_hosts: list[str] = Field(default=[])
-    """Names by which clients address this server, separated by commas. Without API keys other names are refused, apart
-    from localhost, IP addresses and the name of this machine; with this setting they always are."""
+    """Names by which clients address this server, separated by commas; other names are then refused.
+    Default: without API keys only localhost, IP addresses and the name of this machine are accepted."""
     trusted_proxies: list[str] = Field(default=[])
     """Addresses and networks of reverse proxies, separated by commas, whose X-Forwarded-For and -Proto are believed."""
     max_connections_per_address: int | None = Field(default=None, ge=1)

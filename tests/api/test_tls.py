@@ -48,7 +48,7 @@ def test_unknown_certificate_is_refused_by_the_client(server: Server) -> None:
         httpx.get(f"{server.url}/api/v1/healthz")
 
 
-def test_silent_handshakes_end_and_keep_out_nobody(server: Server) -> None:
+def test_silent_handshakes_end_and_keep_no_client_out(server: Server) -> None:
     """A connection counts before its handshake, which the HTTP protocol does not see."""
     url = httpx.URL(server.url)
     silent = [socket.create_connection((url.host, url.port), timeout=10) for _ in range(20)]

@@ -178,7 +178,7 @@ def test_long_poll_may_take_longer_than_a_head(server: Server) -> None:
     assert time.monotonic() - started > TIMEOUT_S + 0.5
 
 
-def test_half_sent_requests_keep_out_nobody(server: Server) -> None:
+def test_half_sent_requests_keep_no_client_out(server: Server) -> None:
     with ExitStack() as stack:
         half_sent = [stack.enter_context(connect(server, b"GET /api")) for _ in range(5 * MAX_PER_ADDRESS)]
         for _ in range(3):
