@@ -18,6 +18,8 @@ WORKDIR /home/skyrl
 VOLUME /data
 EXPOSE 8000
 ENV SKYRL_TX_DATA_DIR=/data
+# For plain HTTP. With TLS, give `docker run` another --health-cmd or --no-healthcheck. Loading a large model takes minutes.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=15m CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/api/v1/healthz', timeout=8)"]
 # Clients of a container never connect through its loopback; the published port decides who can reach the server. Arguments to
 # `docker run` replace the default ones, --no-auth included. Create keys with `docker run --entrypoint skyrl-tx … keys create OWNER`.
 ENTRYPOINT ["skyrl-tx", "serve", "--host", "0.0.0.0"]

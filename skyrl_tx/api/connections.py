@@ -276,7 +276,7 @@ class Listener(socket.socket):
         super().close()
 
     def _refuse_without_descriptor(self) -> None:
-        """Close a waiting connection by the spare descriptor; otherwise the event loop would call `accept` again and again."""
+        """Close a waiting connection by the spare descriptor, or the event loop would call `accept` again and again."""
         self._connections.end_for_descriptor()
         if self._spare >= 0:
             os.close(self._spare)

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.cli import read_settings
+from tests.support.live_api import live_api
+from tests.support.scripted_engine import scripted_engine
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +40,19 @@ def test_image_serves_as_an_unprivileged_user_with_data_in_a_volume(monkeypatch:
     settings = read_settings(command, [*flags, *json.loads(arguments_of("CMD")[-1])])
     assert (program, command, settings.host) == ("skyrl-tx", "serve", "0.0.0.0")
     assert settings.data_dir == Path("/data")
+
+
+def test_health_check_succeeds_while_the_server_is_healthy(tmp_path: Path) -> None:
+    (check,) = arguments_of("HEALTHCHECK")
+    program, *arguments = json.loads(check[check.index("CMD ") + 4 :])
+    assert program == "python"
+    settings = ApiSettings(port=0, data_dir=tmp_path, base_model="fake")
+    with live_api(settings) as server, scripted_engine(tmp_path) as engine:
+        own_port = [argument.replace("http://127.0.0.1:8000", server.url) for argument in arguments]
+        assert own_port != arguments
+        until(lambda: subprocess.run([sys.executable, *own_port], stderr=subprocess.DEVNULL).returncode == 0)
+        del engine
+    assert subprocess.run([sys.executable, *own_port], stderr=subprocess.DEVNULL).returncode == 1
 
 
 def test_values_of_the_build_argument_are_extras() -> None:
