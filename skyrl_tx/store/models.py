@@ -161,8 +161,9 @@ def list_owned(
     project_id: str | None = None,
     published_at: float | None = None,
 ) -> tuple[list[ModelRow], int]:
-    """Return a page of an owner's models, the one with the latest request first, and their total number.
+    """Return a page of an owner's models, newest first, and their total number.
 
+    Requests do not change the order, so that a client that reads pages during training sees every model.
     `owner` None means all owners. `published_at` adds other owners' models with a checkpoint that is public then.
     """
     is_wanted: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
@@ -171,8 +172,8 @@ def list_owned(
     if project_id is not None:
         is_wanted = is_wanted & (col(SessionRow.project_id) == project_id)
     count = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
-    latest_first = (col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
-    page = select(ModelRow).join(SessionRow).where(is_wanted).order_by(*latest_first).limit(limit).offset(offset)
+    newest_first = (col(ModelRow.created_at).desc(), col(ModelRow.model_id))
+    page = select(ModelRow).join(SessionRow).where(is_wanted).order_by(*newest_first).limit(limit).offset(offset)
     return list(tx.exec(page)), tx.exec(count).one()
 
 

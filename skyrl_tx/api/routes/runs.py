@@ -35,7 +35,7 @@ def list_runs(
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> schemas.TrainingRunsResponse:
-    """List the caller's training runs, the last used first; `accessible` adds runs with published checkpoints."""
+    """List the caller's training runs, the newest first; `accessible` adds runs with published checkpoints."""
     is_wide = access_scope == "accessible"  # for an admin: the runs of all owners
     owner = call.caller.owner_filter if is_wide else call.caller.owner
     now = time.time()

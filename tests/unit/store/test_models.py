@@ -103,6 +103,15 @@ def test_list_of_an_owner_in_pages(store: Store, session_id: SessionId) -> None:
     assert ([row.model_id for row in rows], total) == (["run-1", "run-0"], 3)
 
 
+def test_requests_do_not_move_runs_between_pages(store: Store, session_id: SessionId) -> None:
+    for number in range(4):
+        create(store, session_id, ModelId(f"run-{number}"), now=float(number))
+    first, _ = store.read(lambda tx: models.list_owned(tx, "ann", 2, 0))
+    store.write(lambda tx: models.touch(tx, ModelId("run-0"), 10.0))
+    second, _ = store.read(lambda tx: models.list_owned(tx, "ann", 2, 2))
+    assert [row.model_id for row in [*first, *second]] == ["run-3", "run-2", "run-1", "run-0"]
+
+
 def put_snapshot(store: Store, artifact: str, effect_order: int) -> ArtifactId | None:
     return store.write(
         lambda tx: models.put_snapshot(tx, MODEL, ArtifactId(artifact), effect_order, float(effect_order))
