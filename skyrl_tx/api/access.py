@@ -15,6 +15,9 @@ from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.store import checkpoints, models, samplers, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow, SessionRow
 
+_SHARED_METADATA = frozenset({"renderer_name"})
+"""Metadata that others see of a published checkpoint: clients need it to build prompts for the weights."""
+
 
 def session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRow:
     """Find a session."""
@@ -97,6 +100,13 @@ def readable_checkpoint(tx: Session, caller: Principal, path: CheckpointPath) ->
         return saved_weights(tx, [caller], path, time.time())
     except UserError as error:
         raise not_found(error.message) from error
+
+
+def metadata(row: ModelRow | CheckpointRow, is_own: bool) -> dict[str, str] | None:
+    """Return the client's metadata of a run or a checkpoint; others get only what using the weights needs."""
+    if row.user_metadata is None:
+        return None
+    return {name: value for name, value in row.user_metadata.items() if is_own or name in _SHARED_METADATA}
 
 
 def spec_of(row: ModelRow) -> ModelSpec:

@@ -95,6 +95,30 @@ def test_published_checkpoint_is_readable_by_all_until_unpublished(client_of: Cl
         bob.get_training_run(run.training_run_id, access_scope="accessible").result()
 
 
+def test_published_run_shows_others_no_personal_data(keyed_stack: LiveStack, rest_of: RestOf) -> None:
+    owner, private = "ann@example.org", {"contact": "555-0100", "renderer_name": "qwen3"}
+    with tinker.ServiceClient(base_url=keyed_stack.url, api_key=key_for(keyed_stack, owner)) as service:
+        training = service.create_lora_training_client(PUBLIC_NAME, rank=4, user_metadata=private).result()
+        path = training.save_state("shared", user_metadata={"note": "555-0100"}).result().path
+        rest_of(owner).publish_checkpoint_from_tinker_path(path).result()
+        saved_at = rest_of(owner).list_checkpoints(training.model_id).result().checkpoints[0].time
+        training.save_state("private").result()
+    own, seen = (rest_of(name).get_training_run(training.model_id).result() for name in (owner, "bob"))
+    assert own.model_owner == owner and own.user_metadata == private and own.last_request_time != saved_at
+    assert seen.model_owner == "ann" and seen.user_metadata == {"renderer_name": "qwen3"}
+    assert seen.last_request_time == saved_at and seen.last_checkpoint is not None
+    assert seen.last_checkpoint.tinker_path == path and not seen.last_checkpoint.user_metadata
+    listed = rest_of("bob").list_training_runs(access_scope="accessible", limit=100).result().training_runs
+    assert seen in listed
+    (checkpoint,) = rest_of("bob").list_checkpoints(training.model_id).result().checkpoints
+    assert checkpoint == seen.last_checkpoint
+    copy = rest_of("bob").copy_weights(path, "copies").result()
+    copied = rest_of("bob").get_training_run_by_tinker_path(copy).result()
+    assert copied.user_metadata == {"renderer_name": "qwen3"} and copied.last_checkpoint is not None
+    assert not copied.last_checkpoint.user_metadata
+    rest_of(owner).unpublish_checkpoint_from_tinker_path(path).result()
+
+
 def test_copy_is_a_separate_run_and_outlives_its_source(client_of: ClientOf, rest_of: RestOf) -> None:
     training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4, train_attn=False).result()
     state = training.save_state("state").result().path

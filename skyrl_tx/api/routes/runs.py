@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import access
+from skyrl_tx.api.authentication import Principal
 from skyrl_tx.api.context import AccessScope, Call, Incoming, Limit, Offset
 from skyrl_tx.api.errors import not_found
 from skyrl_tx.api.schemas import weights as schemas
@@ -43,7 +44,7 @@ def list_runs(
     def work(tx: Session) -> schemas.TrainingRunsResponse:
         published_at = now if is_wide else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
-        runs = [_run(*access.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
+        runs = [_run(call.caller, *access.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
         return schemas.TrainingRunsResponse(
             training_runs=runs, cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total)
         )
@@ -54,14 +55,16 @@ def list_runs(
 @router.get("/training_runs/{run_id}")
 def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.TrainingRun:
     """Describe one training run."""
-    return _run(*call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time())))
+    found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return _run(call.caller, *found)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 def list_checkpoints_of_run(run_id: str, call: Incoming) -> schemas.CheckpointsResponse:
     """List the checkpoints of one run; of another owner's run only the published ones."""
-    *_, found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return schemas.CheckpointsResponse(checkpoints=[_checkpoint(checkpoint) for checkpoint in found])
+    _, owner, found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    is_own = call.caller.may_see(owner)
+    return schemas.CheckpointsResponse(checkpoints=[_checkpoint(checkpoint, is_own) for checkpoint in found])
 
 
 @router.get("/checkpoints")
@@ -121,25 +124,27 @@ def _existing(tx: Session, call: Call, run_id: str, kind: str, name: str) -> Che
     return path
 
 
-def _run(row: ModelRow, owner: str, saved: Sequence[CheckpointRow]) -> schemas.TrainingRun:
+def _run(caller: Principal, row: ModelRow, owner: str, saved: Sequence[CheckpointRow]) -> schemas.TrainingRun:
+    """Describe a run. Others see what loading its published checkpoints needs, and no personal data."""
+    is_own = caller.may_see(owner)
     return schemas.TrainingRun(
         training_run_id=row.model_id,
         base_model=row.base_model,
-        model_owner=owner,
+        model_owner=owner if is_own else owner.partition("@")[0],
         corrupted=row.status == "failed",
         lora_rank=access.spec_of(row).lora.rank,
-        last_request_time=utc_time(row.last_request_at),
-        last_checkpoint=_last(saved, CheckpointKind.TRAINING),
-        last_sampler_checkpoint=_last(saved, CheckpointKind.SAMPLER),
-        user_metadata=None if row.user_metadata is None else dict(row.user_metadata),
+        last_request_time=utc_time(row.last_request_at if is_own else saved[-1].created_at),
+        last_checkpoint=_last(saved, CheckpointKind.TRAINING, is_own),
+        last_sampler_checkpoint=_last(saved, CheckpointKind.SAMPLER, is_own),
+        user_metadata=access.metadata(row, is_own),
     )
 
 
-def _last(saved: Sequence[CheckpointRow], kind: CheckpointKind) -> schemas.Checkpoint | None:
-    return next((_checkpoint(row) for row in reversed(saved) if row.kind == kind), None)
+def _last(saved: Sequence[CheckpointRow], kind: CheckpointKind, is_own: bool) -> schemas.Checkpoint | None:
+    return next((_checkpoint(row, is_own) for row in reversed(saved) if row.kind == kind), None)
 
 
-def _checkpoint(row: CheckpointRow) -> schemas.Checkpoint:
+def _checkpoint(row: CheckpointRow, is_own: bool = True) -> schemas.Checkpoint:
     path = row.path
     return schemas.Checkpoint(
         checkpoint_id=path.checkpoint_id,
@@ -148,6 +153,6 @@ def _checkpoint(row: CheckpointRow) -> schemas.Checkpoint:
         tinker_path=str(path),
         size_bytes=row.size_bytes,
         public=row.public,
-        user_metadata=None if row.user_metadata is None else dict(row.user_metadata),
+        user_metadata=access.metadata(row, is_own),
         expires_at=None if row.expires_at is None else utc_time(row.expires_at),
     )

@@ -156,12 +156,13 @@ def _copy(
         raise not_found(error.message) from error
     if copied is not None and copied.artifact_id == saved.artifact_id:
         return
+    is_own = any(reader.may_see(models.owner(tx, source.model_id)) for reader in readers)
     copy = ModelRow(
         model_id=run_id,
         session_id=session_id,
         base_model=maker.base_model,
         spec=maker.spec,
-        user_metadata=maker.user_metadata,
+        user_metadata=access.metadata(maker, is_own),
         status="unloaded",
         created_at=now,
         last_request_at=now,
@@ -176,6 +177,6 @@ def _copy(
         created_at=now,
         expires_at=None if ttl_s is None else now + ttl_s,
         size_bytes=saved.size_bytes,
-        user_metadata=saved.user_metadata,
+        user_metadata=access.metadata(saved, is_own),
     )
     checkpoints.put(tx, row, overwrite=False)
