@@ -126,9 +126,16 @@ class AbstractBackend(ABC):
         steps). Every name has a reduction after a colon, because clients log names without one themselves.
         """
 
+    def gradient_norm(self, model_id: ModelId) -> float | None:
+        """Return the global L2 norm of the accumulated gradient, 0 without one; None if the backend does not tell.
+
+        The engine refuses an optimizer step whose gradient norm is not finite. Changes nothing.
+        """
+        return None
+
     @abstractmethod
     def clear_gradient(self, model_id: ModelId) -> None:
-        """Discard the accumulated gradient, because it is incomplete: a pass that contributes to it has failed."""
+        """Discard the accumulated gradient, which is incomplete (a pass has failed) or not finite."""
 
     # State
 

@@ -1,5 +1,6 @@
 """Executes the requests that change one model, other than passes: one function per kind."""
 
+import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from skyrl_tx.engine import validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
 from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.store import checkpoints, manifests, models, samplers
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
@@ -103,20 +105,30 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
     model = context.models.get(model_id)
     context.models.ensure_resident([model_id])
     if model.gradient_error is not None:
-        context.backend.clear_gradient(model_id)
-        cause, model.gradient_error = model.gradient_error, None
-        message = f"the gradient is incomplete and was dropped, because a forward_backward failed: {cause}"
-        context.request_log.commit(
-            queued,
-            results.Failure(message=message, category=ErrorCategory.USER),
-            lambda tx: models.set_incomplete_gradient(tx, model_id, None),
-            effect_order=model.next_effect_order(),
-        )
+        cause = f"is incomplete and was dropped, because a forward_backward failed: {model.gradient_error}"
+        _drop_gradient(context, queued, model, f"the gradient {cause}")
         return
     validate.check_optim(request.params)
+    norm = context.backend.gradient_norm(model_id)
+    if norm is not None and not math.isfinite(norm):
+        cause = f"the norm of the gradient is {norm}, not a finite number: the model has diverged, or a loss overflowed"
+        _drop_gradient(context, queued, model, f"{cause}; the gradient was dropped, the weights are unchanged")
+        return
     metrics = context.backend.optim_step(model_id, request.params)
     result = results.OptimStepOutput(metrics=dict(metrics))
     context.request_log.commit(queued, result, effect_order=model.next_effect_order())
+
+
+def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveModel, message: str) -> None:
+    """Fail an optimizer step and clear the gradient; the failure is a record of the log, so that replay clears it."""
+    context.backend.clear_gradient(model.model_id)
+    model.gradient_error = None
+    context.request_log.commit(
+        queued,
+        results.Failure(message=message, category=ErrorCategory.USER),
+        lambda tx: models.set_incomplete_gradient(tx, model.model_id, None),
+        effect_order=model.next_effect_order(),
+    )
 
 
 def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:

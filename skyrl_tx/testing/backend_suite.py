@@ -108,6 +108,19 @@ class BackendSuite:
         driver.backend.clear_gradient(model_id)
         assert driver.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] == 0
 
+    def test_gradient_norm_is_that_of_the_next_step(self, driver: BackendDriver) -> None:
+        """A backend may also tell no norm."""
+        model_id = driver.model()
+        if driver.backend.gradient_norm(model_id) is None:
+            return
+        assert driver.backend.gradient_norm(model_id) == 0
+        driver.backend.forward_backward(driver.batch(driver.request(model_id)))
+        before = driver.state_of(model_id)
+        norm = driver.backend.gradient_norm(model_id)
+        assert driver.state_of(model_id) == before
+        metrics = driver.backend.optim_step(model_id, OptimizerParams(learning_rate=0.0))
+        assert norm == pytest.approx(metrics["unclipped_grad_l2:mean"], rel=1e-5)
+
     def test_training_lowers_the_loss(self, driver: BackendDriver) -> None:
         """A few steps on one batch."""
         model_id = driver.model()

@@ -16,6 +16,7 @@ from skyrl_tx.backends.jax.memory import Memory, capacity_errors, max_models, pl
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, apply_gradient, fresh_training_state, padded_rank, placed
+from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.warmup import warm_up
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
@@ -131,6 +132,12 @@ class JaxBackend(AbstractBackend):
         }
         self._pool.put(model_id, after)
         return metrics
+
+    def gradient_norm(self, model_id: ModelId) -> float:
+        """See AbstractBackend."""
+        gradient = self._pool.get(model_id).gradient
+        with capacity_errors("the norm of a gradient"):
+            return 0.0 if gradient is None else float(global_norm(gradient))
 
     def clear_gradient(self, model_id: ModelId) -> None:
         """See AbstractBackend."""

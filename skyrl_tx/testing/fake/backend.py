@@ -88,6 +88,12 @@ class FakeBackend(AbstractBackend):
             "step:max": float(state.moments.step),
         }
 
+    def gradient_norm(self, model_id: ModelId) -> float:
+        """See AbstractBackend."""
+        gradient = self._models[model_id].gradient
+        with np.errstate(all="ignore"):
+            return 0.0 if gradient is None else gradient.norm
+
     def clear_gradient(self, model_id: ModelId) -> None:
         """See AbstractBackend."""
         self._models[model_id] = replace(self._models[model_id], gradient=None)

@@ -67,6 +67,13 @@ def coefficients(params: OptimizerParams, step: int) -> Coefficients:
         )
 
 
+def _norm(gradient: AdapterWeights) -> jax.Array:
+    """Return the global L2 norm of a gradient; infinite if a square exceeds float32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)))
+
+
+global_norm = jax.jit(_norm)
+
 @jax.jit
 def adamw(
     weights: AdapterWeights, state: OptimizerState, gradient: AdapterWeights, c: Coefficients
@@ -75,7 +82,7 @@ def adamw(
 
     Padded ranks, whose weights and gradients are always zero, stay zero even with `eps` 0.
     """
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)))
+    norm = _norm(gradient)
     clip = jnp.where(jnp.isinf(c.max_norm), 1.0, jnp.minimum(1.0, c.max_norm / (norm + CLIP_EPSILON)))
     gradient = jax.tree.map(lambda g: g * clip, gradient)
     first = jax.tree.map(lambda m, g: m + (g - m) * c.one_minus_beta1, state.first, gradient)
