@@ -452,7 +452,8 @@ def _read_manifest(path: Path) -> _Manifest:
     try:
         return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=_Manifest)
     except (OSError, msgspec.DecodeError) as error:
-        raise ArtifactCorrupt(f"artifact {path.name}: {_MANIFEST} cannot be read ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
+        raise ArtifactCorrupt(f"artifact {path.name}: {_MANIFEST} cannot be read ({reason})") from error
 
 
 def _verify(path: Path, manifest: _Manifest) -> None:

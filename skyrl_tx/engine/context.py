@@ -1,6 +1,8 @@
 """Dependencies shared by the engine's components."""
 
 import logging
+import os
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,18 @@ from skyrl_tx.store.errors import StoreError
 _log = logging.getLogger(__name__)
 FATAL_ERRORS = (BackendLost, StoreError)
 """Errors that end the engine, because the device or the database is lost."""
+
+
+def internal_error(what: str, error: Exception) -> ServerError:
+    """Log an unexpected error; return what its client gets: a reference to the log, without paths or device messages.
+
+    The text of a system error number, such as "No space left on device", is part of it.
+    """
+    reference = secrets.token_hex(4)
+    _log.error("%s failed (reference %s)", what, reference, exc_info=error)
+    number = error.errno if isinstance(error, OSError) else None
+    cause = "" if number is None else f": {os.strerror(number)}"
+    return ServerError(f"internal error{cause}; the server's log has it under reference {reference}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +77,7 @@ class EngineContext:
         if isinstance(error, FATAL_ERRORS):
             raise error
         if not isinstance(error, RequestError):
-            _log.error("%s request %s failed", queued.kind, queued.request_id, exc_info=error)
-            error = ServerError(f"internal error: {type(error).__name__}: {error}")
+            error = internal_error(f"{queued.kind} request {queued.request_id}", error)
         failure = Failure(message=error.message, category=error.category)
         request, model_id, rows = queued.request, queued.model_id, None
         if model_id is not None and isinstance(request, ModelPass | Rejected) and request.backward:

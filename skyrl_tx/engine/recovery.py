@@ -139,7 +139,9 @@ class Recovery:
         try:
             artifact = self.artifacts.open(artifact_id)
         except (ArtifactMissing, ArtifactCorrupt, OSError) as error:
-            raise ServerError(f"weights cannot be read: {error}") from error
+            _log.error("artifact %s cannot be read: %s", artifact_id, error)
+            reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
+            raise ServerError(f"weights cannot be read: {reason}") from error
         here = self.capabilities.base_model_hash
         if here and (theirs := artifact.metadata.get(_BASE)) and theirs != here:
             raise UserError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Sample
-from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext, internal_error
 from skyrl_tx.engine.request import QueuedRequest
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
@@ -47,8 +47,7 @@ def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[R
     except RequestError as error:
         reason = error.message
     except Exception as error:  # any error concerns this model only
-        _log.exception("cannot restore model %s", model_id)
-        reason = f"internal error: {type(error).__name__}: {error}"
+        reason = internal_error(f"restoring model {model_id}", error).message
     context.attempts.undo(saves)
     return reason
 

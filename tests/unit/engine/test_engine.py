@@ -12,6 +12,7 @@ from skyrl_tx.contract.results import CreateModelOutput, Failure, ForwardBackwar
 from skyrl_tx.store import checkpoints, engine_state, futures, models, samplers, stability
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, SPEC, EngineHarness, datum, forward_backward, optim_step, sample
+from tests.support.logged_error import logged_error
 
 SAMPLING = SamplingSessionId("s:sample:0")
 
@@ -51,7 +52,7 @@ def effect_orders(tx, model_id):
     return [effect.seq_id for effect in futures.log_since(tx, model_id, 0)]
 
 
-def test_failing_request_does_not_fail_its_batch(harness):
+def test_failing_request_does_not_fail_its_batch(harness, caplog):
     class Picky(FakeBackend):
         def begin_pass(self, batch, *, backward):
             if any(example.tokens[0] == 99 for example in batch.examples):
@@ -69,8 +70,54 @@ def test_failing_request_does_not_fail_its_batch(harness):
     assert isinstance(harness.result(third), ForwardBackwardOutput)
     assert harness.result(second).category == ErrorCategory.SERVER
     poisoned = harness.result(steps[0])
-    assert poisoned.category == ErrorCategory.USER and "I do not like 99" in poisoned.message
+    assert poisoned.category == ErrorCategory.USER and harness.result(second).message in poisoned.message
+    assert "I do not like 99" in str(logged_error(poisoned.message, caplog))
     assert harness.result(steps[1]).metrics["unclipped_grad_l2:mean"] == 0
+
+
+def test_unexpected_error_reaches_the_log_and_not_the_client(harness, caplog):
+    class Broken(FakeBackend):
+        def begin_pass(self, batch, *, backward):
+            raise ValueError("/home/ann/secret: no such device cuda:3")
+
+    model_id, _ = harness.create()
+    failed = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    harness.run(failed, backend=Broken("tiny", harness.config))
+    message = harness.result(failed).message
+    assert message.startswith("internal error; the server's log") and "ann" not in message
+    assert "no such device cuda:3" in str(logged_error(message, caplog))
+
+
+def test_step_with_a_gradient_that_is_not_finite_changes_nothing(harness):
+    """It fails, also in a replay; the next step has a new gradient."""
+
+    class Diverging(FakeBackend):
+        def gradient_norm(self, model_id):
+            return float("nan") if len(refused) == 1 else super().gradient_norm(model_id)
+
+    model_id, _ = harness.create()
+    harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    harness.submit(optim_step(), model_id=model_id, seq_id=2)
+    before = harness.answer(forward_backward(), model_id=model_id, seq_id=3).metrics
+    refused = [harness.submit(optim_step(), model_id=model_id, seq_id=4)]
+    harness.run(*refused, backend=Diverging("tiny", harness.config))
+    failure = harness.result(refused[0])
+    assert failure.category == ErrorCategory.USER and "the norm of the gradient is nan" in failure.message
+    after = harness.answer(forward_backward(), model_id=model_id, seq_id=5).metrics
+    assert after == before
+    norm = harness.answer(optim_step(), model_id=model_id, seq_id=6).metrics["unclipped_grad_l2:mean"]
+    assert 0 < norm < float("inf")
+    assert harness.answer(forward_backward(), model_id=model_id, seq_id=7).metrics != before
+
+
+def test_diverged_model_is_reported(harness):
+    """An absurd learning rate is applied as asked; the next gradient overflows and is refused."""
+    model_id, _ = harness.create()
+    for step in range(8):
+        harness.submit(forward_backward(), model_id=model_id, seq_id=2 * step + 1)
+        last = harness.submit(optim_step(3e38), model_id=model_id, seq_id=2 * step + 2)
+    harness.run(last)
+    assert "not a finite number: the model has diverged" in harness.result(last).message
 
 
 def test_rejected_pass_makes_the_gradient_incomplete_across_a_restart(harness):

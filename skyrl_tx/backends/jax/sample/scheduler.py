@@ -301,9 +301,10 @@ class SampleScheduler:
                 deltas += self._draw_first(prefill)
             if prefill.samples:
                 self._prefilled.append(prefill)
-        except Exception as error:
+        except Exception:
             log.exception("prefill of request %s failed", request.request_id)
-            deltas.append(_empty_delta(request, error=f"the prompt could not be computed: {error}"))
+            error = f"the prompt could not be computed; the server's log has it under request {request.request_id}"
+            deltas.append(_empty_delta(request, error=error))
         self._fill_slots()
         return num_tokens
 

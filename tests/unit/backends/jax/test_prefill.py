@@ -183,7 +183,7 @@ def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
     expected = run(scheduler, good).bits
     programs.fail_extend = True  # from the second chunk on
     results = run(scheduler, ask("bad", prompt_of(200, seed=1)), good, into=Results(may_fail=True))
-    assert results.errors == {"bad": "the prompt could not be computed: prefill failed"}
+    assert results.errors == {"bad": "the prompt could not be computed; the server's log has it under request bad"}
     assert {key: bits for key, bits in results.bits.items() if key[0] == "good"} == expected
 
 
