@@ -36,7 +36,7 @@ _COMMANDS = {
     "api": "run only the API, on the data directory of an engine",
     "engine": "run only the engine, on the data directory of an API",
     "quickstart": "train and sample a tiny model through the Tinker SDK",
-    "keys": "create, list and revoke API keys",
+    "keys": "create, list, rotate and revoke API keys",
     "runs": "list and delete training runs",
     "checkpoints": "list and delete checkpoints, and set their expiry",
     "export": "write a checkpoint as a PEFT adapter, or merged into its base model",

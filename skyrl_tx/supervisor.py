@@ -246,7 +246,7 @@ def _open_store(settings: ServerSettings) -> Store:
     except (StoreInUse, StoreError, OSError) as error:
         raise CannotServe(str(error)) from error
     api = settings.for_api()
-    if not (api.is_loopback or api.no_auth or store.read(keys.any_usable)):
+    if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.any_usable(tx, time.time()))):
         store.close()
         raise CannotServe(
             f"--host {settings.host} is reachable by others and there are no API keys: create one with\n"

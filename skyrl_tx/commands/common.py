@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,16 @@ class CommandError(Exception):
 def absolute_path(text: str) -> Path:
     """Convert the value of a flag or an argument."""
     return Path(text).expanduser().absolute()
+
+
+def duration_s(text: str) -> float:
+    """Convert a duration such as 45s, 90m, 12h or 30d, or a number of seconds. Raises ArgumentTypeError for others."""
+    found = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of seconds, or one with a unit: 45s, 90m, 12h, 30d"
+        )
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
 
 
 def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None]) -> None:

@@ -2,8 +2,10 @@
 
 import hashlib
 import secrets
+from collections.abc import Collection
+from typing import Literal
 
-from sqlalchemy import update
+from sqlalchemy import or_, update
 from sqlmodel import Session, col, select
 
 from skyrl_tx.store.database import execute
@@ -14,9 +16,16 @@ LOCAL_OWNER = "local"
 _PREFIX = "tml-"
 """The SDK requires this prefix."""
 _HINT_CHARACTERS = 4
+_RECORD_USE_EVERY_S = 60.0
 
 
-def create(tx: Session, *, owner: str, scope: KeyScope, name: str, note: str, now: float) -> tuple[str, ApiKeyRow]:
+class KeyNotUsable(Exception):
+    """A key is unknown, revoked or expired."""
+
+
+def create(
+    tx: Session, *, owner: str, scope: KeyScope, name: str, note: str, now: float, expires_at: float | None = None
+) -> tuple[str, ApiKeyRow]:
     """Create a key; return it, for the only time, and its row.
 
     The first admin key takes over what belongs to `LOCAL_OWNER`.
@@ -25,13 +34,14 @@ def create(tx: Session, *, owner: str, scope: KeyScope, name: str, note: str, no
     is_first_admin = scope == "admin" and tx.exec(select(ApiKeyRow).where(ApiKeyRow.scope == "admin")).first() is None
     key = _PREFIX + secrets.token_urlsafe(32)
     row = ApiKeyRow(
-        digest=_digest(key),
+        digest=digest(key),
         hint=key[: len(_PREFIX) + _HINT_CHARACTERS],
         owner=owner,
         scope=scope,
         name=name,
         note=note,
         created_at=now,
+        expires_at=expires_at,
     )
     tx.add(row)
     tx.flush()
@@ -41,14 +51,14 @@ def create(tx: Session, *, owner: str, scope: KeyScope, name: str, note: str, no
 
 
 def find(tx: Session, key: str) -> ApiKeyRow | None:
-    """Return the row of a key, or None if it is unknown or revoked."""
+    """Return the row of a key, which may have expired, or None if it is unknown or revoked."""
     return tx.exec(
-        select(ApiKeyRow).where(ApiKeyRow.digest == _digest(key), col(ApiKeyRow.revoked_at).is_(None))
+        select(ApiKeyRow).where(ApiKeyRow.digest == digest(key), col(ApiKeyRow.revoked_at).is_(None))
     ).first()
 
 
 def get(tx: Session, key_id: int) -> ApiKeyRow | None:
-    """Return the row of a key by its number, or None if it is unknown or revoked."""
+    """Return the row of a key by its number, which may have expired, or None if it is unknown or revoked."""
     row = tx.get(ApiKeyRow, key_id)
     return row if row is not None and row.revoked_at is None else None
 
@@ -62,6 +72,57 @@ def revoke(tx: Session, key_id: int, now: float) -> bool:
     return True
 
 
+def status(row: ApiKeyRow, now: float) -> Literal["valid", "expired", "revoked"]:
+    """Return whether a key is accepted, or why not."""
+    if row.revoked_at is not None:
+        return "revoked"
+    return "valid" if row.expires_at is None or row.expires_at > now else "expired"
+
+
+def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[str, ApiKeyRow]:
+    """Replace a key: create one with the same owner, scope, name, note and lifetime, and expire the old one.
+
+    The old key stays valid for `overlap_s` seconds, unless it expires earlier. Returns what `create` returns. Raises
+    KeyNotUsable.
+    """
+    old = get(tx, key_id)
+    if old is None or status(old, now) != "valid":
+        raise KeyNotUsable(f"key {key_id}: there is none, or it has been revoked or has expired")
+    lifetime_s = None if old.expires_at is None else old.expires_at - old.created_at
+    old.expires_at = now + overlap_s if old.expires_at is None else min(old.expires_at, now + overlap_s)
+    return create(
+        tx,
+        owner=old.owner,
+        scope=old.scope,
+        name=old.name,
+        note=old.note,
+        now=now,
+        expires_at=None if lifetime_s is None else now + lifetime_s,
+    )
+
+
+def is_use_due(row: ApiKeyRow, now: float) -> bool:
+    """Return whether `record_use` should be called; at most once a minute, so that calls cost no commits."""
+    return row.last_used_at is None or row.last_used_at < now - _RECORD_USE_EVERY_S
+
+
+def record_use(tx: Session, key_id: int, now: float) -> None:
+    """Record that a key was used."""
+    execute(tx, update(ApiKeyRow).where(col(ApiKeyRow.key_id) == key_id).values(last_used_at=now))
+
+
+def ended(tx: Session, key_ids: Collection[int], now: float) -> set[int]:
+    """Return which of these keys are revoked or have expired."""
+    is_over = or_(col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.expires_at) <= now)
+    found = tx.exec(select(ApiKeyRow.key_id).where(col(ApiKeyRow.key_id).in_(key_ids), is_over))
+    return {key_id for key_id in found if key_id is not None}
+
+
+def issued_digests(tx: Session) -> frozenset[str]:
+    """Return the digests of all keys, the revoked and expired ones included."""
+    return frozenset(tx.exec(select(ApiKeyRow.digest)))
+
+
 def list_all(tx: Session) -> list[ApiKeyRow]:
     """Return all keys, revoked ones included, oldest first."""
     return list(tx.exec(select(ApiKeyRow).order_by(col(ApiKeyRow.key_id))))
@@ -72,11 +133,13 @@ def any_made(tx: Session) -> bool:
     return tx.exec(select(ApiKeyRow.key_id).limit(1)).first() is not None
 
 
-def any_usable(tx: Session) -> bool:
-    """Return whether there is a key that is not revoked."""
-    return tx.exec(select(ApiKeyRow.key_id).where(col(ApiKeyRow.revoked_at).is_(None)).limit(1)).first() is not None
+def any_usable(tx: Session, now: float) -> bool:
+    """Return whether there is a key that is neither revoked nor expired."""
+    is_unexpired = or_(col(ApiKeyRow.expires_at).is_(None), col(ApiKeyRow.expires_at) > now)
+    usable = select(ApiKeyRow.key_id).where(col(ApiKeyRow.revoked_at).is_(None), is_unexpired)
+    return tx.exec(usable.limit(1)).first() is not None
 
 
-def _digest(key: str) -> str:
+def digest(key: str) -> str:
     """Hash a key; a plain hash is enough, because keys hold 256 random bits."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -33,7 +33,7 @@ from skyrl_tx.contract.ids import (
 ModelStatus = Literal["creating", "ready", "failed", "unloaded", "left", "expired"]
 RequestStatus = Literal["open", "done", "failed"]
 EngineStatus = Literal["starting", "recovering", "ready", "stopping"]
-KeyScope = Literal["user", "admin"]
+KeyScope = Literal["admin", "user", "sample", "read", "metrics"]
 
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
 _JSON_OR_NULL = JSON(none_as_null=True)

@@ -7,7 +7,7 @@ import pytest
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import keys, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.tables import KeyScope
+from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
 
 def make(store: Store, owner: str, scope: KeyScope = "user") -> tuple[str, int]:
@@ -38,11 +38,11 @@ def test_a_key_is_found_by_its_digest(store: Store) -> None:
 
 def test_revocation_is_permanent_and_numbers_are_not_reused(store: Store) -> None:
     key, key_id = make(store, "ann")
-    assert store.read(keys.any_usable)
+    assert store.read(lambda tx: keys.any_usable(tx, 2.5))
     assert store.write(lambda tx: keys.revoke(tx, key_id, 2.0))
     assert not store.write(lambda tx: keys.revoke(tx, key_id, 3.0))
     assert store.read(lambda tx: keys.find(tx, key)) is None and store.read(lambda tx: keys.get(tx, key_id)) is None
-    assert store.read(keys.any_made) and not store.read(keys.any_usable)
+    assert store.read(keys.any_made) and not store.read(lambda tx: keys.any_usable(tx, 2.5))
     assert make(store, "bob")[1] > key_id
     assert [row.revoked_at for row in store.read(keys.list_all)] == [2.0, None]
 
@@ -56,6 +56,43 @@ def test_the_first_admin_key_takes_over_local_sessions(store: Store) -> None:
     later = session_of(store, keys.LOCAL_OWNER)
     make(store, "max", "admin")
     assert owner_of(store, later) == keys.LOCAL_OWNER
+
+
+def test_rotation_replaces_a_key_after_an_overlap(store: Store) -> None:
+    (key, key_id), now = make(store, "ann", "sample"), 100.0
+    new, row = store.write(lambda tx: keys.rotate(tx, key_id, overlap_s=10.0, now=now))
+    assert new != key and (row.owner, row.scope, row.name, row.expires_at) == ("ann", "sample", "k", None)
+    old = store.read(lambda tx: keys.find(tx, key))
+    assert old is not None and old.expires_at == 110.0
+    assert [keys.status(old, at) for at in (109.0, 110.0)] == ["valid", "expired"]
+    assert store.read(lambda tx: keys.ended(tx, [key_id, row.key_id or 0], 110.0)) == {key_id}
+    with pytest.raises(keys.KeyNotUsable, match="has expired"):
+        store.write(lambda tx: keys.rotate(tx, key_id, overlap_s=10.0, now=110.0))
+    store.write(lambda tx: keys.revoke(tx, row.key_id or 0, 120.0))
+    assert not store.read(lambda tx: keys.any_usable(tx, 120.0)) and store.read(lambda tx: keys.any_usable(tx, 105.0))
+
+
+def test_rotation_keeps_the_lifetime_and_never_prolongs_the_old_key(store: Store) -> None:
+    _, old = store.write(
+        lambda tx: keys.create(tx, owner="ann", scope="user", name="k", note="", now=100.0, expires_at=130.0)
+    )
+    _, new = store.write(lambda tx: keys.rotate(tx, old.key_id or 0, overlap_s=1e6, now=120.0))
+    assert new.expires_at == 150.0
+    assert [row.expires_at for row in store.read(keys.list_all)] == [130.0, 150.0]
+
+
+def test_use_is_recorded_once_a_minute(store: Store) -> None:
+    key, key_id = make(store, "ann")
+
+    def row() -> ApiKeyRow:
+        found = store.read(lambda tx: keys.find(tx, key))
+        assert found is not None
+        return found
+
+    assert keys.is_use_due(row(), 100.0)
+    store.write(lambda tx: keys.record_use(tx, key_id, 100.0))
+    assert row().last_used_at == 100.0
+    assert not keys.is_use_due(row(), 160.0) and keys.is_use_due(row(), 160.5)
 
 
 def test_the_local_owner_has_no_keys(store: Store) -> None:
