@@ -27,6 +27,7 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.api.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.api.routes import account, downloads, futures, runs, sampling, service, sessions, training, weights
+from skyrl_tx.api.scopes import API_PREFIX as _PREFIX
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import shown
 from skyrl_tx.artifacts import ArtifactStore
@@ -36,7 +37,6 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
-_PREFIX = "/api/v1"
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
 _TICKS_PER_LOOK = 5

@@ -5,11 +5,15 @@ Every row has an owner, and every query is made for one.
 
 import hashlib
 import hmac
+import logging
+import math
 import os
 import secrets
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -21,12 +25,16 @@ from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.failed_keys import FailedKeys
+from skyrl_tx.api.scopes import check_scope
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.keys import LOCAL_OWNER
+from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
+_log = logging.getLogger(__name__)
 _KEY_FILE = "signing.key"
 _KEY_BYTES = 32
 _CACHE_S = 1.0
@@ -84,8 +92,13 @@ class Principal:
     """The authenticated caller. An admin sees the rows of all owners."""
 
     owner: str
-    is_admin: bool = False
+    scope: KeyScope = "user"
     key_id: int | None = None
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether the caller sees the rows of all owners."""
+        return self.scope == "admin"
 
     def may_see(self, owner: str | None) -> bool:
         """Whether rows of that owner exist for this caller. `owner` None: there is no such row."""
@@ -97,7 +110,7 @@ class Principal:
         return None if self.is_admin else self.owner
 
 
-LOCAL_ADMIN = Principal(LOCAL_OWNER, is_admin=True)
+LOCAL_ADMIN = Principal(LOCAL_OWNER, "admin")
 """Every caller while authentication is disabled: with --no-auth, or on loopback until the first key is created."""
 
 
@@ -111,6 +124,8 @@ class Authenticator:
         self._secret = signing_key.sign("token")
         self._cache: dict[str, tuple[Principal, float]] = {}
         self._requires_key = not (settings.no_auth or self._is_loopback)
+        self._failed = FailedKeys(settings.failed_key_limit)
+        self._issued: tuple[frozenset[str], float] = frozenset(), -math.inf
 
     def requires_key(self) -> bool:
         """Whether every caller needs a key. Reads the database on loopback until the first key exists."""
@@ -125,23 +140,51 @@ class Authenticator:
         principal, until = self._cache.get(credential, (None, 0.0))
         return principal if until > time.monotonic() else None
 
-    def authenticate(self, credential: str) -> Principal:
-        """Authenticate a credential. Raises ApiError 401 if it is invalid."""
-        principal = self.cached(credential) or self._read(credential)
-        if len(self._cache) >= _MAX_CACHED:
-            self._cache.clear()
-        self._cache[credential] = principal, time.monotonic() + _CACHE_S
-        return principal
+    def authenticate(self, credential: str, address: str) -> Principal:
+        """Authenticate a credential. Raises ApiError 401 if it is invalid.
 
-    def _read(self, credential: str) -> Principal:
+        Raises 429 for one that was never issued, if too many such came from the client's address. Valid ones are
+        accepted from there all the same: users may share an address.
+        """
+        if (cached := self.cached(credential)) is not None:
+            return cached
+        if (wait_s := self._failed.wait_s(address)) and not self._was_issued(credential):
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "X-API-Key: too many wrong keys came from this address",
+                headers={"Retry-After": str(math.ceil(wait_s))},
+            )
+        valid_until = time.monotonic() + _CACHE_S  # counted from before the query, and never prolonged without one
         try:
-            return self._store.read(lambda tx: self.find(tx, credential))
+            principal = self._store.read(lambda tx: self.find(tx, credential))
         except StoreUnreachable:
             # A known caller gets the endpoint's own error for a database that is down; others get nothing.
             known, _ = self._cache.get(credential, (None, 0.0))
             if known is None:
                 raise
             return known
+        except ApiError:
+            if credential and not self._was_issued(credential):
+                self._failed.record(address)
+            raise
+        if len(self._cache) >= _MAX_CACHED:
+            self._cache.clear()
+        self._cache[credential] = principal, valid_until
+        return principal
+
+    def _was_issued(self, credential: str) -> bool:
+        """Return whether this server ever issued a credential. Costs at most one query a second in all."""
+        if not credential.startswith("tml-"):
+            try:
+                self._claims(credential, verify_exp=False)
+            except jwt.PyJWTError:
+                return False
+            return True
+        digests, read_at = self._issued
+        if read_at < time.monotonic() - _CACHE_S:
+            digests = self._store.read(keys.issued_digests)
+            self._issued = digests, time.monotonic()
+        return keys.digest(credential) in digests
 
     def clear_cache(self) -> None:
         """Query the database for every credential again."""
@@ -162,7 +205,7 @@ class Authenticator:
 
     def find(self, tx: Session, credential: str) -> Principal:
         """Look up the principal of a credential. Raises ApiError 401 if it is invalid."""
-        if self._settings.no_auth or (self._is_loopback and not keys.any_made(tx)):
+        if self._is_disabled(tx):
             return LOCAL_ADMIN
         if not credential:
             raise _unauthorized("X-API-Key: missing; this server asks for a key, made with `skyrl-tx keys create`")
@@ -174,22 +217,55 @@ class Authenticator:
             row = keys.get(tx, self._key_id(credential))
             if row is None:
                 raise _unauthorized("X-API-Key: the key of this token has been revoked", is_token=True)
-        return Principal(row.owner, is_admin=row.scope == "admin", key_id=row.key_id)
+        return self._usable(row, is_token=not credential.startswith("tml-"))
+
+    def find_key(self, tx: Session, key_id: int | None) -> Principal | None:
+        """Look up the principal of a key by its number, None while authentication is disabled; None if it has ended."""
+        if key_id is None:
+            return LOCAL_ADMIN if self._is_disabled(tx) else None
+        row = keys.get(tx, key_id)
+        if row is None or keys.status(row, time.time()) != "valid":
+            return None
+        return Principal(row.owner, row.scope, row.key_id)
+
+    def _is_disabled(self, tx: Session) -> bool:
+        return self._settings.no_auth or (self._is_loopback and not keys.any_made(tx))
+
+    def _usable(self, row: ApiKeyRow, *, is_token: bool) -> Principal:
+        """Return the principal of a key that has not expired, and record its use. Raises ApiError 401 otherwise."""
+        now = time.time()
+        if row.expires_at is not None and keys.status(row, now) == "expired":
+            at = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            raise _unauthorized(f"X-API-Key: this key expired at {at}; ask for a new one", is_token=is_token)
+        assert row.key_id is not None
+        if keys.is_use_due(row, now):
+            self._store.write_soon(lambda tx, used=row.key_id: keys.record_use(tx, used, now)).add_done_callback(
+                _log_failure
+            )
+        return Principal(row.owner, row.scope, row.key_id)
 
     def _key_id(self, token: str) -> int:
         """Return the key id in a token. Raises ApiError 401 for an invalid token."""
         try:
-            claims: dict[str, object] = jwt.decode(  # pyright: ignore[reportUnknownMemberType]
-                token, self._secret, algorithms=[_ALGORITHM]
-            )
+            key_id = self._claims(token).get("key_id")
         except jwt.PyJWTError as error:
             raise _unauthorized(
                 f"X-API-Key: neither a key nor a token of this server ({error})", is_token=True
             ) from error
-        key_id = claims.get("key_id")
         if not isinstance(key_id, int):
             raise _unauthorized("X-API-Key: this token was issued while authentication was disabled", is_token=True)
         return key_id
+
+    def _claims(self, token: str, *, verify_exp: bool = True) -> dict[str, object]:
+        """Return the claims of a token that this server signed. Raises jwt.PyJWTError otherwise."""
+        return jwt.decode(  # pyright: ignore[reportUnknownMemberType]
+            token, self._secret, algorithms=[_ALGORITHM], options={"verify_exp": verify_exp}
+        )
+
+
+def _log_failure(written: Future[None]) -> None:
+    if (error := written.exception()) is not None:
+        _log.warning("the use of an API key was not recorded: %s", error)
 
 
 def _unauthorized(detail: str, *, is_token: bool = False) -> ApiError:
@@ -199,10 +275,15 @@ def _unauthorized(detail: str, *, is_token: bool = False) -> ApiError:
 
 
 async def authenticate_request(request: Request) -> Principal:
-    """Authenticate the caller of a request."""
+    """Authenticate the caller of a request. Raises ApiError 401, 429 or, if its key's scope is too narrow, 403."""
     authenticator = cast(Authenticator, request.app.state.authenticator)
     credential = request.headers.get("x-api-key", "")
-    return authenticator.cached(credential) or await run_in_threadpool(authenticator.authenticate, credential)
+    principal = authenticator.cached(credential)
+    if principal is None:
+        address = "" if request.client is None else request.client.host
+        principal = await run_in_threadpool(authenticator.authenticate, credential, address)
+    check_scope(principal.scope, request)
+    return principal
 
 
 Caller = Annotated[Principal, Depends(authenticate_request)]

@@ -20,13 +20,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.store import completions, futures, sessions
+from skyrl_tx.store import completions, futures, keys, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0
 _MARK_FETCHED_EVERY_S = 5.0
+_CHECK_KEYS_EVERY_S = 1.0
 _HEARTBEAT_EVERY_S = 20.0
 """Shorter than the hold time of a poll, so every poll counts. The SDK itself sends a heartbeat every 10 s."""
 _MAX_PAUSE_S = 0.05
@@ -52,9 +53,9 @@ def _resolve(notification: Notification, value: bool) -> None:
         notification.set_result(value)
 
 
-def _notify(notifications: Iterable[Notification]) -> None:
+def _notify(notifications: Iterable[Notification], value: bool = True) -> None:
     for notification in notifications:
-        _resolve(notification, True)
+        _resolve(notification, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,11 @@ class ResultWatcher:
         self._store = store
         self._lock = threading.Lock()
         self._waiting: dict[str, list[Notification]] = {}
+        self._of_key: dict[int, set[Notification]] = {}
         self._new: list[_NewPoll] = []
         self._seen = store.read(completions.last_completion)
         self._fetched: set[RequestId] = set()
-        self._marked_at = self._heartbeat_at = time.monotonic()
+        self._marked_at = self._heartbeat_at = self._keys_checked_at = time.monotonic()
         self._random = random.Random()
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,14 +109,17 @@ class ResultWatcher:
             self._thread.join()
 
     @contextmanager
-    def subscribe(self, name: RequestId | SamplingSessionId) -> Generator[Notification]:
+    def subscribe(self, name: RequestId | SamplingSessionId, key_id: int | None = None) -> Generator[Notification]:
         """Yield a notification that resolves when a request, or any request of a sampling session, has its result.
 
-        Results that exist already are not announced: the caller looks for them inside the context.
+        Results that exist already are not announced: the caller looks for them inside the context. About a second after
+        the caller's key is revoked or expires, the notification resolves to False, as if the time were over.
         """
         notification: Notification = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.setdefault(name, []).append(notification)
+            if key_id is not None:
+                self._of_key.setdefault(key_id, set()).add(notification)
             if self._is_closed:
                 notification.set_result(True)
         try:
@@ -125,14 +130,20 @@ class ResultWatcher:
                 waiting.remove(notification)
                 if not waiting:
                     del self._waiting[name]
+                if key_id is not None:
+                    self._of_key[key_id].remove(notification)
+                    if not self._of_key[key_id]:
+                        del self._of_key[key_id]
 
-    async def wait_for_result(self, request_id: RequestId, owner: str | None, timeout_s: float) -> bool:
+    async def wait_for_result(
+        self, request_id: RequestId, owner: str | None, timeout_s: float, key_id: int | None = None
+    ) -> bool:
         """Wait until a request has its result, or does not exist for this owner (None: for an admin).
 
-        Waits between 0.75 and 1 times `timeout_s` and returns False after that. Thousands of polls share one query;
-        a query per poll would take a thread for each, twice.
+        Waits between 0.75 and 1 times `timeout_s` and returns False after that, or when the caller's key ends.
+        Thousands of polls share one query; a query per poll would take a thread for each, twice.
         """
-        with self.subscribe(request_id) as notification:
+        with self.subscribe(request_id, key_id) as notification:
             with self._lock:
                 self._new.append(_NewPoll(request_id, owner, notification))
                 is_first = len(self._new) == 1
@@ -153,6 +164,7 @@ class ResultWatcher:
             try:
                 self._check_new_polls()
                 self._notify_completed()
+                self._release_polls_of_ended_keys()
                 self._write_fetched()
                 self._write_heartbeats()
             except StoreError as error:
@@ -184,10 +196,22 @@ class ResultWatcher:
                 waiting = [each for _, *names in page for name in names if name for each in self._waiting.get(name, ())]
             self._wake(waiting)
 
-    def _wake(self, notifications: Iterable[Notification]) -> None:
+    def _release_polls_of_ended_keys(self) -> None:
+        """End the polls whose key was revoked or expired; their next call is refused."""
+        if time.monotonic() - self._keys_checked_at < _CHECK_KEYS_EVERY_S:
+            return
+        self._keys_checked_at = time.monotonic()
+        with self._lock:
+            polling = list(self._of_key)
+        ended = self._store.read(lambda tx: keys.ended(tx, polling, time.time())) if polling else set[int]()
+        with self._lock:
+            due = [notification for key_id in ended for notification in self._of_key.get(key_id, ())]
+        self._wake(due, False)
+
+    def _wake(self, notifications: Iterable[Notification], value: bool = True) -> None:
         due = list(notifications)
         if due and self._loop is not None:
-            self._loop.call_soon_threadsafe(_notify, due)
+            self._loop.call_soon_threadsafe(_notify, due, value)
 
     def _write_fetched(self) -> None:
         now = time.monotonic()

@@ -26,6 +26,8 @@ class ApiSettings(CommonSettings):
     """Hub id or directory from which clients load the tokenizer; default: base_model."""
     max_request_bytes: int = Field(default=256 * 2**20, ge=1024)
     """Largest request body in bytes, before and after decompression."""
+    failed_key_limit: int = Field(default=20, ge=0)
+    """Wrong API keys from one address after which further ones get 429, one less every 3 seconds; 0: no limit."""
     retrieve_hold_s: float = Field(default=30.0, gt=0, le=40)
     """Hold time of a long poll in seconds; some polls end after 3/4 of it."""
     large_result_bytes: int = Field(default=2**20, ge=0)

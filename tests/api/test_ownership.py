@@ -139,7 +139,7 @@ THINGS = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
+    with live_stack("fake", tmp_path_factory.mktemp("stack"), failed_key_limit=0) as stack:
         server = stack.server
         world = World(server, {})
         ann = world.key("ann")

@@ -77,6 +77,7 @@ def live_stack(
     large_result_bytes: int = 2**20,
     token_delay_s: float = 0.0,
     retrieve_hold_s: float = 30.0,
+    failed_key_limit: int = 20,
 ) -> Generator[LiveStack]:
     """Serve with a small backend, until the context is left."""
     base_model, backend = small_backend(backend_name, directory, token_delay_s)
@@ -89,6 +90,7 @@ def live_stack(
         served_model_name=PUBLIC_NAME,
         large_result_bytes=large_result_bytes,
         retrieve_hold_s=retrieve_hold_s,
+        failed_key_limit=failed_key_limit,
     )
     engine = EngineSettings(data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
     with live_api(api, recorder.wrap) as server, live_engine(engine, backend):

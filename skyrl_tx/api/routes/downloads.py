@@ -7,15 +7,17 @@ from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from sqlmodel import Session
 
 from skyrl_tx.api import access, file_response
+from skyrl_tx.api.authentication import Principal
 from skyrl_tx.api.context import ApiContext, Call, Incoming, get_context
 from skyrl_tx.api.errors import ApiError, bad_request, not_found
 from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.api.schemas.weights import ExternalWeightsUrlsResponse
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.store import checkpoints
+from skyrl_tx.store import checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow
 
 router = APIRouter()
@@ -40,9 +42,7 @@ def external_weights_urls(
             "after create_training_client_from_state for a training checkpoint"
         )
     expires = int(time.time() + call.settings.download_url_ttl_s)
-    urls = {
-        file: _url(call.context, request, row, "file", file, expires) for file in _artifact(call.context, row).files
-    }
+    urls = {file: _url(call, request, row, "file", file, expires) for file in _artifact(call.context, row).files}
     return ExternalWeightsUrlsResponse(urls=urls, expires=utc_time(expires))
 
 
@@ -51,7 +51,7 @@ def archive(run_id: str, kind: str, name: str, call: Incoming, request: Request)
     """Redirect to a tar of a checkpoint's weights (SDK up to 0.35)."""
     row = _readable(call, run_id, kind, name)
     expires = int(time.time() + call.settings.download_url_ttl_s)
-    url = _url(call.context, request, row, "archive", f"{row.name}.tar", expires)
+    url = _url(call, request, row, "archive", f"{row.name}.tar", expires)
     headers = {"location": url, "expires": format_datetime(utc_time(expires), usegmt=True)}
     return Response(status_code=HTTPStatus.FOUND, headers=headers)
 
@@ -68,14 +68,28 @@ def fetch(
     context: Annotated[ApiContext, Depends(get_context)],
     expires: Annotated[int, Query(ge=0, lt=2**40)],
     signature: str,
+    key: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
 ) -> Response:
-    """Send the file or archive that a signed URL names; no API key is needed."""
+    """Send the file or archive that a signed URL names; no API key is needed.
+
+    The URL is valid as long as the key that asked for it, `key`, and may read the checkpoint.
+    """
     path = CheckpointPath.of_parts(run_id, kind, name)
-    row = context.store.read(lambda tx: checkpoints.get(tx, path, time.time()))
-    if row is None or not context.signing_key.verify(signature, *_signed(row, form, file, expires)):
+
+    def find(tx: Session) -> tuple[CheckpointRow | None, Principal | None, bool]:
+        row, asker = checkpoints.get(tx, path, time.time()), context.authenticator.find_key(tx, key)
+        owner = models.owner(tx, path.model_id)
+        return row, asker, row is not None and asker is not None and (row.public or asker.may_see(owner))
+
+    row, asker, may_read = context.store.read(find)
+    if row is None or not context.signing_key.verify(signature, *_signed(row, form, file, expires, key)):
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL was not signed by this server, or its checkpoint is gone")
     if expires < time.time():
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL has expired; ask for a new one")
+    if asker is None:
+        raise ApiError(HTTPStatus.FORBIDDEN, "the API key with which this URL was made was revoked or has expired")
+    if not may_read:
+        raise ApiError(HTTPStatus.FORBIDDEN, "the checkpoint of this URL is no longer published")
     artifact = _artifact(context, row)
     names = [name for name in artifact.files if row.kind == CheckpointKind.EXTERNAL or name in _ADAPTER_FILES]
     try:
@@ -109,14 +123,16 @@ def _gone(row: CheckpointRow) -> ApiError:
     return not_found(f"checkpoint {row.path}: its files are gone")
 
 
-def _url(context: ApiContext, request: Request, row: CheckpointRow, form: Form, file: str, expires: int) -> str:
+def _url(call: Call, request: Request, row: CheckpointRow, form: Form, file: str, expires: int) -> str:
     """Return a signed URL on `public_url`, or on the address by which the client reached this server."""
-    base = context.settings.public_url or f"{request.url.scheme}://{request.url.netloc}{request.scope['root_path']}"
+    base = call.settings.public_url or f"{request.url.scheme}://{request.url.netloc}{request.scope['root_path']}"
     file_path = "/".join(quote(part) for part in (row.model_id, row.kind, row.name, form, file))
-    signature = context.signing_key.sign(*_signed(row, form, file, expires))
-    return f"{base.rstrip('/')}/api/v1/downloads/{file_path}?expires={expires}&signature={signature}"
+    key_id = call.caller.key_id
+    signature = call.context.signing_key.sign(*_signed(row, form, file, expires, key_id))
+    key = "" if key_id is None else f"&key={key_id}"
+    return f"{base.rstrip('/')}/api/v1/downloads/{file_path}?expires={expires}{key}&signature={signature}"
 
 
-def _signed(row: CheckpointRow, form: Form, file: str, expires: int) -> tuple[str, ...]:
+def _signed(row: CheckpointRow, form: Form, file: str, expires: int, key_id: int | None) -> tuple[str, ...]:
     """Return the signed parts of a URL. The artifact id binds it to these files, even if the name is used again."""
-    return _PURPOSE, row.artifact_id, str(row.path), form, file, str(expires)
+    return _PURPOSE, row.artifact_id, str(row.path), form, file, str(expires), str(key_id)

@@ -42,7 +42,8 @@ async def retrieve_future(request: Request) -> Response:
     accept = request.headers.get("accept", "")
     context = call.context
     try:
-        if await context.results.wait_for_result(request_id, call.caller.owner_filter, call.settings.retrieve_hold_s):
+        owner, key_id = call.caller.owner_filter, call.caller.key_id
+        if await context.results.wait_for_result(request_id, owner, call.settings.retrieve_hold_s, key_id):
             with context.priority.writing_result():
                 response = await to_thread.run_sync(
                     _read_result, call, request_id, accept, max_bytes, limiter=context.result_readers
@@ -70,7 +71,7 @@ async def retrieve_futures(call: Incoming) -> schemas.RetrieveFuturesResponse:
     hold_s = call.settings.retrieve_hold_s
     end = time.monotonic() + min(hold_s if poll.timeout is None else max(poll.timeout, 0.0), hold_s)
     while True:
-        with call.context.results.subscribe(name) as completed:
+        with call.context.results.subscribe(name, call.caller.key_id) as completed:
             found = await run_in_threadpool(_completions, call, name, poll.target.cloned_sampler_id, poll.prev_cursor)
             left = end - time.monotonic()
             if found.completions or left <= 0 or call.context.results.is_closed:

@@ -74,6 +74,7 @@ def _norm(gradient: AdapterWeights) -> jax.Array:
 
 global_norm = jax.jit(_norm)
 
+
 @jax.jit
 def adamw(
     weights: AdapterWeights, state: OptimizerState, gradient: AdapterWeights, c: Coefficients

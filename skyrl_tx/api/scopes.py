@@ -1,0 +1,82 @@
+"""Which routes the scope of an API key admits: the one place where each route declares it.
+
+The scopes `user` and `admin` admit every route; they differ in whose rows exist for them. A route that is not listed
+here admits no other scope.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from fastapi import Request
+
+from skyrl_tx.api.errors import ApiError
+from skyrl_tx.store.tables import KeyScope
+
+API_PREFIX = "/api/v1"
+_FULL: frozenset[KeyScope] = frozenset({"admin", "user"})
+_SAMPLE: frozenset[KeyScope] = frozenset({"sample"})
+_READ: frozenset[KeyScope] = frozenset({"read"})
+_CLIENT = _SAMPLE | _READ
+_METRICS: frozenset[KeyScope] = frozenset({"metrics"})
+
+_ADMITTED: Mapping[str, frozenset[KeyScope]] = {
+    # What an SDK client calls before its first request
+    "POST auth/token": _CLIENT,
+    "GET auth/apikey/me": _CLIENT,
+    "DELETE auth/apikey/me": _CLIENT,
+    "POST client/config": _CLIENT,
+    "POST client/dynamic_config": _CLIENT,
+    "GET get_server_capabilities": _CLIENT,
+    "POST telemetry": _CLIENT,
+    # Sampling
+    "POST create_session": _SAMPLE,
+    "POST session_heartbeat": _SAMPLE,
+    "POST sessions/{session_id}/finish": _SAMPLE,
+    "POST create_sampling_session": _SAMPLE,
+    "POST join_sampling_session": _SAMPLE,
+    "POST asample": _SAMPLE,
+    "POST retrieve_future": _SAMPLE,
+    "POST retrieve_futures": _SAMPLE,
+    "POST cancel_future": _SAMPLE,
+    "GET samplers/{sampler_id}": _CLIENT,
+    "POST weights_info": _CLIENT,
+    # Lists, descriptions and downloads
+    "GET sessions": _READ,
+    "POST sessions/search": _READ,
+    "GET sessions/{session_id}": _READ,
+    "POST get_info": _READ,
+    "GET training_runs": _READ,
+    "GET training_runs/{run_id}": _READ,
+    "GET training_runs/{run_id}/checkpoints": _READ,
+    "GET checkpoints": _READ,
+    "GET training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls": _READ,
+    "GET training_runs/{run_id}/checkpoints/{kind}/{name}/archive": _READ,
+    "GET billing/usage/events": _READ,
+    "GET billing/usage/checkpoints/current": _READ,
+    # Refused with 404 whatever the key, which newer clients understand
+    "GET audit": _CLIENT,
+    "GET sessions/{session_id}/trace_export": _CLIENT,
+    **{f"{method} {{path:path}}": _CLIENT for method in ("GET", "POST", "PUT", "DELETE", "PATCH")},
+    # Monitoring; `healthz` needs no key
+    "GET metrics": _METRICS,
+}
+
+
+def scopes_of(route: str) -> frozenset[KeyScope]:
+    """Return the scopes that a route admits, for example of "GET training_runs/{run_id}"."""
+    return _FULL | _ADMITTED.get(route, frozenset())
+
+
+def check_scope(scope: KeyScope, request: Request) -> None:
+    """Raise ApiError 403, which clients do not retry, if the scope of a key does not admit the route of a request."""
+    if scope in _FULL:
+        return
+    route = request.scope.get("route")  # None for the long poll, which is served before routing
+    path: str = request.scope["path"] if route is None else route.path
+    name = f"{request.method} {path.removeprefix(API_PREFIX).lstrip('/')}"
+    admitted = scopes_of(name)
+    if scope not in admitted:
+        raise ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"X-API-Key: a key of scope {scope} does not allow {name}; it takes scope {', '.join(sorted(admitted))}",
+        )
