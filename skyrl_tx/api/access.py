@@ -70,7 +70,8 @@ def sampling_session(
     """Find a sampling session and its owner."""
     row = samplers.get(tx, sampling_session_id)
     owning = None if row is None else sessions.get(tx, row.session_id)
-    if row is None or owning is None or not caller.may_see(owning.owner):
+    is_gone = row is not None and row.model_id is not None and models.is_deleted(tx, row.model_id)
+    if row is None or owning is None or is_gone or not caller.may_see(owning.owner):
         raise not_found(
             f"sampling session {shown(sampling_session_id)} does not exist, or was removed after a long time without "
             "use; save weights to sample from with a name to keep them"

@@ -22,7 +22,7 @@ from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import Store
 
 _RESULT_READERS = 4
-_LENDING_SCOPES = frozenset({"admin", "user", "read"})
+_DELEGATING_SCOPES = frozenset({"admin", "user", "read"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class Call:
         if token is None:
             return [self.caller]
         try:
-            lender = self.context.authenticator.find(tx, token)
+            delegating = self.context.authenticator.find(tx, token)
         except ApiError as error:
             raise UserError("weights_access_token: not a key and not a token of this server") from error
-        if lender.scope not in _LENDING_SCOPES:
-            raise UserError(f"weights_access_token: a key of scope {lender.scope} does not allow to read weights")
-        return [self.caller, lender]
+        if delegating.scope not in _DELEGATING_SCOPES:
+            raise UserError(f"weights_access_token: a key of scope {delegating.scope} does not allow to read weights")
+        return [self.caller, delegating]
 
     def check_unknown(self, model: WireModel) -> None:
         """Raise UserError for an unknown field that may change results; log the others."""

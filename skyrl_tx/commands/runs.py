@@ -1,4 +1,4 @@
-"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list and delete them, and set the expiry of checkpoints."""
+"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list, delete and restore them, and set the expiry of checkpoints."""
 
 import argparse
 import time
@@ -29,6 +29,7 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
 _LIVE = ("creating", "ready")
 _UNLOAD_TIMEOUT_S = 60.0
+_RESTORE = "the files stay for a day, or for the server's --deletion-undo-s; until then restore with `skyrl-tx "
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,25 +37,33 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="show all runs, most recently used first", allow_abbrev=False)
     listing.add_argument("--owner", help="only runs of this owner")
+    listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
     finish_list_parser(listing, _runs, nothing="no runs")
     deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
-        description="Delete runs with all their checkpoints and results. A running server unloads them first.",
+        description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day, or for "
+        "the server's --deletion-undo-s. With --now a running server unloads them, and nothing can be restored.",
         allow_abbrev=False,
     )
     deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
+    deleting.add_argument("--now", action="store_true", help="delete for good")
     deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     finish_parser(deleting, _delete_runs)
+    restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints", allow_abbrev=False)
+    restoring.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list --deleted` shows it")
+    finish_parser(restoring, _undelete_runs)
 
 
 def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     wanted = select(ModelRow, SessionRow.owner).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
+    deleted_at = col(ModelRow.deleted_at)
+    wanted = wanted.where(deleted_at.is_not(None) if arguments.deleted else deleted_at.is_(None))
     if arguments.owner is not None:
         wanted = wanted.where(SessionRow.owner == arguments.owner)
     records: list[Record] = []
     for row, owner in tx.exec(wanted):
-        saved = checkpoints.list_of_run(tx, row.model_id, time.time())
+        saved = [] if arguments.deleted else checkpoints.list_of_run(tx, row.model_id, time.time())
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)
         records.append(
@@ -67,23 +76,43 @@ def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
                 "last_used": when(row.last_request_at),
                 "checkpoints": len(saved),
                 "bytes": sum(checkpoint.size_bytes for checkpoint in saved),
+                **_deletion(row, arguments),
             }
         )
     return records
 
 
+def _deletion(row: ModelRow | CheckpointRow, arguments: argparse.Namespace) -> Record:
+    return {"deleted": when(row.deleted_at)} if arguments.deleted else {}
+
+
 def _delete_runs(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         for run_id in arguments.run_id:
-            if store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id))) is None:
+            row = store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id)))
+            if row is None or (row.deleted_at is not None and not arguments.now):
                 raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all")
         if not arguments.yes and not confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
-        claim_artifacts(store, arguments.data_dir)
-        for run_id in arguments.run_id:
-            _delete_run(store, ModelId(run_id))
+        if arguments.now:
+            claim_artifacts(store, arguments.data_dir)
+        for run_id in map(ModelId, arguments.run_id):
+            if arguments.now:
+                _delete_run(store, run_id)
+            else:
+                store.write(lambda tx, run_id=run_id: models.mark_deleted(tx, run_id, time.time()))
             print(f"deleted {run_id}")
-        print(collect_artifacts(store, arguments.data_dir))
+        print(collect_artifacts(store, arguments.data_dir) if arguments.now else f"{_RESTORE}runs undelete`")
+
+
+def _undelete_runs(arguments: argparse.Namespace) -> None:
+    with open_database(arguments) as store:
+        for run_id in map(ModelId, arguments.run_id):
+            if not store.write(lambda tx, run_id=run_id: models.undelete(tx, run_id)):
+                raise CommandError(
+                    f"{run_id!r}: there is no such deleted run; `skyrl-tx runs list --deleted` shows all"
+                )
+            print(f"restored {run_id}")
 
 
 def _delete_run(store: Store, model_id: ModelId) -> None:
@@ -130,10 +159,17 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument(
         "--kind", choices=[kind.value for kind in CheckpointKind], help="only checkpoints of this kind"
     )
+    listing.add_argument(
+        "--deleted", action="store_true", help="only deleted checkpoints, which `undelete` can restore"
+    )
     finish_list_parser(listing, _checkpoints, nothing="no checkpoints")
     deleting = actions.add_parser("delete", help="delete checkpoints", allow_abbrev=False)
     deleting.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    deleting.add_argument("--now", action="store_true", help="delete for good; `undelete` cannot restore them")
     finish_parser(deleting, _delete_checkpoints)
+    restoring = actions.add_parser("undelete", help="restore deleted checkpoints", allow_abbrev=False)
+    restoring.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    finish_parser(restoring, _undelete_checkpoints)
     keeping = actions.add_parser("keep", help="set when checkpoints expire", allow_abbrev=False)
     keeping.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
     keeping.add_argument(
@@ -143,7 +179,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
-    is_wanted = checkpoints.is_unexpired(time.time())
+    is_wanted = col(CheckpointRow.deleted_at).is_not(None) if arguments.deleted else checkpoints.is_visible(time.time())
     wanted = select(CheckpointRow).where(is_wanted).order_by(col(CheckpointRow.created_at).desc())
     if arguments.run_id is not None:
         wanted = wanted.where(CheckpointRow.model_id == arguments.run_id)
@@ -156,6 +192,7 @@ def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
             "expires": when(row.expires_at),
             "public": row.public,
             "bytes": row.size_bytes,
+            **_deletion(row, arguments),
         }
         for row in tx.exec(wanted)
     ]
@@ -163,10 +200,42 @@ def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 
 def _delete_checkpoints(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
-        claim_artifacts(store, arguments.data_dir)
-        for path in _for_each(store, arguments.path, checkpoints.delete):
+        if arguments.now:
+            claim_artifacts(store, arguments.data_dir)
+        if arguments.now:
+            paths = list(map(CheckpointPath.parse, arguments.path))
+            store.write(lambda tx: [_required(checkpoints.delete(tx, path), path) for path in paths])
+        else:
+            paths = _for_each(store, arguments.path, partial(checkpoints.mark_deleted, now=time.time()))
+        for path in paths:
             print(f"deleted {path}")
-        print(collect_artifacts(store, arguments.data_dir))
+        print(collect_artifacts(store, arguments.data_dir) if arguments.now else f"{_RESTORE}checkpoints undelete`")
+
+
+def _required(was_there: bool, path: CheckpointPath) -> None:
+    if not was_there:
+        raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+
+
+def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
+    paths = list(map(CheckpointPath.parse, arguments.path))
+
+    def work(tx: Session) -> None:
+        for path in paths:
+            if models.is_deleted(tx, path.model_id):
+                raise CommandError(
+                    f"{path}: its run is deleted; `skyrl-tx runs undelete {path.model_id}` restores both"
+                )
+            if not checkpoints.undelete(tx, path):
+                raise CommandError(
+                    f"{path}: there is no such deleted checkpoint, or its name was used again; "
+                    "`skyrl-tx checkpoints list --deleted` shows all"
+                )
+
+    with open_database(arguments) as store:
+        store.write(work)
+        for path in paths:
+            print(f"restored {path}")
 
 
 def _keep(arguments: argparse.Namespace) -> None:

@@ -107,15 +107,17 @@ class Housekeeping:
 
         def drop(tx: Session) -> list[ModelId]:
             checkpoints.expire(tx, now)
+            checkpoints.purge(tx, now - settings.deletion_undo_s)
+            purged = models.purge(tx, now - settings.deletion_undo_s)
             before = now - settings.sampler_retention_s
             samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
             stability.expire(tx, now)
             sessions.finish_timed_out(tx, now - retention_s, reason, now)
-            return models.expire(tx, now - retention_s)
+            return purged + models.expire(tx, now - retention_s)
 
         for model_id in self.context.store.write(drop):
             self.context.models.discard(model_id)
-            _log.info("removed model %s: its session is past its retention", model_id)
+            _log.info("removed model %s: it was deleted, or its session is past its retention", model_id)
 
     def collect_garbage(self, read_position: int, now: float) -> None:
         """Start to take away unreferenced artifacts, and evict unreferenced samplers.

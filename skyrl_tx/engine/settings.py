@@ -47,6 +47,8 @@ class EngineSettings(CommonSettings):
     """How long a result is kept after its client read it or its session finished."""
     request_retention_s: float = Field(default=3600.0, ge=0)
     """How long after its result a request is kept to recognise retries; later retries are refused."""
+    deletion_undo_s: float = Field(default=86_400.0, ge=0)
+    """How long deleted checkpoints and runs can be restored with `undelete`; their files stay as long."""
     trash_retention_s: float = Field(default=7 * 86_400.0, ge=0)
     """How long deleted and expired checkpoints, and the last snapshots of ended runs, stay in the trash."""
     max_trash_bytes: int = Field(default=32 * 2**30, ge=0)

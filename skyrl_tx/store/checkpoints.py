@@ -25,12 +25,12 @@ class CheckpointExists(Exception):
 def put(tx: Session, row: CheckpointRow, overwrite: bool) -> ArtifactId | None:
     """Store a checkpoint; return the artifact that had its name before, if any.
 
-    Raises CheckpointExists if the name is in use and `overwrite` is False. A name that has expired at
-    `row.created_at` is free.
+    Raises CheckpointExists if the name is in use and `overwrite` is False. The name of a checkpoint that was deleted or
+    has expired at `row.created_at` is free; after this the deleted one cannot be restored.
     """
     before = tx.get(CheckpointRow, (row.model_id, row.kind, row.name))
     if before is not None:
-        if not overwrite and (before.expires_at is None or before.expires_at > row.created_at):
+        if not overwrite and _exists(before, row.created_at):
             raise CheckpointExists(f"checkpoint {row.path} exists already; delete it first, or save under another name")
         tx.delete(before)
         tx.flush()
@@ -39,13 +39,47 @@ def put(tx: Session, row: CheckpointRow, overwrite: bool) -> ArtifactId | None:
 
 
 def get(tx: Session, path: CheckpointPath, now: float) -> CheckpointRow | None:
-    """Return a checkpoint, or None if it does not exist or has expired."""
+    """Return a checkpoint, or None if it does not exist, was deleted or has expired."""
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
-    return row if row is not None and (row.expires_at is None or row.expires_at > now) else None
+    return row if row is not None and _exists(row, now) else None
+
+
+def _exists(row: CheckpointRow, now: float) -> bool:
+    return row.deleted_at is None and (row.expires_at is None or row.expires_at > now)
+
+
+def mark_deleted(tx: Session, path: CheckpointPath, now: float) -> bool:
+    """Delete a checkpoint so that `undelete` can restore it until `purge`; return False if there is none."""
+    row = get(tx, path, now)
+    if row is None:
+        return False
+    row.deleted_at = now
+    return True
+
+
+def undelete(tx: Session, path: CheckpointPath) -> bool:
+    """Restore a deleted checkpoint; return False if there is none."""
+    row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
+    if row is None or row.deleted_at is None:
+        return False
+    row.deleted_at = None
+    return True
+
+
+def purge(tx: Session, before: float) -> list[CheckpointPath]:
+    """Remove the checkpoints that were deleted before a time; return their paths."""
+    deleted = list(tx.exec(select(CheckpointRow).where(col(CheckpointRow.deleted_at) <= before)))
+    for row in deleted:
+        tx.delete(row)
+    tx.flush()
+    return [row.path for row in deleted]
 
 
 def delete(tx: Session, path: CheckpointPath) -> bool:
-    """Delete a checkpoint; return False if there is none. Garbage collection removes its unreferenced artifact."""
+    """Remove a checkpoint, deleted or not; return False if there is none.
+
+    Garbage collection removes its unreferenced artifact.
+    """
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
     if row is None:
         return False
@@ -57,19 +91,20 @@ def delete(tx: Session, path: CheckpointPath) -> bool:
 def list_of_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool = False) -> list[CheckpointRow]:
     """Return a run's checkpoints, oldest first."""
     oldest_first = (col(CheckpointRow.created_at), col(CheckpointRow.kind), col(CheckpointRow.name))
-    wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, is_unexpired(now)).order_by(*oldest_first)
+    wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, is_visible(now)).order_by(*oldest_first)
     return list(tx.exec(wanted.where(col(CheckpointRow.public)) if only_public else wanted))
 
 
 def published_runs(now: float):
     """Return the subquery of the ids of runs with a public checkpoint."""
-    return select(CheckpointRow.model_id).where(col(CheckpointRow.public), is_unexpired(now))
+    return select(CheckpointRow.model_id).where(col(CheckpointRow.public), is_visible(now))
 
 
 def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> tuple[list[CheckpointRow], int]:
     """Return a page of an owner's checkpoints, newest first, and their total number."""
-    runs = select(ModelRow.model_id).join(SessionRow).where(SessionRow.owner == owner)
-    is_wanted = col(CheckpointRow.model_id).in_(runs), is_unexpired(now)
+    is_owned = (col(SessionRow.owner) == owner) & col(ModelRow.deleted_at).is_(None)
+    runs = select(ModelRow.model_id).join(SessionRow).where(is_owned)
+    is_wanted = col(CheckpointRow.model_id).in_(runs), is_visible(now)
     newest_first = (
         col(CheckpointRow.created_at).desc(),
         col(CheckpointRow.model_id),
@@ -82,7 +117,7 @@ def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> 
 
 def count(tx: Session, now: float) -> tuple[int, int]:
     """Return the number of checkpoints of all owners, and their size in bytes."""
-    number, size_bytes = tx.exec(select(func.count(), total_bytes()).where(is_unexpired(now))).one()
+    number, size_bytes = tx.exec(select(func.count(), total_bytes()).where(is_visible(now))).one()
     return number, size_bytes
 
 
@@ -91,9 +126,10 @@ def total_bytes() -> ColumnElement[int]:
     return cast(func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0), BigInteger)  # PostgreSQL sums to a decimal
 
 
-def is_unexpired(now: float) -> ColumnElement[bool]:
-    """Return the condition that a checkpoint has not expired."""
-    return or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
+def is_visible(now: float) -> ColumnElement[bool]:
+    """Return the condition that a checkpoint has neither expired nor been deleted."""
+    is_unexpired = or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
+    return is_unexpired & col(CheckpointRow.deleted_at).is_(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +145,7 @@ def usage_of_sessions(tx: Session, session_ids: Collection[SessionId], now: floa
     wanted = (
         select(col(ModelRow.session_id), func.count(), total_bytes())
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
-        .where(col(ModelRow.session_id).in_(session_ids), is_unexpired(now))
+        .where(col(ModelRow.session_id).in_(session_ids), is_visible(now))
         .group_by(col(ModelRow.session_id))
     )
     return {session_id: StorageUsage(count, size) for session_id, count, size in execute(tx, wanted)}
@@ -124,7 +160,7 @@ def usage_by_owner(
         select(*groups, func.count(), total_bytes())
         .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
-        .where(is_unexpired(now))
+        .where(is_visible(now))
         .group_by(*groups)
         .order_by(*groups)
     )

@@ -30,7 +30,7 @@ def create(tx: Session, row: ModelRow) -> bool:
 
 
 def get(tx: Session, model_id: ModelId) -> ModelRow | None:
-    """Return a model, or None if there is none."""
+    """Return a model, which may be deleted, or None if there is none."""
     return tx.get(ModelRow, model_id)
 
 
@@ -46,7 +46,10 @@ class ModelRef:
 _FIND = (
     select(ModelRow.session_id, SessionRow.owner, ModelRow.last_request_at)
     .join(SessionRow)
-    .where(ModelRow.model_id == bindparam("model_id"))
+    .where(ModelRow.model_id == bindparam("model_id"), col(ModelRow.deleted_at).is_(None))
+)
+_IS_DELETED = select(ModelRow.model_id).where(
+    ModelRow.model_id == bindparam("model_id"), col(ModelRow.deleted_at).is_not(None)
 )
 
 # Built once, and without ORM objects: these run for every request.
@@ -64,14 +67,20 @@ _NEXT_EFFECT = (
 
 
 def find(tx: Session, model_id: ModelId) -> ModelRef | None:
-    """Return what a request needs of a model, or None; cheaper than `get`."""
+    """Return what a request needs of a model, or None if there is none or it is deleted; cheaper than `get`."""
     row = execute(tx, _FIND, {"model_id": model_id}).one_or_none()
     return None if row is None else ModelRef(*row)
 
 
+def is_deleted(tx: Session, model_id: ModelId) -> bool:
+    """Return whether a model is deleted and not purged yet."""
+    return execute(tx, _IS_DELETED, {"model_id": model_id}).one_or_none() is not None
+
+
 def owner(tx: Session, model_id: ModelId) -> str | None:
-    """Return the owner of a model, or None if there is none."""
-    wanted = select(SessionRow.owner).join(ModelRow).where(ModelRow.model_id == model_id)
+    """Return the owner of a model, or None if there is none or it is deleted."""
+    is_wanted = (col(ModelRow.model_id) == model_id) & col(ModelRow.deleted_at).is_(None)
+    wanted = select(SessionRow.owner).join(ModelRow).where(is_wanted)
     return tx.exec(wanted).one_or_none()
 
 
@@ -147,8 +156,9 @@ def live(tx: Session) -> list[ModelRow]:
 
 
 def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
-    """Return a session's models, oldest first."""
-    wanted = select(ModelRow).where(ModelRow.session_id == session_id).order_by(*_OLDEST_FIRST)
+    """Return a session's models that are not deleted, oldest first."""
+    is_wanted = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
+    wanted = select(ModelRow).where(is_wanted).order_by(*_OLDEST_FIRST)
     return list(tx.exec(wanted))
 
 
@@ -169,6 +179,7 @@ def list_owned(
     is_wanted: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
     if published_at is not None:
         is_wanted = is_wanted | col(ModelRow.model_id).in_(checkpoints.published_runs(published_at))
+    is_wanted = is_wanted & col(ModelRow.deleted_at).is_(None)
     if project_id is not None:
         is_wanted = is_wanted & (col(SessionRow.project_id) == project_id)
     count = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
@@ -177,8 +188,48 @@ def list_owned(
     return list(tx.exec(page)), tx.exec(count).one()
 
 
+def mark_deleted(tx: Session, model_id: ModelId, now: float) -> bool:
+    """Delete a run with its checkpoints so that `undelete` can restore them until `purge`; False if there is none."""
+    row = get(tx, model_id)
+    if row is None or row.deleted_at is not None:
+        return False
+    row.deleted_at = now
+    kept = col(CheckpointRow.model_id) == model_id, col(CheckpointRow.deleted_at).is_(None)
+    execute(tx, update(CheckpointRow).where(*kept).values(deleted_at=now))
+    return True
+
+
+def undelete(tx: Session, model_id: ModelId) -> bool:
+    """Restore a deleted run with the checkpoints that were deleted together with it; return False if there is none."""
+    row = get(tx, model_id)
+    if row is None or row.deleted_at is None:
+        return False
+    together = col(CheckpointRow.model_id) == model_id, col(CheckpointRow.deleted_at) == row.deleted_at
+    execute(tx, update(CheckpointRow).where(*together).values(deleted_at=None))
+    row.deleted_at = None
+    return True
+
+
+def purge(tx: Session, before: float) -> list[ModelId]:
+    """Remove the runs that were deleted before a time.
+
+    A run that could still be trained is only expired; a later call removes it once it has no open request. Returns the
+    expired ones, which the engine discards.
+    """
+    expired: list[ModelId] = []
+    for row in tx.exec(select(ModelRow).where(col(ModelRow.deleted_at) <= before)).all():
+        is_open = select(RequestRow.position).where(RequestRow.model_id == row.model_id, RequestRow.status == "open")
+        if row.status in ("creating", "ready", "left"):
+            row.status = "expired"
+            delete_snapshot(tx, row.model_id)
+            expired.append(row.model_id)
+        elif tx.exec(is_open.limit(1)).first() is None:
+            delete(tx, row.model_id)
+    return expired
+
+
 def delete(tx: Session, model_id: ModelId) -> None:
-    """Delete a run with its checkpoints, requests and ephemeral samplers.
+    """Remove a run with its checkpoints, requests and ephemeral samplers.
 
     Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
     """

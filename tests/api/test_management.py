@@ -3,13 +3,15 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 
 import httpx
 import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.store import keys
+from skyrl_tx.contract.ids import CheckpointPath, ModelId
+from skyrl_tx.store import checkpoints, keys, models
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 
@@ -117,6 +119,65 @@ def test_published_run_shows_others_no_personal_data(keyed_stack: LiveStack, res
     assert copied.user_metadata == {"renderer_name": "qwen3"} and copied.last_checkpoint is not None
     assert not copied.last_checkpoint.user_metadata
     rest_of(owner).unpublish_checkpoint_from_tinker_path(path).result()
+
+
+def test_deleted_checkpoint_is_hidden_everywhere_until_restored(
+    keyed_stack: LiveStack, client_of: ClientOf, rest_of: RestOf
+) -> None:
+    training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4).result()
+    state, sampler = training.save_state("s").result().path, training.save_weights_for_sampler("s").result().path
+    external = training.save_weights_external("s").result().path
+    rest, service, store = rest_of("ann"), client_of("ann"), keyed_stack.server.store
+    url = rest.get_external_weights_urls(external).result().urls["adapter_config.json"]
+    for path in (state, sampler, external):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        with pytest.raises(tinker.NotFoundError):
+            rest.delete_checkpoint_from_tinker_path(path).result()
+        with pytest.raises(tinker.NotFoundError):
+            rest.get_weights_info_by_tinker_path(path).result()
+        with pytest.raises(tinker.NotFoundError):
+            rest.publish_checkpoint_from_tinker_path(path).result()
+    assert rest.list_checkpoints(training.model_id).result().checkpoints == []
+    assert httpx.get(url).status_code == HTTPStatus.FORBIDDEN
+    with pytest.raises(tinker.NotFoundError):
+        service.create_sampling_client(model_path=sampler).result()
+    with pytest.raises(tinker.RequestFailedError, match="no such checkpoint"):
+        service.create_training_client_from_state(state).result()
+    for path in (state, sampler, external):
+        assert store.write(lambda tx, path=path: checkpoints.undelete(tx, CheckpointPath.parse(path)))
+    assert len(rest.list_checkpoints(training.model_id).result().checkpoints) == 3
+    assert service.create_training_client_from_state(state).result() is not None
+    assert httpx.get(url).status_code == HTTPStatus.OK
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    assert training.save_state("s").result().path == state, "the name is free"
+
+
+def test_deleted_run_is_hidden_everywhere_and_trains_on_after_a_restore(
+    keyed_stack: LiveStack, client_of: ClientOf, rest_of: RestOf
+) -> None:
+    training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4).result()
+    path = training.save_state("s").result().path
+    sampler = training.save_weights_and_get_sampling_client().result()
+    rest, store, run = rest_of("ann"), keyed_stack.server.store, ModelId(training.model_id)
+    prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=2, stop=[])
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    assert store.write(lambda tx: models.mark_deleted(tx, run, time.time()))
+    for each in (rest, rest_of("bob")):
+        with pytest.raises(tinker.NotFoundError):
+            each.get_training_run(run).result()
+        with pytest.raises(tinker.NotFoundError):
+            each.get_weights_info_by_tinker_path(path).result()
+        listed = each.list_training_runs(access_scope="accessible", limit=100).result().training_runs
+        assert run not in {found.training_run_id for found in listed}
+    with pytest.raises(tinker.NotFoundError):
+        training.save_state("t").result()
+    with pytest.raises(tinker.NotFoundError):
+        sampler.sample(prompt, 1, params).result()
+    assert store.write(lambda tx: models.undelete(tx, run))
+    assert rest.get_training_run(run).result().last_checkpoint is not None
+    training = client_of("ann").create_training_client_from_state(path).result()
+    assert training.save_state("t").result().path
+    assert len(sampler.sample(prompt, 1, params).result().sequences) == 1
 
 
 def test_copy_is_a_separate_run_and_outlives_its_source(client_of: ClientOf, rest_of: RestOf) -> None:

@@ -132,14 +132,16 @@ def test_reading_key_lists_and_downloads(stack: LiveStack) -> None:
         service.create_sampling_client(base_model=PUBLIC_NAME).result()
 
 
-@pytest.mark.parametrize(("scope", "is_lent"), [("read", True), ("sample", False)])
-def test_lent_key_must_allow_to_read_weights(stack: LiveStack, scope: KeyScope, is_lent: bool) -> None:
+@pytest.mark.parametrize(("scope", "is_accepted"), [("read", True), ("sample", False)])
+def test_delegated_access_takes_a_key_that_allows_to_read_weights(
+    stack: LiveStack, scope: KeyScope, is_accepted: bool
+) -> None:
     with tinker.ServiceClient(base_url=stack.url, api_key=key_of(stack, "user")) as service:
         path = service.create_lora_training_client(PUBLIC_NAME, rank=8).result().save_state(scope).result().path
     bob, _ = stack.server.store.write(lambda tx: keys.create(tx, owner="bob", scope="user", name="b", note="", now=1.0))
     with tinker.ServiceClient(base_url=stack.url, api_key=bob) as service:
         load = service.create_training_client_from_state(path, weights_access_token=key_of(stack, scope))
-        if is_lent:
+        if is_accepted:
             assert load.result() is not None
         else:
             with pytest.raises(tinker.RequestFailedError, match="scope sample does not allow to read weights"):

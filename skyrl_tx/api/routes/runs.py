@@ -83,8 +83,8 @@ def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=HTTPStatus.NO_CONTENT)
 def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None:
-    """Delete a checkpoint; samplers made from it keep working."""
-    call.store.write(lambda tx: checkpoints.delete(tx, _existing(tx, call, run_id, kind, name)))
+    """Delete a checkpoint, which an operator can restore for a while; samplers made from it keep working."""
+    call.store.write(lambda tx: checkpoints.mark_deleted(tx, _existing(tx, call, run_id, kind, name), time.time()))
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")

@@ -112,7 +112,7 @@ def test_delete_unloads_a_run_of_a_running_server(data_dir, capsys) -> None:
     backend = FakeBackend("fake", FakeConfig())
     try:
         with live_engine(settings, backend):
-            status, out, err = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
+            status, out, err = skyrl_tx(capsys, "runs", "delete", runs[0], "--now", "--yes", "--data-dir", data_dir)
             assert status == 0, err
             assert "the running server removes the unused files" in out
         left = api.read(lambda tx: [models.get(tx, run) for run in runs])
@@ -137,6 +137,44 @@ def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     assert json.loads(skyrl_tx(capsys, *listing)[1]) == []
     status, _, err = skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)
     assert status == 1 and "there is no such checkpoint" in err
+
+
+def listed(capsys, data_dir: Path, what: str, *flags: str) -> set[str]:
+    records = json.loads(skyrl_tx(capsys, what, "list", "--json", *flags, "--data-dir", data_dir)[1])
+    return {record["run" if what == "runs" else "path"] for record in records}
+
+
+def test_deleted_checkpoint_is_restored_unless_deleted_now(data_dir, runs, capsys) -> None:
+    a, b = (f"tinker://{run}/weights/{name}" for run, name in zip(runs, "ab", strict=True))
+    status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", a, b, "--data-dir", data_dir)
+    assert status == 0 and "restore with `skyrl-tx checkpoints undelete`" in out
+    assert listed(capsys, data_dir, "checkpoints") == set()
+    assert listed(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
+    assert skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)[1] == f"restored {a}\n"
+    assert listed(capsys, data_dir, "checkpoints") == {a}
+    for path in (a, b):  # deleted before, or not
+        status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", path, "--now", "--data-dir", data_dir)
+        assert status == 0 and "unused artifacts" in out
+    status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)
+    assert status == 1 and "there is no such deleted checkpoint" in err
+    status, _, err = skyrl_tx(capsys, "checkpoints", "delete", a, "--now", "--data-dir", data_dir)
+    assert status == 1 and "there is no such checkpoint" in err
+
+
+def test_deleted_run_is_restored_with_its_checkpoints(data_dir, runs, capsys) -> None:
+    path = f"tinker://{runs[0]}/weights/a"
+    status, out, _ = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
+    assert status == 0 and "restore with `skyrl-tx runs undelete`" in out
+    assert listed(capsys, data_dir, "runs") == {runs[1]} and listed(capsys, data_dir, "runs", "--deleted") == {runs[0]}
+    status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", path, "--data-dir", data_dir)
+    assert status == 1 and f"its run is deleted; `skyrl-tx runs undelete {runs[0]}` restores both" in err
+    assert skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)[1] == f"restored {runs[0]}\n"
+    assert path in listed(capsys, data_dir, "checkpoints") and listed(capsys, data_dir, "runs") == set(runs)
+    status, _, err = skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)
+    assert status == 1 and "there is no such deleted run" in err
+    assert skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)[0] == 0
+    assert skyrl_tx(capsys, "runs", "delete", runs[0], "--now", "--yes", "--data-dir", data_dir)[0] == 0
+    assert listed(capsys, data_dir, "runs", "--deleted") == set()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from sqlmodel import select
 
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import checkpoints, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, models, samplers, sessions, stability
 from skyrl_tx.store.tables import StabilityRow
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
@@ -113,6 +113,31 @@ def test_sampler_is_evicted_with_its_last_reference_or_client(quick_harness, how
     harness.run(used, other, backend=backend)
     assert backend.dropped == (() if how == "neither" else (sampler,))
     assert len(harness.result(used).sequences[0].tokens) == 8
+
+
+def test_deleted_run_is_discarded_after_the_time_to_undo(tmp_path):
+    harness = EngineHarness(tmp_path, housekeeping_interval_s=0.001, deletion_undo_s=3600.0)
+    model_id, _ = harness.create()
+    harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    saved = harness.submit(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=2)
+    harness.run(saved)
+
+    def last(seq_id):
+        harness.run(
+            harness.submit(forward_backward(), model_id=model_id, seq_id=seq_id),
+            harness.submit(sample(max_tokens=200, eos_stops=False)),
+        )
+
+    harness.api.write(lambda tx: models.mark_deleted(tx, model_id, time.time() - 3500))
+    last(3)
+    assert harness.api.write(lambda tx: models.undelete(tx, model_id)), "it was kept"
+    path = CheckpointPath.parse(harness.result(saved).path)
+    assert harness.api.read(lambda tx: checkpoints.get(tx, path, time.time())) is not None
+    harness.api.write(lambda tx: models.mark_deleted(tx, model_id, time.time() - 3700))
+    harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
+    assert harness.api.read(lambda tx: models.get(tx, model_id)) is None
+    assert harness.api.read(checkpoints.referenced_artifacts) == set()
+    harness.close()
 
 
 def test_recorded_logprobs_expire_a_day_after_their_last_use(quick_harness):
