@@ -79,7 +79,7 @@ def asample(call: Incoming) -> FutureHandle:
     key = submission.sampling_key(session_id, seq_id, call.idempotency_key)
     sequence_ids = _sequence_ids(key, ids.num_samples)
 
-    def queue() -> tuple[Submission, futures.Submitted | None]:
+    def queue() -> tuple[str, Submission, futures.Submitted | None]:
         row, owner = call.store.read(lambda tx: access.sampling_session(tx, call.caller, session_id))
 
         def translate(schema: schemas.SampleRequest) -> Submission:
@@ -88,11 +88,11 @@ def asample(call: Incoming) -> FutureHandle:
             return sample.with_request(_dropped(row)) if row.sampler_id is None and row.model_id else sample
 
         sample = submission.from_json("sample", schemas.SampleRequest, value, translate, call.check_unknown)
-        return sample, call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample))
+        return owner, sample, call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample))
 
-    sample, submitted = queue()
+    owner, sample, submitted = queue()
     while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
-        sample, submitted = queue()
+        owner, sample, submitted = queue()
     if submitted.position is not None:
         call.context.admission.record(owner, submitted.position, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
