@@ -1,6 +1,6 @@
 """Artifacts: immutable, hashed directories of weight files, created atomically under one root.
 
-Files may be encrypted to age recipients (age-encryption.org/v1).
+Files may be encrypted, see `skyrl_tx.age`.
 """
 
 import fcntl
@@ -15,12 +15,11 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import pyrage
 
-from skyrl_tx.contract.errors import CapacityError, UserError
+from skyrl_tx.age import ENCRYPTED_SUFFIX
+from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.failpoints import failpoint
 
@@ -31,9 +30,7 @@ _TEMPORARY = ".tmp-"
 _MANIFEST = "manifest.json"
 _IDENTITY = "identity.json"
 _TRASH = "trash"
-ENCRYPTED_SUFFIX = ".age"
 _SUFFIXES = frozenset({".safetensors", ".json", ENCRYPTED_SUFFIX})
-_age: Any = pyrage  # the extension is untyped
 _Stamp = Mapping[str, tuple[int, int, int]]
 
 
@@ -236,7 +233,8 @@ class ArtifactStore:
     def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
         """Remove artifacts that were in the trash for `retention_s`; return their ids.
 
-        The oldest others are removed while the trash takes more than `max_bytes`, or more than the disk has free.
+        The oldest others are removed while the trash takes more than `max_bytes`, or more than is free of the disk
+        beyond `min_free_bytes`.
         """
         removed: list[ArtifactId] = []
         trash = sorted(self.ids(trashed=True), key=lambda each: _modified_at(self._root / _TRASH / each))
@@ -245,7 +243,8 @@ class ArtifactStore:
             for artifact_id in trash if may_remove else ():
                 path, total = self._root / _TRASH / artifact_id, sum(sizes.values())
                 is_old = time.time() - _modified_at(path) >= retention_s
-                if not is_old and total <= min(max_bytes, shutil.disk_usage(self._root).free):
+                free = shutil.disk_usage(self._root).free - self._min_free_bytes
+                if not is_old and total <= min(max_bytes, max(free, 0)):
                     break
                 _log.info("removed %s from the trash", _label(path))
                 self._remove(path)
@@ -483,27 +482,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def encrypt_files(directory: Path, recipients: Collection[str]) -> None:
-    """Encrypt each file of a directory in place; the encrypted file has the suffix `.age`."""
-    keys = parse_recipients(recipients, "age_encryption_recipients")
-    for path in [path for path in directory.rglob("*") if path.is_file()]:
-        _age.encrypt_file(str(path), f"{path}{ENCRYPTED_SUFFIX}", keys)
-        path.unlink()
-
-
-def parse_recipients(recipients: Collection[str], field: str) -> list[Any]:
-    """Return age or SSH public keys. Raises UserError, naming the field, for other texts."""
-    keys: list[Any] = []
-    for text in recipients:
-        if text.upper().startswith("AGE-SECRET-KEY-"):  # not quoted in the error, because errors are stored
-            raise UserError(
-                f"{field}: contains a secret key; recipients are public keys (age1…), as `age-keygen -y` prints"
-            )
-        kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
-        try:
-            keys.append(kind.from_str(text))
-        except _age.RecipientError as error:
-            raise UserError(f"{field} {text[:100]!r}: neither an age1… nor an SSH public key ({error})") from error
-    return keys

@@ -8,6 +8,7 @@ new ones. `backup.json` is replaced last: an interrupted backup leaves the one b
 import argparse
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import textwrap
@@ -96,7 +97,7 @@ def _backup(arguments: argparse.Namespace) -> int:
     data_dir: Path = arguments.data_dir
     with open_database(arguments) as store, _locked_target(target):
         earlier = _read(target) if (target / _MANIFEST).exists() else None
-        database_name = f"database-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+        database_name = f"database-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
         artifacts = ArtifactStore(data_dir / _ARTIFACTS)
         with artifacts.temporary() as staged:
             with artifacts.pinned():  # until all artifacts of the copied database have a second name

@@ -44,8 +44,8 @@ _MAX_IDLE_READERS = 32
 """Read connections that stay open; opening one takes longer than a typical read."""
 
 _DAMAGED = (
-    "it is damaged and cannot be served; keep a copy, then put an older copy of it, or what sqlite3's .recover can "
-    "read, in its place; `skyrl-tx recover` then restores the checkpoints that it lacks from their files"
+    "it is damaged and cannot be served; keep a copy, then put a backup, or what sqlite3's .recover can read, in its "
+    "place; `skyrl-tx recover` then restores the checkpoints that it lacks from their files"
 )
 _FAILURES: dict[int | None, Failure] = {
     sqlite3.SQLITE_FULL: NO_SPACE,

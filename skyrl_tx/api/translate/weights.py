@@ -6,7 +6,7 @@ from functools import partial
 
 from sqlmodel import Session
 
-from skyrl_tx import artifacts
+from skyrl_tx import age
 from skyrl_tx.api import access
 from skyrl_tx.api.authentication import Principal
 from skyrl_tx.api.schemas import weights as schemas
@@ -62,7 +62,7 @@ def save_weights_external(request: schemas.SaveWeightsExternalRequest) -> Submis
     """Translate a save for download, under a name."""
     require(request.path is not None, "path: missing; external weights need a name")
     recipients = tuple(request.age_encryption_recipients or ())
-    artifacts.parse_recipients(recipients, "age_encryption_recipients")  # so that the client gets the error
+    age.parse_recipients(recipients, "age_encryption_recipients")  # so that the client gets the error
     return Submission.of(replace(_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
 
 

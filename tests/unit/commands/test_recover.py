@@ -211,7 +211,7 @@ def test_deletion_before_the_first_start_after_an_upgrade_leaves_nothing_unclaim
     with closing(Store.open(data_dir, role="tool")) as store:
         store.write(lambda tx: tx.delete(identity.get(tx)))
         path = f"tinker://{model_id}/weights/first"
-        assert skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)[0] == 0
+        assert skyrl_tx(capsys, "checkpoints", "delete", "--now", path, "--data-dir", data_dir)[0] == 0
         assert identity.find_unclaimed(store, artifacts) == set()
         assert identity.is_current(store.read(identity.get), artifacts.identity())
 
