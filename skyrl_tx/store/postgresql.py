@@ -291,7 +291,7 @@ class _PostgresqlNotifier(Notifier):
     def _has_notifications(self, connection: psycopg.Connection) -> bool:
         try:
             return bool(list(connection.notifies(timeout=0)))
-        except psycopg.OperationalError as error:
+        except psycopg.Error as error:
             _log.warning("%s", self._database.explain(error))
             connection.close()
             self._connection = None
@@ -300,7 +300,7 @@ class _PostgresqlNotifier(Notifier):
     def _reconnect(self) -> bool:
         try:
             self._connection = self._database.connect_listener(self._role)
-        except psycopg.OperationalError:
+        except psycopg.Error:
             self._reconnect_at = time.monotonic() + _RECONNECT_S
             return False
         _log.warning("database is reachable again")

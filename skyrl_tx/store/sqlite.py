@@ -1,5 +1,6 @@
 """SQLite: a database file shared by one API and one engine on one machine."""
 
+import logging
 import os
 import secrets
 import select
@@ -34,6 +35,7 @@ from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.private_files import open_private
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _POLL_S = 0.1
 """Interval of looking for commits whose notification was lost."""
 _MAX_ADDRESS_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
@@ -204,9 +206,10 @@ class SqliteNotifier(Notifier):
         self._resources.callback(self._unlink)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self._path = path
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._connection = self._resources.enter_context(closing(connection))
-        self._seen = self._version()
+        self._seen: int | None = self._version()
 
     def _short_path(self, directory: Path, name: str) -> Path:
         """Return the directory, or a temporary link to it where `name` in it is too long for a socket address."""
@@ -224,6 +227,21 @@ class SqliteNotifier(Notifier):
         """Return a number that changes with each commit of another connection."""
         return self._connection.execute("PRAGMA data_version").fetchone()[0]
 
+    def _is_changed(self) -> bool:
+        """Return whether another connection has committed since the last call, or True if that cannot be read.
+
+        The caller then reads the database, and handles the error if that fails too.
+        """
+        before = self._seen
+        try:
+            self._seen = self._version()
+        except sqlite3.Error as error:
+            if before is not None:  # the first of a series of errors
+                _log.warning("cannot look for commits in %s; retrying: %s", self._path, error)
+            self._seen = None
+            time.sleep(_POLL_S)
+        return before is None or before != self._seen
+
     def wait(self, timeout_s: float) -> bool:
         """Wait; a notification may be spurious, and a lost one is noticed within 100 ms."""
         end = time.monotonic() + timeout_s
@@ -233,8 +251,8 @@ class SqliteNotifier(Notifier):
             with suppress(BlockingIOError):
                 while is_notified:  # all notifications until now count as one
                     self._socket.recv(1)
-            before, self._seen = self._seen, self._version()  # always read, so that one commit counts once
-            if is_notified or before != self._seen:
+            is_changed = self._is_changed()  # always read, so that one commit counts once
+            if is_notified or is_changed:
                 return True
             if left <= _POLL_S:
                 return False
