@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.store import completions, futures, keys, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.errors import StoreError, ValueRefused
+from skyrl_tx.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0
@@ -82,7 +83,7 @@ class ResultWatcher:
         self._random = random.Random()
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="result-watcher", daemon=True)
+        self._thread = ServiceThread("result-watcher", self._run)
 
     @property
     def is_closed(self) -> bool:
@@ -167,7 +168,7 @@ class ResultWatcher:
                 self._release_polls_of_ended_keys()
                 self._write_fetched()
                 self._write_heartbeats()
-            except StoreError as error:
+            except (StoreError, ValueRefused) as error:  # the polls of a refused id are woken and report it
                 _log.error("cannot look for results; retrying: %s", error)
                 time.sleep(_WAIT_S)
             # Commits come in bursts: after a query over thousands of polls, let some gather before the next one.

@@ -16,6 +16,7 @@ from sqlmodel import Session
 
 from skyrl_tx.failpoints import failpoint
 from skyrl_tx.store.errors import StoreBlocked, StoreError, ValueRefused
+from skyrl_tx.threads import ServiceThread
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ class GroupWriter:
         self._queue: SimpleQueue[_Job[object] | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
+        self._end = "the store is closed"  # why no more work is accepted
+        self._thread = ServiceThread("store-writer", self._serve)
         self._thread.start()
 
     def submit(self, work: Callable[[Session], T]) -> Future[T]:
@@ -112,7 +114,7 @@ class GroupWriter:
         job = _Job(work)
         with self._closing:  # nothing may be queued after the end marker
             if self._is_closed:
-                raise StoreError("the store is closed")
+                raise StoreError(self._end)
             self._queue.put(job)  # pyright: ignore[reportArgumentType]
         return job.future
 
@@ -129,12 +131,30 @@ class GroupWriter:
         self._thread.join()
 
     def _serve(self) -> None:
-        is_open = True
         group: list[_Job[object]] = []
-        while is_open or group:
-            is_open = self._gather(group) and is_open
-            if group:
-                del group[: self._write(group[:1] if self._delay_s else group)]
+        try:
+            is_open = True
+            while is_open or group:
+                is_open = self._gather(group) and is_open
+                if group:
+                    del group[: self._write(group[:1] if self._delay_s else group)]
+        except BaseException as error:
+            self._abandon(group, f"the thread that writes to the database ended: {type(error).__name__}: {error}")
+            raise
+
+    def _abandon(self, group: list[_Job[object]], reason: str) -> None:
+        """Fail all queued work and accept no more, so that no caller waits for a thread that has ended."""
+        with self._closing:
+            self._is_closed, self._end = True, reason
+        self.failure = failure = StoreError(reason)
+        self._queue.put(None)
+        is_open = True
+        while is_open:
+            is_open = self._gather(group)
+            while group:
+                future = group.pop().future
+                if not future.done():
+                    future.set_exception(failure)
 
     def _gather(self, group: list[_Job[object]]) -> bool:
         """Add queued jobs to the group, waiting while it is empty; return False at the end marker."""

@@ -1,6 +1,7 @@
 """Long polls: which polls are woken, by what, and at what cost."""
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ from skyrl_tx.api.long_poll import ResultWatcher, wait_for
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store import completions, futures, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.errors import StoreError, ValueRefused
 from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.sqlite import SqliteNotifier
+from tests.support.waiting import until
 
 SAMPLER = SamplingSessionId("s:sample:0")
 
@@ -127,6 +130,54 @@ def test_poll_is_woken_when_the_query_fails(
     polled = submit(store, session_id)
     monkeypatch.setattr(futures, "owners_of_open", fail)
     assert run(lambda watcher: watcher.wait_for_result(polled, "ann", 20)) is True
+
+
+def test_results_arrive_after_an_error_of_the_look_for_commits(
+    store: Store, session_id: SessionId, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polled = submit(store, session_id)
+    read_version, num_errors = SqliteNotifier._version, 0
+
+    def fail_at_first(notifier: SqliteNotifier) -> int:
+        nonlocal num_errors
+        num_errors += 1
+        if num_errors <= 3:
+            raise sqlite3.OperationalError("disk I/O error")
+        return read_version(notifier)
+
+    async def work(watcher: ResultWatcher) -> None:
+        polling = asyncio.create_task(watcher.wait_for_result(polled, "ann", 20))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(SqliteNotifier, "_version", fail_at_first)
+        await asyncio.to_thread(until, lambda: num_errors)
+        await asyncio.to_thread(complete, store, polled)
+        assert await polling
+
+    run(work)
+
+
+def test_id_that_the_database_refuses_ends_only_its_poll(
+    store: Store, session_id: SessionId, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL refuses text with a zero character."""
+    monkeypatch.setattr("skyrl_tx.api.long_poll._WAIT_S", 0.02)
+    query = futures.owners_of_open
+
+    def refuse(tx: Any, ids: Any) -> Any:
+        if "zero" in ids:
+            raise ValueRefused("a value cannot be stored")
+        return query(tx, ids)
+
+    monkeypatch.setattr(futures, "owners_of_open", refuse)
+    polled = submit(store, session_id)
+
+    async def work(watcher: ResultWatcher) -> None:
+        assert await watcher.wait_for_result(RequestId("zero"), "ann", 20)
+        polling = asyncio.create_task(watcher.wait_for_result(polled, "ann", 20))
+        await asyncio.to_thread(complete, store, polled)
+        assert await polling
+
+    run(work)
 
 
 def test_results_arrive_while_the_database_is_locked(

@@ -9,6 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
+from skyrl_tx import threads
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 
@@ -189,3 +190,19 @@ def test_error_names_a_data_directory_that_cannot_be_created(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=f"{tmp_path}/file"):
         Store.open(tmp_path / "file", role="api")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_work_fails_when_the_writing_thread_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_failures", threads._Failures())
+    store = Store.open(tmp_path, role="api")
+
+    def die(_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(store._writer, "_write", die)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"the thread that writes to the database ended: MemoryError"):
+            store.write(lambda tx: None)
+    assert "'store-writer' ended" in str(threads.failure())
+    store.close()
