@@ -15,7 +15,13 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 from skyrl_tx import __version__
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.process_setup import CannotServe, configure_logging, raise_file_limit, restart_with_huge_pages
+from skyrl_tx.process_setup import (
+    CannotServe,
+    configure_logging,
+    enable_stack_dumps,
+    raise_file_limit,
+    restart_with_huge_pages,
+)
 from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.settings import (
     DEFAULT_BACKEND,
@@ -28,6 +34,7 @@ from skyrl_tx.settings import (
     read_config_file,
     settings_class,
 )
+from skyrl_tx.threads import end_process_on_failure
 
 _NO_DEFAULT = re.compile(r" \(default: None\)| \(default factory: [^)]*\)")
 TINY = "tiny"
@@ -45,9 +52,10 @@ _COMMANDS = {
     "recover": "restore checkpoints that the database lost, or that are in the trash",
     "backup": "copy the database and the weights, also while a server runs",
     "restore": "create a data directory from a backup",
+    "stacks": "write the stacks of a running server's threads to its log",
 }
 _DATA_COMMANDS = frozenset(
-    {"keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore"}
+    {"keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore", "stacks"}
 )
 _QUICKSTART_PACKAGES = frozenset({"matplotlib", "tinker"})
 _FIRST_FLAGS = (
@@ -195,6 +203,8 @@ def _run_server(command: str, settings: ServerSettings) -> int:
     from skyrl_tx import supervisor  # late, because its imports would slow down --help
 
     configure_logging(command, settings.log_level)
+    enable_stack_dumps()
+    end_process_on_failure()
     raise_file_limit()
     try:
         settings = with_tiny_model(settings)

@@ -1,9 +1,11 @@
 """Setup of a server process: common settings, log format, listening socket, open files, memory."""
 
+import faulthandler
 import gc
 import logging
 import os
 import resource
+import signal
 import socket
 import ssl
 import sys
@@ -59,6 +61,17 @@ def configure_logging(role: str, level: LogLevel = "info") -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("skyrl_tx").setLevel(level.upper())
     logging.captureWarnings(True)
+
+
+def enable_stack_dumps() -> None:
+    """Write the stacks of all threads to standard error on SIGQUIT, and when the process crashes.
+
+    The handler is written in C, so that it also works while a call keeps the interpreter's lock.
+    """
+    log = sys.__stderr__
+    assert log is not None
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGQUIT, log)
 
 
 def listen(host: str, port: int) -> socket.socket:
