@@ -78,7 +78,8 @@ class AbstractBackend(ABC):
 
     **Errors.** Raise UserError for a mistake of the caller, CapacityError if memory or slots are exhausted, and
     BackendLost if the state on the device is lost. After BackendLost the engine process exits, and a new one rebuilds
-    every model by replay. Any other exception fails the request. A call that raises must leave the state unchanged.
+    every model by replay. After any other exception the engine calls `check_devices`, and fails the request if that
+    returns. A call that raises must leave the state unchanged.
 
     **Batch invariance.** The numbers of a request must not depend on other requests in the batch or on the device:
     results, gradients and samples are equal to the last bit. Replay after a crash depends on it.
@@ -184,6 +185,22 @@ class AbstractBackend(ABC):
         """
 
     # Methods with an implementation
+
+    def check_devices(self) -> None:
+        """Run a small operation on every device. Raises BackendLost if one does not compute any more.
+
+        The engine calls this after a call that raised an unexpected error, and after a sample that failed. If it
+        returns, that request fails; if it raises, no request fails and the engine starts again. The default does
+        nothing: without this method every request fails until the backend itself raises BackendLost.
+        """
+        return
+
+    def is_compiling(self) -> bool:
+        """Return whether the running call waits for a compiler. Called from any thread.
+
+        Compilation may take much longer than a computation and has a time limit of its own. The default is False.
+        """
+        return False
 
     def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
         """Compute one result per example, in batch order, and no gradient."""

@@ -1,7 +1,7 @@
 """The guarantees of the backend contract as tests. Subclass `BackendSuite` and override `make_backend`."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.contract.results import REDUCTIONS
+from skyrl_tx.contract.results import REDUCTIONS, SampleDelta
 from skyrl_tx.testing.backend_driver import STEP, WEIGHTS_ONLY, BackendDriver, Drawn, drawn_of, same_bits
 
 
@@ -31,6 +31,15 @@ class BackendSuite:
     def make_backend(cls, directory: Path) -> AbstractBackend:
         """Return a backend that is not started. It may write files into `directory`."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def lost_device(self, backend: AbstractBackend) -> Generator[None]:
+        """Make every computation of a started backend raise inside the context, like that of a lost device.
+
+        Override it if your backend can do this. By default the test that needs it is skipped.
+        """
+        pytest.skip("the backend has no fault injection: override `lost_device`")
+        yield
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -204,6 +213,33 @@ class BackendSuite:
         kept.abort()
         assert after != before
         assert driver.state_of(model_id) == after
+
+    # Lost devices
+
+    def test_check_devices_tells_a_lost_device_from_a_failed_call(self, driver: BackendDriver) -> None:
+        """On a lost device every call that computes fails and changes no state, and `check_devices` raises."""
+        model_id, backend = driver.model(steps=1), driver.backend
+        batch = driver.batch(driver.request(model_id))
+        backend.forward_backward(batch)
+        before = driver.state_of(model_id)
+        unknown = driver.batch(driver.request(ModelId("never-made")))
+        calls: list[Callable[[], object]] = [
+            lambda: backend.forward(batch),
+            lambda: backend.forward_backward(batch),
+            lambda: backend.optim_step(model_id, STEP),
+        ]
+        assert _failure_of(lambda: backend.forward(unknown)) is not None
+        backend.check_devices()
+        with self.lost_device(backend):
+            assert all(_failure_of(call) is not None for call in calls)
+            request = driver.sample_request(None)
+            deltas: list[SampleDelta] = []
+            is_raised = _failure_of(lambda: deltas.extend(driver.run_samples(request))) is not None
+            assert is_raised or any(delta.error is not None for delta in deltas)
+            backend.cancel_sample([request.request_id])
+            assert isinstance(_failure_of(backend.check_devices), BackendLost)
+        backend.check_devices()
+        assert driver.state_of(model_id) == before
 
     # Immutability of snapshots
 
@@ -437,3 +473,12 @@ class BackendSuite:
         backend = self.make_backend(tmp_path)
         with contextlib.closing(backend):
             backend.close()
+
+
+def _failure_of(call: Callable[[], object]) -> Exception | None:
+    """Return the exception that a call raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None

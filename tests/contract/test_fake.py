@@ -1,6 +1,7 @@
 """The fake backend passes the backend suite, and so does a blocking backend built on it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -30,6 +31,15 @@ class BlockingFake(BlockingBackend):
 
     def close(self) -> None:
         self._fake.close()
+
+    def check_devices(self) -> None:
+        self._fake.check_devices()
+
+    @contextmanager
+    def lost_device(self) -> Generator[None]:
+        self._fake.is_lost = True
+        yield
+        self._fake.is_lost = False
 
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         self._fake.create_model(model_id, spec)
@@ -73,8 +83,21 @@ class TestFake(BackendSuite):
     def make_backend(cls, directory: Path) -> AbstractBackend:
         return FakeBackend("tiny", CONFIG)
 
+    @contextmanager
+    def lost_device(self, backend: AbstractBackend) -> Generator[None]:
+        assert isinstance(backend, FakeBackend)
+        backend.is_lost = True
+        yield
+        backend.is_lost = False
+
 
 class TestBlockingFake(BackendSuite):
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
         return BlockingFake("tiny", CONFIG)
+
+    @contextmanager
+    def lost_device(self, backend: AbstractBackend) -> Generator[None]:
+        assert isinstance(backend, BlockingFake)
+        with backend.lost_device():
+            yield

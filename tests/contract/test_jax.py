@@ -1,5 +1,7 @@
 """The JAX backend passes the backend suite with a tiny Qwen3 model, dense and MoE."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
+from tests.support.lost_jax_device import lost_jax_device
 from tests.support.tiny import DENSE, MOE, TINY_CONFIG, tiny_directory
 
 
@@ -16,6 +19,11 @@ class TestJax(BackendSuite):
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
         return JaxBackend(str(tiny_directory(cls.architecture)), TINY_CONFIG)
+
+    @contextmanager
+    def lost_device(self, backend: AbstractBackend) -> Generator[None]:
+        with lost_jax_device():
+            yield
 
 
 @pytest.mark.slow

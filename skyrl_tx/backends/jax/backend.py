@@ -12,6 +12,7 @@ import jax
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, mesh
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.memory import Memory, capacity_errors, max_models, plan_training_memory
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
@@ -44,6 +45,7 @@ class JaxBackend(AbstractBackend):
         """See AbstractBackend. Raises UserError for a model or mesh that is not supported."""
         config = self._config
         configure_jax(config)
+        self._compilation = compilation_monitor()
         try:
             layout = mesh.make_layout(config.mesh)
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
@@ -73,6 +75,7 @@ class JaxBackend(AbstractBackend):
         self._max_models = max_models(config, self._params, self._model, reserved=reserved)
         self._pool = AdapterPool(self._max_models)
         self._dispatch_limit = DispatchLimit()
+        self.check_devices()  # compiles its program, which must exist when a device is lost
         self._is_started = True
         capabilities = self._capabilities()
         if config.warmup:
@@ -91,6 +94,16 @@ class JaxBackend(AbstractBackend):
         if self._is_started:
             del self._params, self._pool, self._scheduler
             self._is_started = False
+
+    def check_devices(self) -> None:
+        """See AbstractBackend."""
+        mesh = self._params.layout.mesh
+        assert mesh is not None
+        check_devices(mesh)
+
+    def is_compiling(self) -> bool:
+        """See AbstractBackend."""
+        return self._is_started and self._compilation.is_compiling
 
     # Models
 

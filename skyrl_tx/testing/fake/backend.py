@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.errors import BackendLost, CapacityError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
@@ -32,6 +32,13 @@ class FakeBackend(AbstractBackend):
         self._models: dict[ModelId, State] = {}
         self._samplers: dict[SamplerId, Pair] = {}
         self._running: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
+        self.is_lost = False
+        """Set by tests: calls that compute raise RuntimeError, as with a device that is lost."""
+
+    def check_devices(self) -> None:
+        """See AbstractBackend."""
+        if self.is_lost:
+            raise BackendLost("the fake device is lost")
 
     def start(self) -> Capabilities:
         """See AbstractBackend."""
@@ -66,6 +73,7 @@ class FakeBackend(AbstractBackend):
 
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         """See AbstractBackend."""
+        self._compute()
         self._put(model_id, State.fresh(spec, self._config.vocab_size))
 
     def delete_model(self, model_id: ModelId) -> None:
@@ -74,11 +82,11 @@ class FakeBackend(AbstractBackend):
 
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
         """See AbstractBackend."""
-        return _FakePass(self._models, batch, backward, self._config)
+        return _FakePass(self._models, batch, backward, self._config, self._compute)
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         """See AbstractBackend."""
-        time.sleep(self._config.step_delay_s)
+        self._compute(self._config.step_delay_s)
         with np.errstate(all="ignore"):  # a diverged model is no reason to warn
             state, norm = self._models[model_id].stepped(params)
         self._models[model_id] = state
@@ -107,7 +115,7 @@ class FakeBackend(AbstractBackend):
         """See AbstractBackend."""
         if not self._running:
             return []
-        time.sleep(self._config.step_delay_s)
+        self._compute(self._config.step_delay_s)
         deltas: list[SampleDelta] = []
         num_free = self._config.sample_slots or sys.maxsize
         for request_id, samples in list(self._running.items()):
@@ -137,6 +145,7 @@ class FakeBackend(AbstractBackend):
 
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
         """See AbstractBackend."""
+        self._compute()
         return FakeSnapshot(self._models[model_id], frozenset(parts))
 
     def open_snapshot(self, directory: Path) -> Snapshot:
@@ -146,11 +155,13 @@ class FakeBackend(AbstractBackend):
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
         """See AbstractBackend."""
         assert isinstance(source, FakeSnapshot)
+        self._compute()
         self._put(model_id, source.merged(spec, parts))
 
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
         """See AbstractBackend."""
         assert isinstance(source, FakeSnapshot)
+        self._compute()
         if sampler not in self._samplers and len(self._samplers) >= self._config.max_samplers:
             raise CapacityError(f"all {self._config.max_samplers} sampler slots are taken")
         self._samplers.setdefault(sampler, source.state.weights)
@@ -158,6 +169,12 @@ class FakeBackend(AbstractBackend):
     def drop_sampler(self, sampler: SamplerId) -> None:
         """See AbstractBackend."""
         self._samplers.pop(sampler, None)
+
+    def _compute(self, delay_s: float = 0.0) -> None:
+        """Take some time. Raises RuntimeError if the device is lost."""
+        time.sleep(delay_s)
+        if self.is_lost:
+            raise RuntimeError("INTERNAL: the fake device does not respond")
 
     def _put(self, model_id: ModelId, state: State) -> None:
         if model_id not in self._models and len(self._models) >= self._config.max_models:
@@ -181,11 +198,17 @@ class _FakePass(Pass):
     """One example a step; gradients wait in a scratch list until `results` commits them."""
 
     def __init__(
-        self, models: dict[ModelId, State], batch: PreparedModelPassBatch, backward: bool, config: FakeConfig
+        self,
+        models: dict[ModelId, State],
+        batch: PreparedModelPassBatch,
+        backward: bool,
+        config: FakeConfig,
+        compute: Callable[[float], None],
     ) -> None:
         self._models = models
         self._backward = backward
         self._config = config
+        self._compute = compute
         self._todo = list(reversed(batch.examples))
         self._results: list[PassResult] = []
         # Batch invariance: a request's gradient is summed from its own examples, then added to the model's.
@@ -194,7 +217,7 @@ class _FakePass(Pass):
     def step(self) -> bool:
         """See Pass."""
         if self._todo:
-            time.sleep(self._config.step_delay_s)
+            self._compute(self._config.step_delay_s)
             with np.errstate(all="ignore"):
                 self._run_example(self._todo.pop())
         return not self._todo

@@ -1,0 +1,75 @@
+"""The state of the devices: whether they still compute, and whether a program is being compiled for them."""
+
+import functools
+import threading
+
+import jax
+import jax.monitoring
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from skyrl_tx.backends.jax.memory import is_exhausted
+from skyrl_tx.contract.errors import BackendLost
+
+_PROBE_SIZE = 8
+"""Numbers that each device adds up."""
+_COMPILATION = "/jax/core/compile/"
+"""The beginning of the names of JAX's events for tracing, lowering and compiling a program."""
+
+
+def check_devices(mesh: Mesh) -> None:
+    """Add up numbers on all devices of a mesh together. Raises BackendLost if that fails or gives another sum.
+
+    After most errors of a driver (CUDA_ERROR_ILLEGAL_ADDRESS, a GPU that has fallen off the bus) every later operation
+    of the process fails too. Exhausted memory is not such an error.
+    """
+    numbers = np.arange(_PROBE_SIZE * mesh.size, dtype=np.float32)
+    try:
+        placed = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+        found = float(_sum(placed))
+    except jax.errors.JaxRuntimeError as error:
+        if is_exhausted(error):
+            return
+        raise BackendLost(f"the devices do not compute any more: {error}") from error
+    if found != numbers.sum():
+        raise BackendLost(f"the devices compute wrong numbers: the sum of {numbers.size} numbers is {found}")
+
+
+@jax.jit
+def _sum(numbers: jax.Array) -> jax.Array:
+    return numbers.sum()
+
+
+class CompilationMonitor:
+    """Counts the programs that this process is compiling. Its methods are called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_running = 0  # tracing, lowering and compiling may be nested
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being traced, lowered or compiled."""
+        return self._num_running > 0
+
+    def on_start(self, event: str, value: float, **_: str | int) -> None:
+        """Count an event that starts; a listener of JAX for scalars."""
+        self._count(event, 1)
+
+    def on_end(self, event: str, duration_secs: float, **_: str | int) -> None:
+        """Count an event that ends, also with an error; a listener of JAX for durations."""
+        self._count(event, -1)
+
+    def _count(self, event: str, change: int) -> None:
+        if event.startswith(_COMPILATION):
+            with self._lock:
+                self._num_running += change
+
+
+@functools.cache
+def compilation_monitor() -> CompilationMonitor:
+    """Return the monitor of this process, which listens from the first call on. Call it while nothing compiles."""
+    monitor = CompilationMonitor()
+    jax.monitoring.register_scalar_listener(monitor.on_start)
+    jax.monitoring.register_event_duration_secs_listener(monitor.on_end)
+    return monitor

@@ -1,0 +1,39 @@
+"""A JAX device that is lost: every compiled program of the backend raises the error of a broken driver."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import jax
+
+from skyrl_tx.backends.jax import devices
+from skyrl_tx.backends.jax.sample import programs
+from skyrl_tx.backends.jax.train import adapters, step
+
+_PROGRAMS = (
+    (step, "forward"),
+    (step, "accumulate"),
+    (adapters, "adamw"),
+    (programs, "extend"),
+    (programs, "first_logits"),
+    (programs, "decode_slice"),
+    (devices, "_sum"),
+)
+
+
+def _fail(*_: Any, **__: Any) -> NoReturn:
+    raise jax.errors.JaxRuntimeError("INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+@contextmanager
+def lost_jax_device() -> Generator[None]:
+    """Make the programs of training, sampling and `check_devices` raise inside the context."""
+    patches = [patch.object(module, name, _fail) for module, name in _PROGRAMS]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
