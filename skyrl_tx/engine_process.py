@@ -1,6 +1,7 @@
 """The engine as a process: in the foreground, or as a child that never outlives its parent."""
 
 import asyncio
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -24,16 +25,29 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.process_setup import CannotServe, LogLevel, configure_logging, enable_huge_pages, tune_garbage_collection
+from skyrl_tx.process_setup import (
+    CannotServe,
+    LogLevel,
+    configure_logging,
+    enable_huge_pages,
+    enable_stack_dumps,
+    tune_garbage_collection,
+)
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
 from skyrl_tx.store.writer import RetryPolicy
+from skyrl_tx.threads import EXIT_STATUS, ServiceThread, end_process_on_failure
 
 _log = logging.getLogger(__name__)
 
 _OPEN_AGAIN_S = 1.0
 _FULL_COLLECTION_AFTER = 20
+_RECORD_S = 5.0
+STUCK_STATUS = 75
+"""Exit status of an engine that ends because a call does not return (EX_TEMPFAIL of sysexits.h)."""
+MIN_INTERPRETER_TIMEOUT_S = 30.0
+"""Calls that load libraries and weights may keep the interpreter's lock for seconds."""
 
 
 _CRASH_SIGNALS = {
@@ -143,6 +157,9 @@ async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
 
 def _end_by_exit(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
     """Return the end of a process that sent no reason: its exit code, or a signal's negative number."""
+    if exit_code == EXIT_STATUS:
+        message = "one of its threads ended; its log says why"
+        return EngineEnd(message=message, is_final=False, is_crash=False)
     if exit_code >= 0:
         return EngineEnd(message=f"exited with status {exit_code}", is_final=False, is_crash=exit_code > 0)
     number = signal.Signals(-exit_code)
@@ -166,7 +183,7 @@ def _num_memory_kills() -> int:
 def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
     """Run the engine in this process until a signal; a second one exits at once. Raises CannotServe."""
     try:
-        _run(launch, on_ready, second_signal_exits=True)
+        _run(launch, on_ready, _end_in_foreground, second_signal_exits=True)
     except Exception as error:
         end = _end_by(error)
         if end.is_crash:
@@ -178,9 +195,16 @@ def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], N
 def _run_child(launch: EngineLaunch, parent: Connection) -> None:
     """Run the engine as a child; the entry point of its process."""
     configure_logging("engine", launch.log_level)
-    threading.Thread(target=_follow_parent, args=(parent,), name="follow parent", daemon=True).start()
+    enable_stack_dumps()
+    end_process_on_failure()
+    ServiceThread("follow-parent", lambda: _follow_parent(parent)).start()
+
+    def on_stuck(store: Store, reason: str) -> None:
+        parent.send(EngineEnd(message=reason, is_final=False, is_crash=True))
+        _end_stuck_process(reason)
+
     try:
-        _run(launch, parent.send, second_signal_exits=False)
+        _run(launch, parent.send, on_stuck, second_signal_exits=False)
     except Exception as error:
         parent.send(_end_by(error))
         sys.exit(1)
@@ -196,10 +220,65 @@ def _follow_parent(parent: Connection) -> None:
         os._exit(1)
 
 
-def _run(launch: EngineLaunch, on_ready: Callable[[Capabilities], None], *, second_signal_exits: bool) -> None:
+def _run(
+    launch: EngineLaunch,
+    on_ready: Callable[[Capabilities], None],
+    on_stuck: Callable[[Store, str], object],
+    *,
+    second_signal_exits: bool,
+) -> None:
     tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
     backend = find_backend(launch.backend)
-    run_engine(launch.settings, backend, launch.backend_config, on_ready, second_signal_exits=second_signal_exits)
+    with _interpreter_watchdog(launch.settings.step_timeout_s):
+        run_engine(
+            launch.settings,
+            backend,
+            launch.backend_config,
+            on_ready,
+            on_stuck,
+            second_signal_exits=second_signal_exits,
+        )
+
+
+def _end_in_foreground(store: Store, reason: str) -> None:
+    """Record the crash, which no parent does, and end this process."""
+    with suppress(StoreError, TimeoutError):  # the next engine finds out by itself
+        store.write_soon(lambda tx: futures.record_end(tx, is_crash=True)).result(_RECORD_S)
+    _end_stuck_process(reason)
+
+
+def _end_stuck_process(reason: str) -> None:
+    """End this process at once, because a call of the backend does not return; log the stacks of all threads."""
+    _log.critical("%s; this process ends, and the next one continues from the log. All stacks:", reason)
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+    os._exit(STUCK_STATUS)
+
+
+@contextmanager
+def _interpreter_watchdog(timeout_s: float) -> Generator[None]:
+    """End this process, with all stacks, when no Python code has run for a time. 0: never.
+
+    A call that keeps the interpreter's lock stops every thread that could notice it, except faulthandler's, which is
+    written in C. As long as Python code runs, its timer starts again and again.
+    """
+    ended = threading.Event()
+    log = sys.__stderr__ or sys.stderr
+    limit_s = max(timeout_s, MIN_INTERPRETER_TIMEOUT_S)
+
+    def restart_timer() -> None:
+        while not ended.wait(min(1.0, limit_s / 4)):
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
+
+    thread = ServiceThread("interpreter-watchdog", restart_timer)
+    if timeout_s:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if timeout_s:
+            thread.join()
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _end_by(error: Exception) -> EngineEnd:
@@ -222,6 +301,7 @@ def run_engine(
     spec: BackendSpec,
     backend_config: BaseModel,
     on_ready: Callable[[Capabilities], None] = lambda _: None,
+    on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
     *,
     second_signal_exits: bool = True,
 ) -> None:
@@ -243,7 +323,8 @@ def run_engine(
         try:
             backend = spec.load()(settings.base_model, backend_config)
             artifacts = ArtifactStore(settings.data_dir / "artifacts", min_free_bytes=settings.min_free_disk_bytes)
-            Engine(settings, backend, store, artifacts).run(stop, on_ready)
+            engine = Engine(settings, backend, store, artifacts)
+            engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
         except (BackendLost, StoreError) as error:
             raise EngineLost(f"backend or database lost: {error}") from error
 
@@ -270,7 +351,7 @@ def _handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], Non
             if number[0] in numbers:
                 on_signal(number[0])
 
-    thread = threading.Thread(target=receive, name="signal handler", daemon=True)
+    thread = ServiceThread("signal-handler", receive)
     thread.start()
     for number in numbers:
         signal.signal(number, _ignore)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from fastapi.concurrency import run_in_threadpool
@@ -12,11 +13,22 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
+from skyrl_tx.store.tables import EngineStateRow
 
 _HEALTH_MAX_AGE_S = 0.5
 _LOAD_MAX_AGE_S = 0.25
 # The SDK pauses after a 429 with this header (0.38, lib/public_interfaces/sampling_client.py).
 _HEADERS = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """The engine's health at one time."""
+
+    problem: str | None = None
+    """Why the engine executes no requests; None while it is healthy."""
+    activity: str | None = None
+    """Which activity takes longer than `--engine-silence-s`, such as a large step; the engine is healthy meanwhile."""
 
 
 class EngineHealth:
@@ -26,14 +38,22 @@ class EngineHealth:
         self._store = store
         self._silence_s = silence_s
         self._checked_at = float("-inf")
-        self._cached: str | None = None
+        self._cached = EngineReport()
         self._lock = asyncio.Lock()
 
-    def problem(self) -> str | None:
-        """Return why the engine executes no requests at the moment; None while it is healthy."""
+    def report(self) -> EngineReport:
+        """Read the engine's health."""
         state, now = self._store.read(lambda tx: (engine_state.get(tx), engine_state.shared_time(tx)))
         if state is None:
-            return "the engine has not started yet"
+            return EngineReport(problem="the engine has not started yet")
+        problem, activity = self._problem(state, now), None
+        if state.activity_since is not None and (age_s := state.updated_at - state.activity_since) > self._silence_s:
+            activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
+        if problem is not None and activity is not None:
+            return EngineReport(problem=f"{problem}; {activity}")
+        return EngineReport(problem=problem, activity=activity)
+
+    def _problem(self, state: EngineStateRow, now: float) -> str | None:
         silence_s = now - state.updated_at
         if silence_s > self._silence_s:
             silence = f"the engine has published no status for {silence_s:.0f} s"
@@ -42,13 +62,21 @@ class EngineHealth:
             return f"the engine is {state.status}" + (f": {state.detail}" if state.detail else "")
         return f"the engine waits: {state.detail}" if state.detail else None
 
-    async def recent_problem(self) -> str | None:
-        """Return `problem`, at most half a second old. Called on one event loop."""
+    async def recent_report(self) -> EngineReport:
+        """Return a report that is at most half a second old. Called on one event loop."""
         async with self._lock:
             if time.monotonic() - self._checked_at >= _HEALTH_MAX_AGE_S:
-                self._cached = await run_in_threadpool(self.problem)
+                self._cached = await run_in_threadpool(self.report)
                 self._checked_at = time.monotonic()
             return self._cached
+
+    async def report_within(self, timeout_s: float) -> EngineReport:
+        """Return a recent report, or the last one if the database does not respond in time. Raises nothing."""
+        reading = asyncio.create_task(self.recent_report())
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # no one may wait for its error
+        await asyncio.wait({reading}, timeout=timeout_s)
+        is_read = reading.done() and not reading.cancelled() and reading.exception() is None
+        return reading.result() if is_read else self._cached
 
 
 class AdmissionControl:

@@ -33,7 +33,7 @@ class ApiSettings(CommonSettings):
     large_result_bytes: int = Field(default=2**20, ge=0)
     """Larger results are announced by their size first, then fetched."""
     engine_silence_s: float = Field(default=10.0, gt=0)
-    """Seconds without a status of the engine after which polls report that it is paused."""
+    """Seconds without a status of the engine, or in one activity, after which polls and health report that."""
     download_url_ttl_s: float = Field(default=3600.0, gt=0)
     """Lifetime of a signed download URL in seconds."""
     public_url: str | None = None

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.engine.activity import LoopActivity
 
 T = TypeVar("T")
+_WAITING = "waiting for files to be written"
 
 
 @dataclass(slots=True)
@@ -24,8 +26,9 @@ class _Job:
 class BackgroundWriter:
     """One background thread. Jobs and callbacks run in order, except that `wait_for` moves a model's jobs forward."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], activity: LoopActivity) -> None:
         """`wake` is called on the background thread after each job, so that the engine runs the callback."""
+        self._activity = activity
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="artifact-writer")
         self._wake = wake
         self._lock = threading.Lock()
@@ -73,7 +76,8 @@ class BackgroundWriter:
 
     def close(self) -> None:
         """End the thread: the running job ends, queued jobs and all callbacks are dropped."""
-        self._thread.shutdown(cancel_futures=True)
+        with self._activity.doing(_WAITING, is_limited=True):  # a lost device may never finish the running job
+            self._thread.shutdown(cancel_futures=True)
 
     def _run_next(self) -> None:
         with self._lock:
@@ -87,7 +91,9 @@ class BackgroundWriter:
 
     def _run_callback(self) -> None:
         job = self._jobs[0]
-        job.future.exception()  # waits
+        if not job.future.done():
+            with self._activity.doing(_WAITING):
+                job.future.exception()
         with self._lock:
             self._jobs.remove(job)
         job.callback(job.future)

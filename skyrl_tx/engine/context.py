@@ -77,6 +77,7 @@ class EngineContext:
         if isinstance(error, FATAL_ERRORS):
             raise error
         if not isinstance(error, RequestError):
+            self.backend.check_devices()  # the background thread may have met a lost device
             error = internal_error(f"{queued.kind} request {queued.request_id}", error)
         failure = Failure(message=error.message, category=error.category)
         request, model_id, rows = queued.request, queued.model_id, None

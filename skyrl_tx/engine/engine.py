@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
@@ -23,8 +24,10 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
+from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.store import completions, engine_state, futures, identity
 from skyrl_tx.store.database import Store
+from skyrl_tx.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0
@@ -42,28 +45,39 @@ class Engine:
     store: Store
     artifacts: ArtifactStore
 
-    def run(self, stop: threading.Event, on_ready: Callable[[Capabilities], None] = lambda _: None) -> None:
+    def run(
+        self,
+        stop: threading.Event,
+        on_ready: Callable[[Capabilities], None] = lambda _: None,
+        on_stuck: Callable[[str], object] = lambda _: None,
+    ) -> None:
         """Run until `stop` is set (call `store.wake` then). Running passes end; samples are left to the next engine.
 
         Args:
             stop: Set by another thread.
             on_ready: Called once the device is ready.
+            on_stuck: Called on another thread, with the reason, while a call of the backend exceeds its time limit.
 
         Raises:
             BackendLost: The device is lost. Requests without a result run in the next engine.
             StoreError: The database is lost.
         """
-        status = StatusPublisher(self.store, self.settings.base_models)
+        activity = LoopActivity()
+        activity.start(HOST_WORK)
+        backend = monitored(self.backend, activity)
+        watchdog = Watchdog(activity, self.backend, self.settings, on_stuck)
+        watchdog.start()
+        status = StatusPublisher(self.store, self.settings.base_models, watchdog)
         status.start()
-        background_writer = BackgroundWriter(self.store.wake)
+        background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
-        undoing = threading.Thread(target=attempts.undo_all_on_stop, args=(stop,), name="undo-attempts", daemon=True)
+        undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
         undoing.start()
         try:
             started = time.monotonic()
-            capabilities = self.backend.start()
+            capabilities = backend.start()
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
-            context = self._context(capabilities, background_writer, attempts)
+            context = self._context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
             self.store.write(futures.forget_cancellations)  # cancelled requests have results, so they will not be read
             self.store.write(lambda tx: futures.record_end(tx, is_crash=False))  # a supervisor has counted a crash
@@ -84,8 +98,11 @@ class Engine:
             status.set_status("ready", capabilities)
             while not is_stopping():
                 status.sample_load = loop.sample_load()
+                activity.start(HOST_WORK)
                 if not loop.turn():
+                    activity.idle()
                     self.store.wait(loop.max_wait_s())
+            activity.start(HOST_WORK)
             status.set_status("stopping", capabilities)
             loop.finish()
             _log.info("engine stopped cleanly")
@@ -95,7 +112,10 @@ class Engine:
             attempts.close()
             status.close()
             background_writer.close()
-            self.backend.close()
+            try:
+                backend.close()
+            finally:
+                watchdog.close()
 
     def _claim_artifacts(self) -> None:
         """Compare the database with the artifacts before anything is removed; warn about unclaimed ones."""
@@ -108,10 +128,14 @@ class Engine:
             _log.warning("%s: %s", self.settings.data_dir, identity.describe(unclaimed))
 
     def _context(
-        self, capabilities: Capabilities, background_writer: BackgroundWriter, attempts: DeliveryAttempts
+        self,
+        backend: AbstractBackend,
+        capabilities: Capabilities,
+        background_writer: BackgroundWriter,
+        attempts: DeliveryAttempts,
     ) -> EngineContext:
         """Make the components that depend on the started backend."""
-        settings, backend, store = self.settings, self.backend, self.store
+        settings, store = self.settings, self.store
         metadata = artifact_metadata(capabilities)
         request_log = RequestLog(store, attempts)
         ephemeral_samplers = EphemeralSamplers(

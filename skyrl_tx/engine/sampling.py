@@ -248,6 +248,7 @@ class SamplingExecutor:
             if running is None:
                 continue
             if delta.error is not None:
+                self._context.backend.check_devices()  # on a lost device every sample would fail
                 self._finish(running, ServerError(delta.error))
                 continue
             try:

@@ -27,6 +27,10 @@ class EngineSettings(CommonSettings):
     An owner with less than an equal share is admitted above it; all owners together take at most twice as much."""
     share_prefix_cache: bool = False
     """Let all owners use each other's cached prompts. It is faster, and an owner can find out what others asked."""
+    step_timeout_s: float = Field(default=600.0, ge=0)
+    """Restart the engine when one call of the backend takes longer, compilation excluded; 0: never."""
+    compile_timeout_s: float = Field(default=3600.0, ge=0)
+    """Restart the engine when the backend's start, or compilation in one call, takes longer; 0: never."""
     max_attempts: int = Field(default=3, ge=1)
     """Crashes of the engine while it runs a request alone, after which the request fails; a kill is no crash."""
     session_timeout_s: float = Field(default=1800.0, gt=0)

@@ -1,4 +1,4 @@
-"""Publishes the engine's status every second, on a thread of its own."""
+"""Publishes the engine's status and the activity of its loop every second, on a thread of its own."""
 
 import logging
 import os
@@ -10,10 +10,12 @@ from dataclasses import asdict
 from sqlmodel import Session
 
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreUnreachable
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
+from skyrl_tx.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 1.0
@@ -22,8 +24,9 @@ _PERIOD_S = 1.0
 class StatusPublisher:
     """Writes the engine's current status to the database: at once when it changes, and every second."""
 
-    def __init__(self, store: Store, base_models: list[str]) -> None:
+    def __init__(self, store: Store, base_models: list[str], watchdog: Watchdog) -> None:
         self._store = store
+        self._watchdog = watchdog
         self._base_models = base_models
         self._boot_id = secrets.token_hex(8)
         self._status: EngineStatus = "starting"
@@ -32,7 +35,7 @@ class StatusPublisher:
         """Published with the next status."""
         self._failure: StoreUnreachable | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name="engine-status", daemon=True)
+        self._thread = ServiceThread("engine-status", self._repeat)
 
     def start(self) -> None:
         """Publish "starting", and go on publishing."""
@@ -76,8 +79,10 @@ class StatusPublisher:
 
     def _publish(self) -> None:
         status, capabilities, load = self._status, self._capabilities, self.sample_load
+        activity, detail = self._watchdog.shown_activity(), self._watchdog.overdue
 
         def work(tx: Session) -> None:
+            now = engine_state.shared_time(tx)
             row = EngineStateRow(
                 boot_id=self._boot_id,
                 pid=os.getpid(),
@@ -85,7 +90,10 @@ class StatusPublisher:
                 capabilities=capabilities,
                 base_models=self._base_models,
                 load=None if load is None else asdict(load),
-                updated_at=engine_state.shared_time(tx),
+                detail=detail,
+                activity="" if activity is None else activity[0],
+                activity_since=None if activity is None else now - activity[1],
+                updated_at=now,
             )
             engine_state.publish(tx, row)
 

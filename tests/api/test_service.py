@@ -5,11 +5,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from skyrl_tx import threads
 from skyrl_tx.api import authentication
+from skyrl_tx.api.engine_status import EngineHealth, EngineReport
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
@@ -152,16 +155,55 @@ def test_large_result_is_announced_by_its_size(server: Server) -> None:
     )
 
 
+def publish_status(server: Server, status: EngineStatus, **activity: Any) -> None:
+    row = EngineStateRow(
+        boot_id="b", pid=1, status=status, capabilities={}, base_models=[], updated_at=time.time(), **activity
+    )
+    server.store.write(lambda tx: engine_state.publish(tx, row))
+
+
+def test_long_activity_of_a_healthy_engine_is_reported(server: Server) -> None:
+    """The SDK shows the reason of a paused queue only; a large step is no outage for a load balancer."""
+    step = server.post("optim_step", model_id=server.model(), adam_params={})
+    publish_status(server, "ready", activity="forward (compiling)", activity_since=time.time() - 40)
+    reason = "the engine has been busy for 40 s: forward (compiling)"
+    for probe in ("healthz", "livez"):
+        health = server.client.get(f"/api/v1/{probe}")
+        assert health.status_code == 200 and health.json() == {"status": "ok", "detail": reason}
+    held = server.post("retrieve_future", request_id=step.json()["request_id"]).json()
+    assert (held["queue_state"], held["queue_state_reason"]) == ("paused_capacity", reason)
+
+
+def test_livez_does_not_wait_for_the_database(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def report(_: EngineHealth) -> EngineReport:
+        released.wait(20)
+        return EngineReport()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineHealth, "report", report)
+        time.sleep(0.6)  # the last report is too old
+        started = time.monotonic()
+        answer = server.client.get("/api/v1/livez")
+        elapsed_s = time.monotonic() - started
+        released.set()
+    assert answer.status_code == 200 and elapsed_s < 10
+
+
+def test_death_of_a_thread_turns_health_red(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = threads._Failures()
+    monkeypatch.setattr(threads, "_failures", failures)
+    failures.report("result-watcher", ValueError("no such row"))
+    publish_status(server, "ready")
+    for probe in ("healthz", "livez"):
+        health = server.client.get(f"/api/v1/{probe}")
+        assert health.status_code == 503 and "'result-watcher' ended: ValueError: no such" in health.json()["detail"]
+
+
 def test_busy_engine_keeps_the_queue_active(server: Server) -> None:
     def publish(status: EngineStatus) -> None:
-        server.store.write(
-            lambda tx: engine_state.publish(
-                tx,
-                EngineStateRow(
-                    boot_id="b", pid=1, status=status, capabilities={}, base_models=[], updated_at=time.time()
-                ),
-            )
-        )
+        publish_status(server, status)
 
     step = server.post("optim_step", model_id=server.model(), adam_params={})
     publish("ready")

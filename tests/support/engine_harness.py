@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,12 @@ class EngineHarness:
         rows = [self.api.read(lambda tx, name=name: samplers.get(tx, name)) for name in names]
         return [row.sampler_id for row in rows if row is not None and row.sampler_id is not None]
 
-    def run(self, *until: RequestId, backend: AbstractBackend | None = None) -> None:
+    def run(
+        self,
+        *until: RequestId,
+        backend: AbstractBackend | None = None,
+        on_stuck: Callable[[str], object] = lambda _: None,
+    ) -> None:
         """Run an engine until these requests have results. A lost device is recorded as a crash, as by a supervisor."""
         stop = threading.Event()
         store = open_store(self.settings, stop)
@@ -176,7 +181,8 @@ class EngineHarness:
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            Engine(self.settings, backend or self.backend(), store, self.artifacts).run(stop)
+            engine = Engine(self.settings, backend or self.backend(), store, self.artifacts)
+            engine.run(stop, on_stuck=on_stuck)
         except BackendLost:
             self.api.write(lambda tx: futures.record_end(tx, is_crash=True))
             raise

@@ -50,16 +50,17 @@ async def retrieve_future(request: Request) -> Response:
                 )
             if response is not None:
                 return response
-        problem = await context.engine.recent_problem()
+        report = await context.engine.recent_report()
+        reason = report.problem or report.activity
     except StoreError as error:
         # The SDK retries a 5xx at once, without a pause and without end (0.38, lib/api_future_impl.py).
         _log.error("no result can be read: %s", error)
         await asyncio.sleep(_ERROR_PAUSE_S)
-        problem = f"the database is not available: {error}"
-    # The client polls again, and shows the reason if the engine executes nothing.
+        reason = f"the database is not available: {error}"
+    # The client polls again, and shows the reason if there is one: the SDK shows none next to "active".
     again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
-    if problem is not None:
-        again |= {"queue_state": "paused_capacity", "queue_state_reason": problem}
+    if reason is not None:
+        again |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
     return JSONResponse(again, status_code=HTTPStatus.REQUEST_TIMEOUT)
 
 

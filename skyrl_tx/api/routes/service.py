@@ -5,12 +5,15 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Response
 
+from skyrl_tx import threads
 from skyrl_tx.api.context import ApiContext, Incoming, get_context
 from skyrl_tx.api.errors import not_found
 from skyrl_tx.api.schemas import service as schemas
 from skyrl_tx.store import engine_state
 
 router = APIRouter()
+_LIVENESS_TIMEOUT_S = 0.25
+"""Time for reading the engine's status: a probe fails after a second, and a slow database is no reason to restart."""
 
 
 @router.post("/client/config")
@@ -37,12 +40,28 @@ def capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
 
 @router.get("/healthz")
 def health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
-    """Report health: 200 while the engine executes requests, 503 with the reason otherwise."""
-    problem = context.engine.problem()
-    if problem is None:
-        return {"status": "ok"}
-    response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
-    return {"status": "waiting", "detail": problem}
+    """Report health: 200 while the engine executes requests, 503 with the reason otherwise.
+
+    An activity that takes longer than `--engine-silence-s` is reported with 200, because a large step is no outage.
+    """
+    report = context.engine.report()
+    problem = threads.failure() or report.problem
+    if problem is not None:
+        response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+        return {"status": "waiting", "detail": problem}
+    return {"status": "ok"} if report.activity is None else {"status": "ok", "detail": report.activity}
+
+
+@router.get("/livez")
+async def liveness(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
+    """Report whether this process works: 200 unless one of its threads has died, whatever the engine does."""
+    failure = threads.failure()
+    if failure is not None:
+        response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+        return {"status": "failed", "detail": failure}
+    engine = await context.engine.report_within(_LIVENESS_TIMEOUT_S)
+    detail = engine.problem or engine.activity
+    return {"status": "ok"} if detail is None else {"status": "ok", "detail": detail}
 
 
 @router.post("/telemetry")

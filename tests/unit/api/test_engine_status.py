@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_tx.api import engine_status
-from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
+from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth, EngineReport
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
@@ -30,11 +30,28 @@ FULL = "database x: no space left for it on the disk"
     ],
 )
 def test_health_names_the_problem(age_s, status, detail, write_failure, expected) -> None:
-    row = SimpleNamespace(updated_at=time.time() - age_s, status=status, detail=detail)
-    health = EngineHealth(
-        SimpleNamespace(read=lambda _: (row, time.time()), write_failure=write_failure), silence_s=30.0
+    now = time.time()
+    at = now - age_s
+    row = SimpleNamespace(updated_at=at, status=status, detail=detail, activity="sampling", activity_since=at - 29)
+    store = SimpleNamespace(read=lambda _: (row, now), write_failure=write_failure)
+    assert EngineHealth(store, silence_s=30.0).report() == EngineReport(problem=expected)
+
+
+@pytest.mark.parametrize(
+    ("status", "problem", "activity"),
+    [
+        ("ready", None, "the engine has been busy for 40 s: forward (compiling)"),
+        ("starting", "the engine is starting; the engine has been busy for 40 s: forward (compiling)", None),
+    ],
+)
+def test_health_names_a_long_activity(status, problem, activity) -> None:
+    """A large step alone is no problem."""
+    now = time.time()
+    row = SimpleNamespace(
+        updated_at=now, status=status, detail="", activity="forward (compiling)", activity_since=now - 40
     )
-    assert health.problem() == expected
+    health = EngineHealth(SimpleNamespace(read=lambda _: (row, now), write_failure=None), silence_s=30.0)
+    assert health.report() == EngineReport(problem=problem, activity=activity)
 
 
 @pytest.fixture

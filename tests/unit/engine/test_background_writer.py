@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.engine.activity import LoopActivity
 from skyrl_tx.engine.background_writer import BackgroundWriter
 
 A, B = ModelId("a"), ModelId("b")
@@ -13,7 +14,7 @@ A, B = ModelId("a"), ModelId("b")
 
 @pytest.fixture
 def writer() -> Iterator[BackgroundWriter]:
-    writer = BackgroundWriter(lambda: None)
+    writer = BackgroundWriter(lambda: None, LoopActivity())
     yield writer
     writer.close()
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from skyrl_tx import engine_process
+from skyrl_tx import engine_process, threads
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
@@ -104,6 +104,11 @@ def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, n
     assert number.name in end.message and ("memory" in end.message) == is_memory_exhausted
 
 
+def test_death_of_a_thread_is_no_crash_of_a_request():
+    end = engine_process._end_by_exit(threads.EXIT_STATUS, False)
+    assert not end.is_crash and not end.was_killed and "one of its threads" in end.message
+
+
 def train(harness):
     model_id, _ = harness.create()
     passes = []
@@ -146,3 +151,14 @@ def test_second_engine_is_refused(harness):
     with pytest.raises(StoreInUse, match=f"process {os.getpid()}"):
         run_engine(harness.settings, spec, harness.config)
     store.close()
+
+
+def test_engine_alone_records_a_stuck_call_as_a_crash(harness, monkeypatch):
+    ends = []
+    monkeypatch.setattr(engine_process, "_end_stuck_process", ends.append)
+    model_id, _ = harness.create()
+    passed = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    harness.api.write(lambda tx: futures.count_delivery_attempt(tx, [passed], is_alone=True))
+    engine_process._end_in_foreground(harness.api, "forward_backward has taken longer")
+    assert ends == ["forward_backward has taken longer"]
+    assert harness.api.read(lambda tx: futures.max_crashes(tx, [passed])) == 1

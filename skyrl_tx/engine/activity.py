@@ -1,0 +1,140 @@
+"""The activity of the engine's loop: its name and start. Every call of the backend passes through here."""
+
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from skyrl_tx.contract.backend import AbstractBackend, Pass
+from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.errors import BackendLost, RequestError
+
+HOST_WORK = "scheduling and storing requests"
+_MAX_SUBJECTS = 3
+
+
+@dataclass(slots=True, eq=False)
+class Activity:
+    """One activity of the loop. Each call of the backend is a new object."""
+
+    name: str
+    """Shown to every client, so it does not say whose request it is."""
+    started_at: float
+    """A value of `time.monotonic`."""
+    is_limited: bool = False
+    """Whether the engine restarts when this takes too long, as calls of the backend do."""
+    arguments: tuple[Any, ...] = ()
+    """Arguments of a call of the backend."""
+
+    def __str__(self) -> str:
+        """Return the name with the ids of models, samplers or requests; for the log only."""
+        ids = list(dict.fromkeys(each for argument in self.arguments for each in _ids(argument)))
+        more = ", …" if len(ids) > _MAX_SUBJECTS else ""
+        return f"{self.name} ({', '.join(ids[:_MAX_SUBJECTS])}{more})" if ids else self.name
+
+
+def _ids(argument: object) -> Iterable[str]:
+    match argument:
+        case str():
+            return (argument,)
+        case PreparedModelPassBatch():
+            return (str(example.model_id) for example in argument.examples)
+        case PreparedSampleBatch():
+            return (str(request.request_id) for request in argument.requests)
+        case _:
+            return ()
+
+
+class LoopActivity:
+    """The activity of the engine's loop. Written by the loop's thread, read by any thread."""
+
+    def __init__(self) -> None:
+        self.current: Activity | None = None
+        """None while the loop waits for requests."""
+
+    def start(self, name: str) -> None:
+        """Make `name` the activity until the next one starts."""
+        self.current = Activity(name, time.monotonic())
+
+    def idle(self) -> None:
+        """Record that the loop waits for requests."""
+        self.current = None
+
+    @contextmanager
+    def doing(self, name: str, *, is_limited: bool = False) -> Generator[None]:
+        """Make `name` the activity inside the context."""
+        before = self.current
+        self.current = Activity(name, time.monotonic(), is_limited)
+        try:
+            yield
+        finally:
+            self.resume(before)
+
+    def resume(self, before: Activity | None) -> None:
+        """Continue an earlier activity, which counts from now on."""
+        self.current = None if before is None else Activity(before.name, time.monotonic())
+
+
+def monitored(backend: AbstractBackend, activity: LoopActivity) -> AbstractBackend:
+    """Return a backend whose calls are the loop's activity, and that raises BackendLost for a lost device.
+
+    After an unexpected error of any call, `check_devices` decides whether the request failed or the device is lost.
+    """
+    return cast(AbstractBackend, _Monitored(backend, activity, backend.check_devices))
+
+
+class _Monitored:
+    """A backend, or a pass of it, with monitored methods."""
+
+    def __init__(
+        self,
+        target: object,
+        activity: LoopActivity,
+        check_devices: Callable[[], None],
+        started_by: Activity | None = None,
+    ) -> None:
+        """`started_by` is the call that returned a pass: all calls of the pass have its name."""
+        self._target = target
+        self._activity = activity
+        self._check_devices = check_devices
+        self._started_by = started_by
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._target, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self._started_by is not None:
+                shown, arguments_shown = self._started_by.name, self._started_by.arguments
+            elif name == "begin_pass":
+                shown, arguments_shown = "forward_backward" if named.get("backward") else "forward", arguments
+            else:
+                shown, arguments_shown = name, arguments
+            activity = Activity(shown, time.monotonic(), is_limited=True, arguments=arguments_shown)
+            return self._call(activity, method, arguments, named)
+
+        if self._started_by is None:  # a pass must not refer to itself: its arrays would wait for garbage collection
+            setattr(self, name, call)  # later calls find it at once
+        return call
+
+    def _call(
+        self, call: Activity, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        activity = self._activity
+        before, activity.current = activity.current, call
+        try:
+            result = method(*arguments, **named)
+        except (RequestError, BackendLost):
+            raise
+        except Exception as error:
+            self._check_after(error)
+            raise
+        finally:
+            activity.resume(before)
+        return _Monitored(result, activity, self._check_devices, call) if isinstance(result, Pass) else result
+
+    def _check_after(self, error: Exception) -> None:
+        try:
+            self._check_devices()
+        except Exception as lost:
+            raise BackendLost(f"{lost}; found after {type(error).__name__}: {error}") from error

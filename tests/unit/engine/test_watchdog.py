@@ -1,0 +1,155 @@
+"""Activities of the engine's loop: published, and limited in time."""
+
+import threading
+import time
+
+import pytest
+
+from skyrl_tx.api.engine_status import EngineHealth
+from skyrl_tx.engine import status_publisher, watchdog
+from skyrl_tx.engine.activity import LoopActivity, monitored
+from skyrl_tx.engine.watchdog import Watchdog
+from skyrl_tx.store import engine_state
+from skyrl_tx.testing.fake.backend import FakeBackend
+from tests.support.engine_harness import EngineHarness, forward_backward
+from tests.support.waiting import until
+
+
+class Slow(FakeBackend):
+    """Runs `during` inside each optimizer step, and compiles when asked to."""
+
+    compiles = False
+
+    def __init__(self, harness):
+        super().__init__("tiny", harness.config)
+        self.during = lambda: None
+
+    def is_compiling(self):
+        return self.compiles
+
+    def clear_gradient(self, model_id):
+        self.during()
+
+
+@pytest.fixture
+def slow(harness):
+    return Slow(harness)
+
+
+@pytest.fixture
+def activity():
+    return LoopActivity()
+
+
+@pytest.fixture
+def stuck():
+    return []
+
+
+@pytest.fixture
+def guard(harness, slow, activity, stuck):
+    settings = harness.settings.model_copy(update={"step_timeout_s": 10.0, "compile_timeout_s": 100.0})
+    return Watchdog(activity, slow, settings, stuck.append)
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Let a time pass that no test waits for."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def pass_by(seconds, guard):
+        clock[0] += seconds
+        guard.check(seconds)
+
+    return pass_by
+
+
+def test_call_beyond_the_step_timeout_is_stuck(slow, activity, guard, stuck, later):
+    def wait():
+        later(6.0, guard)
+        assert not stuck and not guard.overdue
+        later(6.0, guard)
+
+    slow.during = wait
+    monitored(slow, activity).clear_gradient("model-7")
+    assert stuck == ["clear_gradient (model-7) has taken longer than --step-timeout-s, which is 10 s"]
+    assert guard.overdue == "clear_gradient has taken longer than --step-timeout-s, which is 10 s", "names no model"
+    later(1.0, guard)
+    assert not guard.overdue and len(stuck) == 1
+
+
+def test_time_of_compilation_has_its_own_limit(slow, activity, guard, stuck, later):
+    def compile_and_compute():
+        later(9.0, guard)
+        slow.compiles = True
+        later(99.0, guard)
+        assert guard.shown_activity() == ("clear_gradient (compiling)", 108.0)
+        assert not stuck
+        later(2.0, guard)
+        slow.compiles = False
+
+    slow.during = compile_and_compute
+    monitored(slow, activity).clear_gradient("m")
+    assert stuck == ["clear_gradient (m) has taken longer than --compile-timeout-s, which is 100 s"]
+
+
+def test_each_call_has_the_whole_limit(slow, activity, guard, stuck, later):
+    slow.during = lambda: later(9.0, guard)
+    for _ in range(3):
+        monitored(slow, activity).clear_gradient("m")
+    assert not stuck and not guard.overdue
+
+
+def test_wait_for_files_is_reported_and_ends_nothing(activity, guard, stuck, later):
+    with activity.doing("waiting for files to be written"):
+        later(11.0, guard)
+        assert guard.overdue.startswith("waiting for files to be written has taken longer")
+    assert not stuck
+    activity.idle()
+    later(1000.0, guard)
+    assert not guard.overdue and guard.shown_activity() is None
+
+
+def test_suspended_time_does_not_count(slow, activity, guard, stuck, monkeypatch):
+    """The thread's own pauses are limited, so that a resumed process does not end at once."""
+    checks = []
+    monkeypatch.setattr(guard, "check", checks.append)
+    clock = iter((0.0, 3600.0, 3601.0))
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(guard._ended, "wait", lambda _: len(checks) == 2)
+    guard._repeat()
+    assert checks == [2.0, 1.0]
+
+
+def test_hung_call_is_published_and_ends_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(status_publisher, "_PERIOD_S", 0.02)
+    harness = EngineHarness(tmp_path, step_timeout_s=0.2)
+    released = threading.Event()
+    reasons, reports = [], []
+
+    class Hung(FakeBackend):
+        def begin_pass(self, batch, *, backward):
+            assert released.wait(60)
+            return super().begin_pass(batch, backward=backward)
+
+    model_id, _ = harness.create()
+    passed = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
+    health = EngineHealth(harness.api, silence_s=0.1)
+
+    def observe():
+        until(lambda: "forward_backward" in (health.report().activity or ""))
+        reports.append(health.report().activity)
+        until(lambda: reasons and health.report().problem)
+        reports.append(health.report().problem)
+        released.set()
+
+    observer = threading.Thread(target=observe)
+    observer.start()
+    harness.run(passed, backend=Hung("tiny", harness.config), on_stuck=reasons.append)
+    observer.join()
+    assert reports[0].startswith("the engine has been busy for") and reports[0].endswith(": forward_backward")
+    assert "forward_backward has taken longer than --step-timeout-s" in reports[1]
+    assert reasons[0].startswith(f"forward_backward ({model_id}) has taken longer")
+    assert harness.api.read(engine_state.get).detail == ""
+    harness.close()
