@@ -225,18 +225,23 @@ def _record_checkpoint(
     context: EngineContext, queued: QueuedRequest, request: SaveWeights, path: CheckpointPath, artifact: Artifact
 ) -> None:
     now = time.time()
-    checkpoint = CheckpointRow(
-        model_id=path.model_id,
-        kind=path.kind,
-        name=path.name,
-        artifact_id=artifact.artifact_id,
-        created_at=now,
-        expires_at=None if request.ttl_s is None else now + request.ttl_s,
-        size_bytes=artifact.size_bytes,
-        user_metadata=request.user_metadata,
-    )
+
+    def rows(tx: Session) -> None:
+        # Made here, because a write that waited for a full disk runs again, and a row is inserted once per object.
+        checkpoint = CheckpointRow(
+            model_id=path.model_id,
+            kind=path.kind,
+            name=path.name,
+            artifact_id=artifact.artifact_id,
+            created_at=now,
+            expires_at=None if request.ttl_s is None else now + request.ttl_s,
+            size_bytes=artifact.size_bytes,
+            user_metadata=request.user_metadata,
+        )
+        checkpoints.put(tx, checkpoint, request.overwrite)
+
     result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
-    context.request_log.commit_and_wait(queued, result, lambda tx: checkpoints.put(tx, checkpoint, request.overwrite))
+    context.request_log.commit_and_wait(queued, result, rows)
 
 
 def _rejected(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: Rejected) -> None:

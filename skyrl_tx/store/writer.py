@@ -93,6 +93,8 @@ class GroupWriter:
     ) -> None:
         """Start the thread. `committed` runs after each commit. With `retry`, work may run more than once.
 
+        Work therefore makes the rows that it adds: an object that was added before is not inserted a second time.
+
         The engine must invalidate its connection on any error that ends a transaction.
         """
         self._engine = engine

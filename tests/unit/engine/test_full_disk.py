@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import Engine, event
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tx.api.engine_status import EngineHealth
 from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.contract import requests, results
 from skyrl_tx.contract.errors import CapacityError, ErrorCategory
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.request_log import DeliveryAttempts
-from skyrl_tx.store import futures
+from skyrl_tx.store import checkpoints, futures
 from skyrl_tx.store.errors import StoreBlocked
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.support.waiting import until
@@ -115,4 +119,27 @@ def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_fu
     is_full.clear()
     harness.run(large)
     assert harness.result(large).metrics["num_datums:sum"] == 5
+    harness.close()
+
+
+def test_save_that_waited_for_disk_space_at_its_commit_has_its_checkpoint(tmp_path, monkeypatch):
+    harness = EngineHarness(tmp_path)
+    model_id, created = harness.create()
+    harness.run(created)
+    failures = [sqlite3.OperationalError("database or disk is full")]
+    failures[0].sqlite_errorcode = sqlite3.SQLITE_FULL
+    put = checkpoints.put
+
+    def put_then_fill(tx, row, overwrite):
+        put(tx, row, overwrite)
+        tx.flush()
+        if failures:
+            raise OperationalError("COMMIT", {}, failures.pop())
+
+    monkeypatch.setattr(checkpoints, "put", put_then_fill)
+    save = requests.SaveWeights(kind="weights", name="a")
+    saved = harness.answer(save, model_id=model_id, seq_id=1)
+    assert not failures and isinstance(saved, results.SaveWeightsOutput)
+    path = CheckpointPath(model_id, CheckpointKind.TRAINING, "a")
+    assert harness.api.read(lambda tx: checkpoints.get(tx, path, time.time())) is not None
     harness.close()
