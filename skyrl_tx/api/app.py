@@ -46,10 +46,10 @@ _TICK_S = 0.1
 _ROUTERS = futures, sampling, training, service, sessions, weights, runs, downloads, account
 
 
-def create_app(settings: ApiSettings, store: Store) -> FastAPI:
-    """Build the HTTP application. The caller closes the store."""
+def create_context(settings: ApiSettings, store: Store) -> ApiContext:
+    """Build the components of an API process."""
     signing_key = SigningKey.of(settings.data_dir)
-    context = ApiContext(
+    return ApiContext(
         settings=settings,
         store=store,
         artifacts=ArtifactStore(settings.data_dir / "artifacts"),
@@ -59,6 +59,11 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         admission=AdmissionControl(store),
         results=ResultWatcher(store),
     )
+
+
+def create_app(settings: ApiSettings, store: Store) -> FastAPI:
+    """Build the HTTP application. The caller closes the store."""
+    context = create_context(settings, store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:

@@ -52,7 +52,7 @@ class LiveModel:
     is_resident: bool = False
     snapshot_order: int = 0
     """Log sequence number of the newest snapshot, on disk or being written."""
-    snapshot_at: float = field(default_factory=time.monotonic)
+    snapshot_at: float = field(default_factory=lambda: time.monotonic())
     snapshot_took_s: float = 0.0
     """Time to write the newest snapshot. Infinite if it failed, so that only its age starts the next one."""
     last_used: float = 0.0
