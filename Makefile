@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check lint types contracts test test-fast test-slow chaos fuzz soak format proto release docs reference
+.PHONY: help check lint types contracts test test-fast test-slow chaos simulate fuzz soak format proto release docs reference
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -35,6 +35,9 @@ test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
 
 chaos:  ## kill processes while clients train (5 minutes); FLAGS=--postgresql for PostgreSQL
 	python -u -W ignore -m tests.support.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)
+
+simulate:  ## run 100,000 simulated histories with faults (hours); FLAGS="--histories 2000 --seed 7" for others
+	python -u -W ignore -m tests.support.simulation --histories 100000 --jobs $$(nproc) $(FLAGS)
 
 fuzz:  ## send generated input to routes and decoders (25 minutes)
 	python -u -W ignore -m tests.support.fuzz

@@ -1,0 +1,48 @@
+"""A deterministic simulation of servers, clients and faults.
+
+One seed decides a whole *history*: the order in which threads run, the clock, the faults, and what clients send. The
+method is that of FoundationDB's simulation, TigerBeetle's VOPR and madsim. A history takes a fraction of a second, and
+the same seed gives the same history, event by event.
+
+The product runs: `Engine.run` and its threads, the writers of the stores, the status publisher, the result watcher, the
+event loop of long polls, the endpoints below HTTP, the supervisor, and the fake backend. Simulated are:
+
+- **Threads** (`scheduler`). Each is a thread of the operating system, of which one runs at a time. It passes its turn
+  on when it waits: for a lock, an event, a future, a queue, the clock, the device. The next one is drawn at random.
+- **Clocks** (`scheduler`). Virtual; they advance when all threads wait. The wall clock and the monotonic clock differ
+  after a suspend or a step. Reads, commits and calls of the device take a random time.
+- **Modules** (`substitutes`). Names of the product's modules that refer to `time`, `threading`, `secrets`, `os` and so
+  on refer to the simulated ones while a history runs. The product has no hooks for this, apart from its failpoints.
+- **Database** (`database`). SQLite in memory, shared by all processes, through the product's own dialect and
+  statements. Commits are atomic and durable; I/O errors, a full disk and older copies are faults.
+- **Disk** (`disk`). Artifacts are real files in memory. Writes and flushes fail, and a loss of power keeps what `fsync`
+  promised, and of the rest what chance decides.
+- **Device** (`device`). The fake backend, which may be lost, sick or hang at any call, and on which a pass may crash.
+- **Processes and network** (`world`). One or two APIs, an engine, the product's supervisor; messages that are lost,
+  repeated and delayed. A killed process leaves what it wrote.
+- **Clients** (`clients`, `scenarios`). They send requests in groups and out of order, send them again, poll slowly,
+  cancel samples, and ask for rows of other owners.
+
+At the end (`oracle`) a model of each client's requests, which is the fake backend driven in one thread, says what every
+result, log sequence number, sample and saved file must be. All requests must have their results a bounded time after
+the last fault, and none may fail because of a fault that is not its own.
+
+The kinds of faults are in `faults.KINDS`. `KNOWN` has the kinds that find defects that are not fixed yet: they are not
+part of the default run, and a test checks that they still find them. Remove a kind from it with the fix.
+"""
+
+from tests.support.simulation.faults import KINDS
+
+KNOWN: dict[str, str] = {
+    "many_kills": "a request that was running at three kills of the engine is given up",
+    "clock_steps": "a step of the wall clock counts as silence of all clients",
+    "hangs": "a call of the backend that does not return is not noticed",
+    "sick_device": "a device on which every call fails consumes all requests",
+    "watch_errors": "one I/O error ends the thread that wakes long polls",
+    "old_database": "files that an older copy of the database does not name are removed",
+    "greedy_owner": "one owner's queued samples take the whole limit",
+    "crowd": "sessions take turns, not owners",
+    "pages": "the list of runs changes its order between two pages",
+}
+"""Kinds of faults that find known defects, and what they find."""
+DEFAULT_KINDS = tuple(kind for kind in KINDS if kind not in KNOWN)

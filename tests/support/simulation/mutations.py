@@ -1,0 +1,86 @@
+"""Guarantees taken out of the product, one at a time: a simulation that does not notice is worth little."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from sqlmodel import Session
+
+from skyrl_tx import artifacts
+from skyrl_tx.api.authentication import Principal
+from skyrl_tx.contract.ids import ArtifactId, ModelId
+from skyrl_tx.engine.context import EngineContext
+from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.store import checkpoints, futures, models
+from skyrl_tx.store.tables import CheckpointRow
+
+
+def _flush_nothing() -> None:
+    artifacts._fsync = lambda path: None
+
+
+def _flush_no_directory() -> None:
+    flush = artifacts._fsync
+    artifacts._fsync = lambda path: None if path.is_dir() else flush(path)
+
+
+def _number_snapshots_wrongly() -> None:
+    put = models.put_snapshot
+
+    def put_later(tx: Session, model_id: ModelId, artifact_id: ArtifactId, effect_order: int, now: float) -> Any:
+        return put(tx, model_id, artifact_id, effect_order + 1, now)
+
+    models.put_snapshot = put_later
+
+
+def _show_all_rows() -> None:
+    Principal.may_see = lambda self, owner: owner is not None  # type: ignore[method-assign]
+
+
+def _accept_duplicates() -> None:
+    submit, number = futures.submit, count()
+    futures.submit = lambda tx, new, now: submit(tx, replace(new, key=f"{new.key}/{next(number)}"), now)
+
+
+def _replay_failed_steps() -> None:
+    replay = Recovery._replay
+
+    def as_if_done(self: Recovery, model_id: ModelId, queued: Any, *, failed: bool) -> None:
+        replay(self, model_id, queued, failed=False)
+
+    Recovery._replay = as_if_done  # type: ignore[method-assign]
+
+
+def _count_no_attempts() -> None:
+    def accept(self: EngineContext, requests: Sequence[Any]) -> Sequence[Any]:
+        return requests
+
+    EngineContext.count_attempts = accept  # type: ignore[method-assign, assignment]
+
+
+def _add_rows_of_another_attempt() -> None:
+    put, made = checkpoints.put, dict[str, CheckpointRow]()
+
+    def put_first(tx: Session, row: CheckpointRow, overwrite: bool) -> Any:
+        return put(tx, made.setdefault(f"{row.path} {row.artifact_id}", row), overwrite)
+
+    checkpoints.put = put_first
+
+
+MUTATIONS: dict[str, tuple[Callable[[], None], str]] = {
+    "no_flush": (_flush_nothing, "power_loss"),
+    "no_directory_flush": (_flush_no_directory, "power_loss"),
+    "snapshot_number": (_number_snapshots_wrongly, "kills"),
+    "no_owners": (_show_all_rows, "network"),
+    "duplicates": (_accept_duplicates, "network"),
+    "replayed_failures": (_replay_failed_steps, "bad_requests,kills"),
+    "no_attempts": (_count_no_attempts, "bad_requests"),
+    "rows_of_another_attempt": (_add_rows_of_another_attempt, "full_database"),
+}
+"""What to take out, and kinds of faults under which it is noticed."""
+
+
+def take_out(name: str) -> None:
+    """Take a guarantee out of this process."""
+    MUTATIONS[name][0]()
