@@ -13,21 +13,22 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, SamplingSessionId, SessionId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.store import checkpoints, models, samplers, sessions
-from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow, SessionRow
+from skyrl_tx.store.sessions import SessionRef
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow
 
 _SHARED_METADATA = frozenset({"renderer_name"})
 """Metadata that others see of a published checkpoint: clients need it to build prompts for the weights."""
 
 
-def session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRow:
-    """Find a session."""
-    row = sessions.get(tx, session_id)
+def session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
+    """Find a session, without its metadata."""
+    row = sessions.find(tx, session_id)
     if row is None or not caller.may_see(row.owner):
         raise not_found(f"session {shown(session_id)} does not exist")
     return row
 
 
-def open_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRow:
+def open_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
     """Find a session that has not finished. Raises ApiError 400 if it has."""
     row = session(tx, caller, session_id)
     if row.finished_at is not None:
@@ -69,7 +70,7 @@ def sampling_session(
 ) -> tuple[SamplingSessionRow, str]:
     """Find a sampling session and its owner."""
     row = samplers.get(tx, sampling_session_id)
-    owning = None if row is None else sessions.get(tx, row.session_id)
+    owning = None if row is None else sessions.find(tx, row.session_id)
     is_gone = row is not None and row.model_id is not None and models.is_deleted(tx, row.model_id)
     if row is None or owning is None or is_gone or not caller.may_see(owning.owner):
         raise not_found(

@@ -178,7 +178,7 @@ class Housekeeping:
 
     def _end_of(self, session_id: SessionId, now: float) -> str | None:
         """Return how a session ended or that its heartbeat timed out; None while it is open."""
-        row = self.context.store.read(lambda tx: sessions.get(tx, session_id))
+        row = self.context.store.read(lambda tx: sessions.find(tx, session_id))
         if row is None:
             return "is gone"
         if row.finished_at is not None:

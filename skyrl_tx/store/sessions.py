@@ -2,12 +2,14 @@
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from sqlalchemy import bindparam
+from sqlalchemy import Float, bindparam, case, func, update
+from sqlalchemy import select as select_columns
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import RequestId, SessionId
-from skyrl_tx.store.database import execute_in_batches, is_in_batch
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _ROWS_PER_FETCH = 200
@@ -22,6 +24,50 @@ _WAITING_WITHOUT_HEARTBEAT = (
         col(SessionRow.last_heartbeat_at) < bindparam("before"),
     )
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRef:
+    """A session without its metadata, which may be long: what every call for it needs."""
+
+    session_id: SessionId
+    owner: str
+    created_at: float
+    last_heartbeat_at: float
+    finished_at: float | None
+    finish_reason: str | None
+
+
+# Built once, and without ORM objects: these run for every request and heartbeat.
+_NOW = bindparam("now", type_=Float())
+_NAMED = col(SessionRow.session_id) == bindparam("name")
+_FIND = select_columns(
+    col(SessionRow.session_id),
+    col(SessionRow.owner),
+    col(SessionRow.created_at),
+    col(SessionRow.last_heartbeat_at),
+    col(SessionRow.finished_at),
+    col(SessionRow.finish_reason),
+).where(_NAMED)
+_HEARTBEAT = (
+    update(SessionRow)
+    .where(_NAMED)
+    .values(
+        last_heartbeat_at=case(
+            (col(SessionRow.last_heartbeat_at) < _NOW, _NOW),
+            else_=col(SessionRow.last_heartbeat_at),
+        )
+    )
+)
+_FINISH = (
+    update(SessionRow)
+    .where(_NAMED)
+    .values(
+        finished_at=func.coalesce(col(SessionRow.finished_at), bindparam("now")),
+        finish_reason=func.coalesce(col(SessionRow.finish_reason), bindparam("reason")),
+    )
+)
+_SET_PROJECT = update(SessionRow).where(_NAMED).values(project_id=bindparam("project"))
 
 
 def new_id() -> SessionId:
@@ -60,17 +106,19 @@ def create(
 
 
 def get(tx: Session, session_id: SessionId) -> SessionRow | None:
-    """Return a session, or None if there is none."""
+    """Return a session with its metadata, or None if there is none."""
     return tx.get(SessionRow, session_id)
+
+
+def find(tx: Session, session_id: SessionId) -> SessionRef | None:
+    """Return a session without its metadata, or None if there is none."""
+    row = execute(tx, _FIND, {"name": session_id}).one_or_none()
+    return None if row is None else SessionRef(*row)
 
 
 def heartbeat(tx: Session, session_id: SessionId, now: float) -> bool:
     """Record a heartbeat; return False if there is no such session."""
-    row = get(tx, session_id)
-    if row is None:
-        return False
-    row.last_heartbeat_at = max(now, row.last_heartbeat_at)
-    return True
+    return execute(tx, _HEARTBEAT, {"name": session_id, "now": now}).rowcount > 0
 
 
 def waiting_without_heartbeat(tx: Session, request_ids: Iterable[RequestId], before: float) -> set[SessionId]:
@@ -81,12 +129,7 @@ def waiting_without_heartbeat(tx: Session, request_ids: Iterable[RequestId], bef
 
 def finish(tx: Session, session_id: SessionId, reason: str, now: float) -> bool:
     """Finish a session; the first reason stays. Returns False if there is no such session."""
-    row = get(tx, session_id)
-    if row is None:
-        return False
-    if row.finished_at is None:
-        row.finished_at, row.finish_reason = now, reason
-    return True
+    return execute(tx, _FINISH, {"name": session_id, "now": now, "reason": reason}).rowcount > 0
 
 
 _NEWEST_FIRST = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
@@ -134,24 +177,18 @@ def unfinished(tx: Session, owner: str, display_name: str) -> SessionId | None:
 
 def set_project(tx: Session, session_id: SessionId, project_id: str) -> bool:
     """Move a session and everything created in it to a project; return False if there is no such session."""
-    row = get(tx, session_id)
-    if row is None:
-        return False
-    row.project_id = project_id
-    return True
+    return execute(tx, _SET_PROJECT, {"name": session_id, "project": project_id}).rowcount > 0
 
 
 def finish_timed_out(tx: Session, before: float, reason: str, now: float) -> list[SessionId]:
     """Finish the sessions without a heartbeat, training request or sample since a time; return their ids."""
     has_trained = select(ModelRow.session_id).where(col(ModelRow.last_request_at) >= before)
     has_sampled = select(SamplingSessionRow.session_id).where(col(SamplingSessionRow.last_used_at) >= before)
-    timed_out = select(SessionRow).where(
+    timed_out = update(SessionRow).where(
         col(SessionRow.finished_at).is_(None),
         col(SessionRow.last_heartbeat_at) < before,
         col(SessionRow.session_id).not_in(has_trained),
         col(SessionRow.session_id).not_in(has_sampled),
     )
-    ended = list(tx.exec(timed_out))
-    for row in ended:
-        row.finished_at, row.finish_reason = now, reason
-    return [row.session_id for row in ended]
+    ended = timed_out.values(finished_at=now, finish_reason=reason).returning(col(SessionRow.session_id))
+    return [SessionId(session_id) for (session_id,) in execute(tx, ended)]

@@ -18,6 +18,7 @@ from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import checkpoints, models, samplers, sessions
 from skyrl_tx.store.checkpoints import StorageUsage
+from skyrl_tx.store.database import existing
 from skyrl_tx.store.tables import SessionRow
 
 router = APIRouter()
@@ -33,7 +34,7 @@ def create_session(call: Incoming) -> dict[str, str]:
     session_id = call.session_id("session")
 
     def work(tx: Session) -> SessionId:
-        if session_id is not None and sessions.get(tx, session_id) is not None:
+        if session_id is not None and sessions.find(tx, session_id) is not None:
             return session_id
         return sessions.create(
             tx,
@@ -93,7 +94,8 @@ def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "ow
     """Describe one session: its training runs and samplers."""
 
     def work(tx: Session) -> schemas.SessionResponse:
-        row = access.session(tx, call.caller, SessionId(session_id))
+        found = access.session(tx, call.caller, SessionId(session_id))
+        row = existing(tx, SessionRow, found.session_id)
         return schemas.SessionResponse(
             training_run_ids=[model.model_id for model in models.of_session(tx, row.session_id)],
             sampler_ids=[*samplers.ids_of_session(tx, row.session_id)],
@@ -156,7 +158,7 @@ def _position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, 
     """Return the position after which a page starts. The time comes from the row, because JSON rounds it."""
     if cursor is None:
         return None
-    last = sessions.get(tx, SessionId(cursor.last_session_id))
+    last = sessions.find(tx, SessionId(cursor.last_session_id))
     created_at = cursor.last_created_at.timestamp() if last is None else last.created_at
     return created_at, SessionId(cursor.last_session_id)
 

@@ -106,7 +106,7 @@ def copy_weights(call: Incoming) -> dict[str, str]:
     def work(tx: Session) -> None:
         if asked.destination_project_id is None:
             access.open_session(tx, call.caller, session_id)
-        elif sessions.get(tx, session_id) is None:
+        elif sessions.find(tx, session_id) is None:
             _create_session(tx, call, session_id, asked.destination_project_id)
         readers = call.readers(tx, asked.weights_access_token or call.weights_access_token)
         _copy(tx, readers, source, path, session_id, asked.ttl_seconds)
