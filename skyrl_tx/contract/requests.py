@@ -122,6 +122,13 @@ class UnloadModel:
     """Delete a model. Later requests for it fail."""
 
 
+MAX_STOP_STRINGS = 64
+"""The most stop strings of a sample: each is looked for in every step."""
+MAX_STOP_TOKENS = 4096
+MAX_STOP_CHARS = 1000
+"""The longest stop string: the engine decodes that much text again in every step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn (SDK: `sampling_params`). The API draws `seed` if the client sends none.

@@ -7,7 +7,9 @@ import numpy as np
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.results import PromptResult, SampleDelta, SampledSequence, SampleOutput, StopReason, TopK
 
-_MARGIN_CHARS = 4  # a window may start inside a character, or with a space that the tokenizer drops
+_MARGIN_CHARS = 8
+"""A window may start and end inside a character, whose bytes show as up to three, and a tokenizer drops a space."""
+_CHARS_PER_TOKEN = 4
 
 
 class SampleAssembler:
@@ -84,7 +86,6 @@ class StopStringMatcher:
         self._stop_strings = tuple(stop_strings)
         self._text_of = text_of
         self._longest = max((len(text) for text in stop_strings), default=0)
-        self._longest_bytes = max((len(text.encode()) for text in stop_strings), default=0)
         self._window: list[int] = []
 
     def feed(self, tokens: list[int]) -> int | None:
@@ -105,9 +106,10 @@ class StopStringMatcher:
 
     def _tail(self, tokens: list[int]) -> list[int]:
         """Return the last tokens, with enough text for the start of any later match."""
-        count = self._longest_bytes + _MARGIN_CHARS
+        needed = self._longest + _MARGIN_CHARS
+        count = needed // _CHARS_PER_TOKEN + 1
         while count < len(tokens):
-            if len(self._text_of(tokens[-count:])) >= self._longest + _MARGIN_CHARS:
+            if len(self._text_of(tokens[-count:])) >= needed:
                 return tokens[-count:]
             count *= 2
         return tokens

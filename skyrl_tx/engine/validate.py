@@ -14,6 +14,9 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import checkpoint_name
 from skyrl_tx.contract.losses import LossInput, LossSpec
 from skyrl_tx.contract.requests import (
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     CreateModel,
     Datum,
     LoadWeights,
@@ -28,6 +31,8 @@ from skyrl_tx.contract.requests import (
 )
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_MAX_RESULT_LOGPROBS = 2**26
+"""The most sampled tokens of one request, times the log-probabilities of each: a result of 512 MiB."""
 _MIN_TEMPERATURE = 1e-30
 """Logits divided by this fit in float32, up to a hundred million."""
 
@@ -113,6 +118,13 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
         exceeded = f"the context of {limit} tokens" if num_tokens > limit else f"the room for samples, {most} tokens"
         raise UserError(f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds {exceeded}")
     _check_options(request.options, length, capabilities)
+    num_logprobs = request.num_samples * max_tokens * (1 + request.options.sample_topk)
+    if num_logprobs > _MAX_RESULT_LOGPROBS:
+        raise UserError(
+            f"num_samples {request.num_samples} x max_tokens {max_tokens} x (1 + topk_sample_logprobs "
+            f"{request.options.sample_topk}) is {num_logprobs} log-probabilities: must be at most "
+            f"{_MAX_RESULT_LOGPROBS}; send several requests"
+        )
 
 
 def _check_base_model(name: str, base_models: Collection[str]) -> None:
@@ -205,6 +217,14 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise UserError(f"sampling_params.top_p {params.top_p} must be in (0, 1]")
     if params.top_k < -1:
         raise UserError(f"sampling_params.top_k {params.top_k} must be -1 (off) or more")
+    if (count := len(params.stop_strings)) > MAX_STOP_STRINGS:
+        raise UserError(f"sampling_params.stop has {count} strings: must have at most {MAX_STOP_STRINGS}")
+    if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
+        raise UserError(f"sampling_params.stop has {count} tokens: must have at most {MAX_STOP_TOKENS}")
+    if (longest := max(map(len, params.stop_strings), default=0)) > MAX_STOP_CHARS:
+        raise UserError(
+            f"sampling_params.stop holds a string of {longest} characters: must have at most {MAX_STOP_CHARS}"
+        )
     if "" in params.stop_strings:
         raise UserError("sampling_params.stop holds an empty string")
     for token in params.stop_token_ids:

@@ -65,6 +65,17 @@ def _stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], t
     given = [stop] if isinstance(stop, str) else stop or []
     strings = tuple(part for part in given if isinstance(part, str))
     token_ids = tuple(part for part in given if isinstance(part, int))
+    for given_number, limit, what in (
+        (len(strings), requests.MAX_STOP_STRINGS, "strings"),
+        (len(token_ids), requests.MAX_STOP_TOKENS, "tokens"),
+    ):
+        require(given_number <= limit, f"sampling_params.stop has {given_number} {what}: must have at most {limit}")
+    for index, text in enumerate(strings):
+        require(
+            len(text) <= requests.MAX_STOP_CHARS,
+            f"sampling_params.stop[{index}] {shown(text)} has {len(text)} characters: must have at most "
+            f"{requests.MAX_STOP_CHARS}",
+        )
     for index, token in enumerate(token_ids):
         require(0 <= token <= _MAX_INT32, f"sampling_params.stop[{index}] {shown(token)}: is not a token id")
     return strings, token_ids
