@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from skyrl_tx import __version__
 from skyrl_tx.api.authentication import Authenticator, Caller, SigningKey
+from skyrl_tx.api.body_budget import BodyBudget
 from skyrl_tx.api.connections import Connections, HttpProtocol, Listener, max_connections
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
@@ -57,6 +58,8 @@ def create_context(settings: ApiSettings, store: Store) -> ApiContext:
         authenticator=Authenticator(settings, store, signing_key),
         engine=EngineHealth(store, settings.engine_silence_s),
         admission=AdmissionControl(store),
+        received_bodies=BodyBudget(settings.max_inflight_bytes // 2),
+        decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
         results=ResultWatcher(store),
     )
 

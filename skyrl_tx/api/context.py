@@ -1,6 +1,7 @@
 """The components of the API process, and one HTTP request as the endpoints see it."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast
 
@@ -9,13 +10,14 @@ from fastapi import Depends, Query, Request
 from sqlmodel import Session
 
 from skyrl_tx.api.authentication import Authenticator, Caller, Principal, SigningKey
+from skyrl_tx.api.body_budget import BodyBudget
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import UnknownFields
-from skyrl_tx.api.wire import Body, read_body
+from skyrl_tx.api.wire import CONTROL_LIMITS, POLL_LIMITS, Body, BodyLimits, read_body
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
@@ -37,6 +39,8 @@ class ApiContext:
     engine: EngineHealth
     results: ResultWatcher
     admission: AdmissionControl
+    received_bodies: BodyBudget
+    decoded_bodies: BodyBudget
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
     result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))
@@ -101,20 +105,57 @@ async def get_context(request: Request) -> ApiContext:
     return cast(ApiContext, request.app.state.context)
 
 
-async def read_call(request: Request, caller: Caller) -> Call:
-    """Receive a request with its body."""
+async def read_poll(request: Request, caller: Caller) -> Call:
+    """Receive a request whose body has a few names. It never waits for other requests."""
+    return await _read(request, caller, POLL_LIMITS)
+
+
+async def read_control(request: Request, caller: Caller) -> AsyncGenerator[Call]:
+    """Receive a request that is neither a pass nor a sample."""
+    async with _held(request, caller, CONTROL_LIMITS) as call:
+        yield call
+
+
+async def read_data(request: Request, caller: Caller) -> AsyncGenerator[Call]:
+    """Receive a pass or a sample, which may be large."""
+    settings = (await get_context(request)).settings
+    limits = BodyLimits.of_data(settings.max_request_bytes, request.headers.get("content-type", ""))
+    async with _held(request, caller, limits) as call:
+        yield call
+
+
+@asynccontextmanager
+async def _held(request: Request, caller: Principal, limits: BodyLimits) -> AsyncGenerator[Call]:
+    """Receive a request when there is memory for its body; hold the memory that its execution takes in the context."""
     context = await get_context(request)
+    async with context.received_bodies.hold(caller.owner, _announced_bytes(request, limits)):
+        call = await _read(request, caller, limits)
+        async with context.decoded_bodies.hold(caller.owner, call.body.decoding_bytes()):
+            yield call
+
+
+def _announced_bytes(request: Request, limits: BodyLimits) -> int:
+    """Return how many bytes of a body will be kept; without a Content-Length these are at most those of the limit."""
+    announced = request.headers.get("content-length")
+    if announced is None:
+        return limits.max_bytes if "transfer-encoding" in request.headers else 0
+    size = int(announced)  # a number: httptools has checked it
+    return size if size <= limits.max_bytes else 0
+
+
+async def _read(request: Request, caller: Principal, limits: BodyLimits) -> Call:
     return Call(
-        context=context,
+        context=await get_context(request),
         caller=caller,
-        body=await read_body(request, context.settings.max_request_bytes),
+        body=await read_body(request, limits),
         sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
         idempotency_key=request.headers.get("x-idempotency-key"),
         weights_access_token=request.headers.get("x-tinker-weights-access-token"),
     )
 
 
-Incoming = Annotated[Call, Depends(read_call)]
+Incoming = Annotated[Call, Depends(read_control)]
+IncomingData = Annotated[Call, Depends(read_data)]
 
 AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]

@@ -25,7 +25,9 @@ class ApiSettings(CommonSettings):
     tokenizer_id: str | None = None
     """Hub id or directory from which clients load the tokenizer; default: base_model."""
     max_request_bytes: int = Field(default=256 * 2**20, ge=1024)
-    """Largest request body in bytes, before and after decompression."""
+    """Largest pass or sample in bytes, before and after decompression; a quarter of it in JSON. Other bodies: 1 MiB."""
+    max_inflight_bytes: int = Field(default=2**30, ge=2**20)
+    """Memory for bodies that are received and decoded at the same time; an owner gets half, other requests wait."""
     failed_key_limit: int = Field(default=20, ge=0)
     """Wrong API keys from one address after which further ones get 429, one less every 3 seconds; 0: no limit."""
     retrieve_hold_s: float = Field(default=30.0, gt=0, le=40)

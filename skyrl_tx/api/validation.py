@@ -6,6 +6,7 @@ What a backend can do is checked by `engine/validate.py`.
 import logging
 import math
 import secrets
+from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
@@ -22,9 +23,36 @@ _MIN_TTL_S = 3600
 
 
 def shown(value: object) -> str:
-    """Return a value as an error message quotes it: at most 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
+    """Return a value as an error message quotes it: at most 100 characters, whatever its size."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > 100:
+            return f"{text[:100]}…"
+    return text
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yield the text of `repr` in pieces, so that a caller who wants its beginning does not wait for all of it."""
+    match value:
+        case str():
+            yield repr(value[:101])
+        case list():
+            yield "["
+            for index, part in enumerate(cast(list[object], value)):
+                yield ", " if index else ""
+                yield from _pieces(part)
+            yield "]"
+        case dict():
+            yield "{"
+            for index, (name, part) in enumerate(cast(dict[object, object], value).items()):
+                yield ", " if index else ""
+                yield from _pieces(name)
+                yield ": "
+                yield from _pieces(part)
+            yield "}"
+        case _:
+            yield repr(value)
 
 
 def require(condition: bool, message: str) -> None:
@@ -73,7 +101,7 @@ def first_error(error: ValidationError) -> str:
         return f"{where}: missing"
     if first["type"] == "finite_number":
         return f"{where} {shown(first['input'])}: must be a finite number"
-    return f"{where}: {first['msg']}, not {shown(first['input'])}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
 
 
 def is_off(value: object) -> bool:

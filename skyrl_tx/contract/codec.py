@@ -4,6 +4,7 @@ Measured for 64 sequences of 4,096 tokens: 12 ms and 2.1 MB; as JSON, 776 ms and
 """
 
 import re
+from functools import cache
 from typing import Any, cast, get_args, get_origin
 
 import msgspec
@@ -60,7 +61,13 @@ def _encode_array(value: object) -> object:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"no encoding for {type(value).__name__}")
     array = cast(NumberArray, value)
-    return [array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()]
+    return [_dtype_name(array.dtype), array.shape, np.ascontiguousarray(array).tobytes()]
+
+
+@cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return `dtype.name`, which NumPy computes anew each time."""
+    return dtype.name
 
 
 def _decode_array(kind: type, value: Any) -> NumberArray:

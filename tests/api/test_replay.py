@@ -14,7 +14,7 @@ import tinker
 from tinker import types
 
 from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.wire import PROTOBUF, Body
+from skyrl_tx.api.wire import PROTOBUF, Body, BodyLimits
 from tests.support.live_stack import CONTEXT, LiveStack, both_backends
 from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 from tests.support.recording_middleware import Call
@@ -60,7 +60,7 @@ def proto(calls: list[Call]) -> wire_pb2.ForwardBackwardRequest:
     (call,) = (call for call in calls if call.path == "forward_backward")
     assert call.headers["content-type"] == PROTOBUF and call.headers["accept"] == JSON
     assert call.headers["content-encoding"] == "zstd"
-    sent = Body(raw=call.body, content_type=PROTOBUF, encoding="zstd", max_bytes=2**20)
+    sent = Body(raw=call.body, content_type=PROTOBUF, encoding="zstd", limits=BodyLimits(2**20))
     return sent.message(wire_pb2.ForwardBackwardRequest)
 
 

@@ -18,7 +18,7 @@ from tinker import types
 
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.schemas.service import ClientConfigResponse
-from skyrl_tx.api.wire import PROTOBUF, Body
+from skyrl_tx.api.wire import PROTOBUF, Body, BodyLimits
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import futures
 from tests.support.chaos.runs import Network, Outcome, differences, fake_server, run
@@ -174,7 +174,7 @@ def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunked:
     with stack.recorder.recording() as calls:
         metrics, logprobs, after = train_in_chunks(stack.url)
     stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
-    bodies = [Body(call.body, PROTOBUF, "zstd", 2**24) for call in calls if call.path == "forward_backward"]
+    bodies = [Body(call.body, PROTOBUF, "zstd", BodyLimits(2**24)) for call in calls if call.path == "forward_backward"]
     passes = [body.message(wire_pb2.ForwardBackwardRequest) for body in bodies]
     assert [(each.seq_id, len(each.data)) for each in passes] == [(1, 700), (2, 700), (3, 700), (5, 1)]
     assert logprobs == chunked[1]

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.schemas import inputs, sampling, service, training, weights
-from skyrl_tx.api.wire import PROTOBUF, Body
+from skyrl_tx.api.wire import PROTOBUF, Body, BodyLimits
 from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.recording_middleware import Call
@@ -152,7 +152,7 @@ def proto(call: Call) -> wire_pb2.ForwardBackwardRequest:
         raw=call.body,
         content_type=PROTOBUF,
         encoding=call.headers.get("content-encoding", ""),
-        max_bytes=2**24,
+        limits=BodyLimits(2**24),
     )
     return body.message(wire_pb2.ForwardBackwardRequest)
 

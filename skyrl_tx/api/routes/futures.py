@@ -13,7 +13,7 @@ from sqlmodel import Session
 
 from skyrl_tx.api import access
 from skyrl_tx.api.authentication import authenticate_request
-from skyrl_tx.api.context import Call, Incoming, read_call
+from skyrl_tx.api.context import Call, Incoming, read_poll
 from skyrl_tx.api.errors import ApiError, bad_request, not_found
 from skyrl_tx.api.long_poll import wait_for
 from skyrl_tx.api.responses import result_response
@@ -35,7 +35,7 @@ router = APIRouter()
 @router.post("/retrieve_future", response_model=None)
 async def retrieve_future(request: Request) -> Response:
     """Return a result, by long poll: 408 after a while without one, and the client polls again."""
-    call = await read_call(request, await authenticate_request(request))
+    call = await read_poll(request, await authenticate_request(request))
     poll = call.body.model(schemas.RetrieveFutureRequest)
     request_id = RequestId(poll.request_id)
     max_bytes = call.settings.large_result_bytes if poll.allow_metadata_only else None

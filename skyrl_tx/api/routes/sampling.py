@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import access, submission
-from skyrl_tx.api.context import Call, Incoming
+from skyrl_tx.api.context import Call, Incoming, IncomingData
 from skyrl_tx.api.errors import bad_request
 from skyrl_tx.api.schemas import sampling as schemas
 from skyrl_tx.api.schemas.base import SampleRequestIds
@@ -67,7 +67,7 @@ def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
 
 
 @router.post("/asample", response_model_exclude_none=True)
-def asample(call: Incoming) -> FutureHandle:
+def asample(call: IncomingData) -> FutureHandle:
     """Queue a sample request; the response names the sequences that it will draw."""
     call.context.admission.check(call.caller.owner, len(call.body.raw))
     value = call.body.mapping()
@@ -83,8 +83,7 @@ def asample(call: Incoming) -> FutureHandle:
         row, owner = call.store.read(lambda tx: access.sampling_session(tx, call.caller, session_id))
 
         def translate(schema: schemas.SampleRequest) -> Submission:
-            limit = call.settings.max_request_bytes
-            sample = sampling.sample(schema, row.sampler_id, sequence_ids, limit)
+            sample = sampling.sample(schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes)
             return sample.with_request(_dropped(row)) if row.sampler_id is None and row.model_id else sample
 
         sample = submission.from_json("sample", schemas.SampleRequest, value, translate, call.check_unknown)

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from skyrl_tx.api import access, submission
-from skyrl_tx.api.context import Call, Incoming
+from skyrl_tx.api.context import Call, Incoming, IncomingData
 from skyrl_tx.api.errors import bad_request
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.schemas import training as schemas
@@ -35,7 +35,7 @@ def create_model(call: Incoming) -> schemas.FutureHandle:
 
 
 @router.post("/forward_backward", response_model_exclude_none=True)
-def forward_backward(call: Incoming) -> schemas.FutureHandle:
+def forward_backward(call: IncomingData) -> schemas.FutureHandle:
     """Queue a forward/backward request, in protobuf or JSON."""
     if call.body.is_protobuf:
         return _forward_backward_protobuf(call)
@@ -43,21 +43,19 @@ def forward_backward(call: Incoming) -> schemas.FutureHandle:
         call,
         "model_pass",
         schemas.ForwardBackwardRequest,
-        lambda schema: training.pass_from_json(
-            schema.forward_backward_input, call.settings.max_request_bytes, backward=True
-        ),
+        lambda schema: training.pass_from_json(schema.forward_backward_input, call.body.max_dense_bytes, backward=True),
         backward=True,
     )
 
 
 @router.post("/forward", response_model_exclude_none=True)
-def forward(call: Incoming) -> schemas.FutureHandle:
+def forward(call: IncomingData) -> schemas.FutureHandle:
     """Queue a forward request without gradients, in JSON (SDK up to 0.24)."""
     return submit_json(
         call,
         "model_pass",
         schemas.ForwardRequest,
-        lambda schema: training.pass_from_json(schema.forward_input, call.settings.max_request_bytes, backward=False),
+        lambda schema: training.pass_from_json(schema.forward_input, call.body.max_dense_bytes, backward=False),
     )
 
 
@@ -96,7 +94,7 @@ def _forward_backward_protobuf(call: Call) -> schemas.FutureHandle:
     for field in UnknownFieldSet(message):
         call.context.unknown_fields.log(f"ForwardBackwardRequest.{field.field_number}", call.sdk_version)
     try:
-        model_pass = training.pass_from_proto(message, call.settings.max_request_bytes)
+        model_pass = training.pass_from_proto(message, call.body.max_dense_bytes)
     except UserError as error:
         model_pass = Submission.rejected("model_pass", error.message, backward=not message.forward_only)
     return submit(call, ModelRequestIds(model_id=message.model_id, seq_id=message.seq_id), model_pass)

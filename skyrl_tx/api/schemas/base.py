@@ -1,15 +1,21 @@
 """Base classes and ids of all schemas. Requests keep unknown fields, so that they can be refused or logged."""
 
 from datetime import UTC, datetime
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, ClassVar, TypeVar, cast
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """An integer of 64 bits, which the codec, NumPy and the database can store. JSON itself has no bound."""
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
 """A sequence number of a client; clones of a sampling client start at multiples of a billion."""
+_MAX_METADATA_CHARS = 2**16
+_MAX_NAMES = 64
+
+ValueT = TypeVar("ValueT")
+List = Annotated[list[ValueT], Field(fail_fast=True)]
+"""A list of a request. Its first wrong value ends the validation: an error for each value would take a kilobyte."""
 
 
 class WireModel(BaseModel):
@@ -30,6 +36,17 @@ class Response(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
+def _few_names(value: object) -> object:
+    """Refuse an object with many names, before its values are validated. Raises ValueError."""
+    if isinstance(value, dict) and len(cast(dict[str, object], value)) > _MAX_NAMES:
+        raise ValueError(f"must have at most {_MAX_NAMES} names")
+    return value
+
+
+Table = Annotated[dict[str, ValueT], BeforeValidator(_few_names)]
+"""An object with at most 64 names of the client's choice."""
+
+
 def _values_as_text(value: object) -> object:
     """Convert metadata to the form in which clients read it: values other than text become JSON."""
     if not isinstance(value, dict):
@@ -40,7 +57,18 @@ def _values_as_text(value: object) -> object:
     }
 
 
-Metadata = Annotated[dict[str, str] | None, BeforeValidator(_values_as_text)]
+def _bounded(metadata: dict[str, str]) -> dict[str, str]:
+    """Refuse long metadata: lists and searches read it. Raises ValueError."""
+    if sum(len(name) + len(text) for name, text in metadata.items()) > _MAX_METADATA_CHARS:
+        raise ValueError(f"must have at most {_MAX_METADATA_CHARS} characters in all")
+    return metadata
+
+
+TextMetadata = Annotated[dict[str, str], AfterValidator(_bounded)]
+Metadata = Annotated[TextMetadata, BeforeValidator(_values_as_text)]
+"""Metadata of sessions and runs, whose values other than text are converted."""
+Name = Annotated[str, Field(max_length=200)]
+"""A name that is stored with a session."""
 
 
 class ModelRequestIds(WireModel):
@@ -59,7 +87,7 @@ class CreationIds(WireModel):
 
     session_id: str
     model_seq_id: SeqId
-    user_metadata: Metadata = None
+    user_metadata: Metadata | None = None
 
 
 class SampleRequestIds(WireModel):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from skyrl_tx.api.schemas.base import Int, WireModel
+from skyrl_tx.api.schemas.base import Int, List, Table, WireModel
 
 
 class Chunk(WireModel):
@@ -15,7 +15,7 @@ class Chunk(WireModel):
 
     changes_maths = True
     type: str | None = None
-    tokens: list[int] | None = None
+    tokens: List[int] | None = None
     data: str | None = None
     dmel: str | None = None
     location: str | None = None
@@ -26,18 +26,18 @@ class Chunk(WireModel):
 class ModelInput(WireModel):
     """A model input as a list of chunks."""
 
-    chunks: list[Chunk]
+    chunks: List[Chunk]
 
 
 class TensorData(WireModel):
     """A tensor as a flat list; with both index lists it is in compressed sparse row form."""
 
     changes_maths = True
-    data: list[int] | list[float]
+    data: List[int] | List[float]
     dtype: Literal["int64", "float32", "int32", "bfloat16"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: List[int] | None = None
+    sparse_crow_indices: List[int] | None = None
+    sparse_col_indices: List[int] | None = None
 
 
 SpanSource = Literal["prompt_tokens", "sampled_tokens"]
@@ -69,6 +69,6 @@ class Datum(WireModel):
     """One training sequence."""
 
     model_input: ModelInput
-    loss_fn_inputs: dict[str, TensorData] = Field(default_factory=dict[str, TensorData])
-    model_input_spans: list[ProvenanceSpan] | None = None
-    loss_fn_input_spans: list[ProvenanceSpan] | None = None
+    loss_fn_inputs: Table[TensorData] = Field(default_factory=dict[str, TensorData])
+    model_input_spans: List[ProvenanceSpan] | None = None
+    loss_fn_input_spans: List[ProvenanceSpan] | None = None

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import Int, Response, SampleRequestIds, SeqId, WireModel
+from skyrl_tx.api.schemas.base import Int, List, Response, SampleRequestIds, SeqId, WireModel
 from skyrl_tx.api.schemas.inputs import ModelInput, TensorData
 
 
@@ -12,7 +12,7 @@ class SamplingParams(WireModel):
     changes_maths = True
     max_tokens: Int | None = None
     seed: Int | None = None
-    stop: str | list[int] | list[str] | None = None
+    stop: str | List[int] | List[str] | None = None
     temperature: float = 1.0
     top_k: Int = -1
     top_p: float = 1.0

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from skyrl_tx.api.schemas.base import Metadata, Response, WireModel
+from skyrl_tx.api.schemas.base import List, Metadata, Name, Response, Table, WireModel
 
 FinishReasonType = Literal["success", "errored", "interrupted"]
 
@@ -26,11 +26,11 @@ class ClientConfigResponse(Response):
 class CreateSessionRequest(WireModel):
     """A new session of a client process."""
 
-    tags: list[str] = Field(default_factory=list[str])
-    user_metadata: Metadata = None
-    sdk_version: str | None = None
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: Annotated[List[Name], Field(max_length=100)] = Field(default_factory=list[str])
+    user_metadata: Metadata | None = None
+    sdk_version: Name | None = None
+    project_id: Name | None = None
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
     type: str | None = None
 
 
@@ -51,7 +51,7 @@ class FinishRequest(WireModel):
     """The end of a session."""
 
     reason: FinishReason
-    detail: str | None = None
+    detail: Annotated[str, Field(max_length=10_000)] | None = None
 
 
 class ProjectRequest(WireModel):
@@ -99,7 +99,7 @@ class RetrieveFuturesRequest(WireModel):
     target: SamplingSessionTarget
     prev_cursor: int = Field(default=0, ge=0, lt=2**63)
     timeout: float | None = None
-    retrieved_request_ids: list[str] = Field(default_factory=list[str])
+    retrieved_request_ids: List[str] = Field(default_factory=list[str])
 
 
 class Completion(Response):
@@ -134,7 +134,7 @@ class StatusQuery(WireModel):
     """A status to search for; `reasons` applies to `client_finished`."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: list[FinishReasonType] | None = None
+    reasons: Annotated[List[FinishReasonType], Field(max_length=16)] | None = None
 
 
 class SearchCursor(WireModel):
@@ -148,11 +148,11 @@ class SessionSearchRequest(WireModel):
     """Search conditions: `session_id` and `display_name` are alternatives, all others must hold."""
 
     session_id: str | None = None
-    project_ids: list[str] | None = None
-    user_metadata: dict[str, str] = Field(default_factory=dict[str, str])
-    display_name: str | None = None
+    project_ids: Annotated[List[str], Field(max_length=1000)] | None = None
+    user_metadata: Table[str] = Field(default_factory=dict[str, str])
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
     owner: SearchOwner = Field(default_factory=SearchOwner)
-    statuses: list[StatusQuery] | None = None
+    statuses: Annotated[List[StatusQuery], Field(max_length=16)] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     cursor: SearchCursor | None = None
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from skyrl_tx.api.schemas.base import CreationIds, Int, ModelRequestIds, Response, WireModel
+from skyrl_tx.api.schemas.base import CreationIds, Int, List, ModelRequestIds, Response, Table, WireModel
 from skyrl_tx.api.schemas.inputs import Datum
 
 
@@ -56,9 +56,9 @@ class PassInput(WireModel):
     """The data and loss of a forward or forward/backward request."""
 
     changes_maths = True
-    data: list[Datum]
+    data: List[Datum]
     loss_fn: str
-    loss_fn_config: dict[str, float | str] | None = None
+    loss_fn_config: Table[float | str] | None = None
 
 
 class ForwardBackwardRequest(ModelRequestIds):

@@ -1,9 +1,11 @@
 """Schemas of saves, loads, checkpoints and training runs."""
 
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 
-from skyrl_tx.api.schemas.base import Int, ModelRequestIds, Response, SeqId, WireModel
+from pydantic import Field
+
+from skyrl_tx.api.schemas.base import Int, List, ModelRequestIds, Name, Response, SeqId, TextMetadata, WireModel
 from skyrl_tx.api.schemas.training import OptimizerConfig
 
 
@@ -18,7 +20,7 @@ class SaveWeightsRequest(SaveRequest):
     """A save of weights and optimizer under a name."""
 
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextMetadata | None = None
 
 
 class SaveWeightsForSamplerRequest(SaveRequest):
@@ -26,13 +28,13 @@ class SaveWeightsForSamplerRequest(SaveRequest):
 
     sampling_session_seq_id: SeqId | None = None
     kind: str = "snapshot"
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextMetadata | None = None
 
 
 class SaveWeightsExternalRequest(SaveRequest):
     """A save of weights for download; each file is encrypted if there are recipients."""
 
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Annotated[List[str], Field(max_length=64)] | None = None
 
 
 class LoadWeightsRequest(WireModel):
@@ -75,7 +77,7 @@ class CopyWeightsRequest(WireModel):
     source_path: str
     session_id: str | None = None
     model_seq_id: SeqId | None = None
-    destination_project_id: str | None = None
+    destination_project_id: Name | None = None
     ttl_seconds: Int | None = None
     weights_access_token: str | None = None
 

@@ -16,11 +16,12 @@ from skyrl_tx.api.schemas.training import ForwardBackwardRequest
 from skyrl_tx.api.submission import Submission, from_json
 from skyrl_tx.api.tensors import DenseBudget, from_proto
 from skyrl_tx.api.translate import training
-from skyrl_tx.api.wire import PROTOBUF, Body
+from skyrl_tx.api.wire import PROTOBUF, Body, BodyLimits
 from skyrl_tx.contract.errors import UserError
 from tests.support.fuzz.reports import Finding, Tally
 
 LIMIT = 2**20
+LIMITS = BodyLimits(LIMIT)
 MEMORY = 48 * LIMIT
 """Memory limit of one input: it may declare `LIMIT` several times, and zstd may return 16 MiB more than requested."""
 
@@ -119,17 +120,17 @@ _FRAMES = st.builds(
 
 
 def _read_tensor(raw: bytes) -> object:
-    message = Body(raw, PROTOBUF, "", LIMIT).message(wire_pb2.Tensor)
+    message = Body(raw, PROTOBUF, "", LIMITS).message(wire_pb2.Tensor)
     return from_proto(message, DenseBudget(LIMIT), "t")
 
 
 def _read_pass(raw: bytes) -> Submission:
-    message = Body(raw, PROTOBUF, "", LIMIT).message(wire_pb2.ForwardBackwardRequest)
+    message = Body(raw, PROTOBUF, "", LIMITS).message(wire_pb2.ForwardBackwardRequest)
     return training.pass_from_proto(message, LIMIT)
 
 
 def _read_json_pass(raw: bytes) -> Submission:
-    value = Body(raw, "", "", LIMIT).mapping()
+    value = Body(raw, "", "", LIMITS).mapping()
 
     def translate(schema: ForwardBackwardRequest) -> Submission:
         return training.pass_from_json(schema.forward_backward_input, LIMIT, backward=True)
@@ -146,10 +147,10 @@ DECODERS = {
     "CSR indices": Decoder(_extreme_csr().map(lambda tensor: tensor.SerializeToString()), _read_tensor),
     "protobuf passes": Decoder(_passes(), _read_pass),
     "JSON passes": Decoder(_JSON_PASSES, _read_json_pass),
-    "zstd frames": Decoder(_FRAMES, lambda raw: Body(raw, "", "zstd", LIMIT).data()),
+    "zstd frames": Decoder(_FRAMES, lambda raw: Body(raw, "", "zstd", LIMITS).data()),
     "malformed JSON": Decoder(
         st.one_of(st.binary(max_size=200), st.text(alphabet='{}[]",:\\u019eE-.x\0', max_size=60).map(str.encode)),
-        lambda raw: Body(raw, "", "", LIMIT).model(ForwardBackwardRequest),
+        lambda raw: Body(raw, "", "", LIMITS).model(ForwardBackwardRequest),
     ),
     "malformed protobuf": Decoder(st.binary(max_size=200), _read_pass),
 }

@@ -8,13 +8,14 @@ from starlette.requests import Request
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.schemas.service import FinishRequest
-from skyrl_tx.api.wire import Body, read_body
+from skyrl_tx.api.wire import Body, BodyLimits, read_body
 
 LIMIT = 100_000
+LIMITS = BodyLimits(LIMIT)
 
 
 def body(raw: bytes, encoding: str = "", content_type: str = "application/json") -> Body:
-    return Body(raw=raw, content_type=content_type, encoding=encoding, max_bytes=LIMIT)
+    return Body(raw=raw, content_type=content_type, encoding=encoding, limits=LIMITS)
 
 
 def compress(data: bytes, *, stated: bool = True) -> bytes:
@@ -86,8 +87,8 @@ def receive(pieces: Iterable[bytes]) -> Body:
     async def next_message() -> dict[str, object]:
         return next(left)
 
-    scope = {"type": "http", "headers": [(b"content-type", b"Application/X-Protobuf; a=b")]}
-    received = asyncio.run(read_body(Request(scope, next_message), LIMIT))
+    scope = {"type": "http", "path": "/p", "headers": [(b"content-type", b"Application/X-Protobuf; a=b")]}
+    received = asyncio.run(read_body(Request(scope, next_message), LIMITS))
     assert next(left, None) is None, "a body is received to its end, also when it is refused"
     return received
 
