@@ -1,0 +1,280 @@
+"""Attacks on vLLM, Ollama, Ray, Jupyter and the libraries of this server, which have a CVE number, fail here.
+
+Those on headers, on the Host header and on connections are in `tests/api`; docs/internals/reliability.md lists all.
+"""
+
+import ast
+import json
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+
+import skyrl_tx
+from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.contract import requests
+from skyrl_tx.engine.sample_output import StopStringMatcher
+from skyrl_tx.weights import peft
+from tests.support.engine_harness import EngineHarness, sample
+from tests.support.live_api import Server
+from tests.support.live_stack import live_stack
+
+CANARY = "the canary"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
+        yield stack.server
+
+
+@pytest.fixture(scope="module")
+def sampler(server: Server) -> str:
+    base_model = server.settings.public_model_name
+    answer = server.post(
+        "create_sampling_session", session_id=server.session(), sampling_session_seq_id=0, base_model=base_model
+    )
+    return answer.json()["sampling_session_id"]
+
+
+def asample(server: Server, sampler: str, **body: Any) -> httpx.Response:
+    params = {"max_tokens": 1, **body.pop("params", {})}
+    whole = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": params, **body}
+    return server.post("asample", sampling_session_id=sampler, **whole)
+
+
+def error_of(server: Server, answer: httpx.Response) -> str:
+    result = server.result(answer)
+    assert result["category"] == "user", result
+    return str(result["error"])
+
+
+def test_empty_prompt(server: Server, sampler: str) -> None:
+    """CVE-2024-8768: an empty prompt ended the vLLM server."""
+    for chunks in ([], [{"tokens": []}]):
+        assert "no tokens" in error_of(server, asample(server, sampler, prompt={"chunks": chunks}))
+
+
+@pytest.mark.parametrize("count", [4097, 2**31, 2**63])
+def test_many_samples_of_one_prompt(server: Server, sampler: str, count: int) -> None:
+    """CVE-2024-8939: a large `n` or `best_of` of one request exhausted vLLM."""
+    assert "num_samples" in error_of(server, asample(server, sampler, num_samples=count))
+
+
+def test_many_log_probabilities_of_one_request(tmp_path: Path) -> None:
+    """CVE-2024-8939: the product of samples and their length is bounded too, before one of them starts."""
+    harness = EngineHarness(tmp_path)
+    harness.config = harness.config.model_copy(update={"max_context_length": 2**17, "max_sample_tokens": 2**17})
+    try:
+        failed = harness.answer(requests.Sample(**{**_fields(sample(max_tokens=2**16)), "num_samples": 4000}))
+        assert "num_samples 4000 x max_tokens 65536" in failed.message and failed.category.value == "user"
+    finally:
+        harness.close()
+
+
+def _fields(request: requests.Sample) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in ("prompt", "num_samples", "sampler", "params")}
+
+
+def test_many_stop_strings_are_refused_before_they_are_stored(server: Server, sampler: str) -> None:
+    """Stop strings held vLLM's event loop, as patterns and grammars did (CVE-2025-48944, CVE-2025-48887)."""
+    many = [f"stop {index}" for index in range(65)]
+    assert "sampling_params.stop has 65 strings" in error_of(server, asample(server, sampler, params={"stop": many}))
+    long = "x" * 1001
+    assert "has 1001 characters" in error_of(server, asample(server, sampler, params={"stop": long}))
+    tokens = list(range(4097))
+    assert "stop has 4097 tokens" in error_of(server, asample(server, sampler, params={"stop": tokens}))
+    assert "sequences" in server.result(asample(server, sampler, params={"stop": many[:64]}))
+
+
+@pytest.mark.parametrize("stops", [tuple(map(str, range(1_000_000))), ("x" * 1001,)])
+def test_many_stop_strings_of_an_earlier_release_fail_in_the_engine(tmp_path: Path, stops: tuple[str, ...]) -> None:
+    """As above, for a request that was stored before the API had the limit."""
+    harness = EngineHarness(tmp_path)
+    try:
+        failed = harness.answer(sample(stop_strings=stops))
+        assert "sampling_params.stop" in failed.message and failed.category.value == "user"
+    finally:
+        harness.close()
+
+
+def test_long_stop_strings_decode_little_text_again() -> None:
+    """As above: each step decodes the text again in which a stop string may have begun, and no more."""
+    decoded = 0
+
+    def text_of(tokens: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return "word " * len(tokens)
+
+    matcher = StopStringMatcher(["\U0010ffff" * 1000], text_of)
+    for _ in range(100):
+        assert matcher.feed([7] * 16) is None
+    assert decoded < 100 * 1000, "a step reads twice the tokens of a thousand characters"
+
+
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "response_format", "logit_bias", "best_of"])
+def test_fields_of_other_servers_are_refused(server: Server, sampler: str, name: str) -> None:
+    """CVE-2025-48942, CVE-2025-48943: an invalid grammar ended the vLLM server. Here no grammar is compiled."""
+    assert name in error_of(server, asample(server, sampler, params={name: "(a+)+$"}))
+
+
+@pytest.mark.parametrize("column", [5, 2**40, 2**62, -1, -(2**63)])
+def test_sparse_tensor_with_an_index_outside_its_shape(server: Server, column: int) -> None:
+    """CVE-2025-62164: vLLM wrote beyond the memory of a sparse tensor of the client."""
+    message = wire_pb2.ForwardBackwardRequest(model_id=server.model(), seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.ones(2, np.int32).tobytes()
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.dtype, tensor.shape[:] = wire_pb2.DTYPE_INT64, [2, 5]
+    tensor.sparse_csr.values = np.ones(1, np.int64).tobytes()
+    tensor.sparse_csr.crow_indices = np.array([0, 1, 1], np.int64).tobytes()
+    tensor.sparse_csr.col_indices = np.array([column], np.int64).tobytes()
+    answer = server.client.post(
+        "/api/v1/forward_backward",
+        content=message.SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )
+    assert "a column index is outside [0, 5)" in error_of(server, answer)
+
+
+class _Executes:
+    """An object whose unpickling creates a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors", "adapter_config.json"])
+def test_pickled_weights_are_not_read(tmp_path: Path, name: str) -> None:
+    """CVE-2025-24357, CVE-2025-32434, CVE-2024-11041: loading weights or messages executed code by pickle."""
+    directory, proof = tmp_path / "adapter", tmp_path / "executed"
+    directory.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    (directory / name).write_bytes(pickle.dumps(_Executes(proof)))
+    with pytest.raises(peft.AdapterError):
+        peft.read_adapter(directory)
+    assert not proof.exists()
+
+
+def test_no_module_can_unpickle_or_evaluate_text() -> None:
+    """As above, for every path: nothing in the package imports or calls what executes its input."""
+    package = Path(skyrl_tx.__file__).parent
+    found: list[str] = []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Call):
+                names.append(ast.unparse(node.func))
+            found += [f"{path.relative_to(package)}: {name}" for name in names if name in _EXECUTES]
+    assert found == []
+
+
+_EXECUTES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "eval", "exec", "torch.load", "np.load", "yaml.load"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..",
+        "../../x",
+        "a/../../b",
+        "/etc/passwd",
+        "a\0b",
+        ".hidden",
+        "%2e%2e%2fx",
+        "..\\x",
+        "\N{FULLWIDTH FULL STOP}" * 2,
+    ],
+)
+def test_checkpoint_names_stay_in_their_directory(server: Server, name: str) -> None:
+    """CVE-2024-37032, CVE-2024-45436: names from the client left the directory of Ollama's models."""
+    model_id = server.model()
+    for endpoint in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
+        refused = server.post(endpoint, model_id=model_id, path=name)
+        assert refused.status_code == 400 or "checkpoint name" in error_of(server, refused), endpoint
+    path = f"tinker://{model_id}/weights/{name}"
+    assert server.post("weights_info", tinker_path=path).status_code in (400, 404)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../../signing.key", "..%2f..%2fsigning.key", "%2e%2e/%2e%2e/signing.key", "/etc/passwd", "..;/signing.key"],
+)
+def test_download_paths_stay_in_their_directory(server: Server, file: str) -> None:
+    """CVE-2023-6020, CVE-2023-6021, CVE-2024-39722: paths of URLs read other files of Ray and of Ollama."""
+    model_id = server.model()
+    server.result(server.post("save_weights_external", model_id=model_id, path="out", seq_id=1))
+    signed = server.client.get(
+        f"/api/v1/training_runs/{model_id}/checkpoints/external_weights/out/external_weights_urls"
+    )
+    url: str = signed.json()["urls"]["adapter_config.json"]
+    assert server.client.get(url).status_code == 200
+    stolen = server.client.get(url.replace("adapter_config.json", file))
+    assert stolen.status_code in (403, 404)
+
+
+def test_many_ranges_of_a_download(server: Server) -> None:
+    """CVE-2025-62727: a Range header with many ranges took quadratic time in Starlette's file response."""
+    model_id = server.model()
+    server.result(server.post("save_weights_external", model_id=model_id, path="out", seq_id=1))
+    signed = server.client.get(
+        f"/api/v1/training_runs/{model_id}/checkpoints/external_weights/out/external_weights_urls"
+    )
+    url: str = signed.json()["urls"]["adapter_config.json"]
+    started = time.monotonic()
+    ranges = "bytes=" + ",".join(f"{index}-" for index in range(6000))
+    answer = server.client.get(url, headers={"Range": ranges})
+    assert answer.status_code == 200, "a server may ignore ranges"
+    assert time.monotonic() - started < 5
+
+
+def test_decompression_bomb(server: Server) -> None:
+    """CVE-2024-12886: a small compressed response exhausted Ollama's memory. Here it would be a request."""
+    for size in (2**20, 2**30):
+        bomb = zstandard.ZstdCompressor().compress(b"\0" * size)
+        answer = server.client.post("/api/v1/create_session", content=bomb, headers={"content-encoding": "zstd"})
+        assert answer.status_code == 413 and "decompresses" in answer.json()["detail"]
+
+
+def test_deeply_nested_bodies(server: Server) -> None:
+    """CVE-2025-4565: nested messages and groups exceeded the recursion limit of protobuf's parser."""
+    for nested in (b"\x1b" * 50_000, b"\x1b" * 50_000 + b"\x1c" * 50_000, b"\x1a\x02" * 10):
+        answer = server.client.post(
+            "/api/v1/forward_backward", content=nested, headers={"content-type": "application/x-protobuf"}
+        )
+        assert answer.status_code in (400, 404, 413)
+    for text in ("[" * 100_000, '{"a":' * 8000 + "0" + "}" * 8000, '{"x":' + "[" * 900 + "]" * 900 + "}"):
+        assert server.client.post("/api/v1/create_session", content=text).status_code in (200, 400, 413)
+
+
+@pytest.mark.parametrize("digits", [4000, 900_000])
+def test_long_numbers(server: Server, digits: int) -> None:
+    """CVE-2020-10735: the conversion of a long number takes quadratic time."""
+    started = time.monotonic()
+    body = '{"session_id": "s", "model_seq_id": ' + "9" * digits + "}"
+    assert server.client.post("/api/v1/create_model", content=body).status_code == 400
+    assert time.monotonic() - started < 5
+
+
+def test_errors_show_no_paths_and_no_traces(server: Server) -> None:
+    """CVE-2023-49080: Jupyter returned tracebacks with the paths of the server."""
+
+    async def fail() -> None:
+        raise OSError(f"{CANARY} at {server.settings.data_dir}")
+
+    server.api.app.add_api_route("/broken", fail, methods=["POST"])
+    text = server.client.post("/broken").text
+    assert CANARY not in text and str(server.settings.data_dir) not in text and "reference" in text
