@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help check lint types contracts test test-fast test-slow chaos simulate fuzz soak format proto release docs reference
+.PHONY: help check lint types contracts test test-fast test-slow chaos simulate fuzz fuzz-amplification soak format proto release docs \
+	reference
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -41,6 +42,9 @@ simulate:  ## run 100,000 simulated histories with faults (hours); FLAGS="--hist
 
 fuzz:  ## send generated input to routes and decoders (25 minutes)
 	python -u -W ignore -m tests.support.fuzz
+
+fuzz-amplification:  ## measure what repetitive bodies cost the server and other clients (15 minutes)
+	python -u -W ignore -m tests.support.fuzz.amplification $(FLAGS)
 
 soak:  ## keep 10,000 long polls open (15 minutes); FLAGS=--postgresql for PostgreSQL
 	python -u -W ignore -m tests.support.soak --minutes 15 $(FLAGS)

@@ -28,6 +28,11 @@ class BodyBudget:
         self._held: defaultdict[str, int] = defaultdict(int)
         self._waiting: defaultdict[str, deque[tuple[int, asyncio.Future[None]]]] = defaultdict(deque)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are held now."""
+        return self._num_bytes
+
     @asynccontextmanager
     async def hold(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
         """Hold bytes inside the context. Raises ApiError 429 if there is no place for them for 20 s."""
@@ -74,7 +79,7 @@ class BodyBudget:
             owner = min(may_hold_more, key=lambda each: self._held.get(each, 0))
             num_bytes, place = self._waiting[owner][0]
             if not self._has_place(num_bytes):
-                return  # its turn is next: smaller ones of others must not pass it for ever
+                return  # its turn is next: smaller ones of others must not delay it without end
             self._waiting[owner].popleft()
             if not self._waiting[owner]:
                 del self._waiting[owner]

@@ -22,7 +22,7 @@ _Nested = dict[int, "_Nested | None"]
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _OPAQUE: _Nested = {}
 _SMALL = 16
-"""So many bytes, or fewer, at the end of a message count as parts without a look at them: quicker, and rarely wrong."""
+"""A rest of a message of at most this size counts as parts without being read: that is quicker, and rarely wrong."""
 
 
 def check_json(data: bytes, max_parts: int) -> None:

@@ -31,7 +31,7 @@ _MAX_WINDOW_BYTES = 2**23
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """What a body may take: bytes before and after decompression, and parts, which become objects."""
+    """The bytes of a body before and after decompression, and its parts, which become objects."""
 
     max_bytes: int
     max_parts: int = 2**18

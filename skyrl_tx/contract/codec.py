@@ -66,7 +66,7 @@ def _encode_array(value: object) -> object:
 
 @cache
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return `dtype.name`, which NumPy computes anew each time."""
+    """Return `dtype.name`, which NumPy computes with each use."""
     return dtype.name
 
 

@@ -106,7 +106,7 @@ def test_many_stop_strings_of_an_earlier_release_fail_in_the_engine(tmp_path: Pa
 
 
 def test_long_stop_strings_decode_little_text_again() -> None:
-    """As above: each step decodes the text again in which a stop string may have begun, and no more."""
+    """As above: each step decodes the text again in which a stop string may have started, and no more."""
     decoded = 0
 
     def text_of(tokens: list[int]) -> str:

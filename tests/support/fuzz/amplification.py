@@ -67,7 +67,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a call cost: memory of API and engine, and the longest health check of another client."""
+    """The memory of API and engine that a call took, and the longest health check of another client."""
 
     status: int
     growth_bytes: int
@@ -173,10 +173,10 @@ def attacks(target: Target) -> Iterator[Attack]:
     """Yield the calls: JSON of every route, then passes in protobuf."""
     for method, path in _routes():
         place = re.sub(r"\{(\w+)[^}]*\}", lambda found: target.ids.get(found[1], "weights"), path)
-        for name, hole in _holes(path, target):
+        for name, blank in _blanks(path, target):
             for fill, part in FILLS.items():
                 for size, encoding in ((PLAIN_BYTES, ""), (COMPRESSED_BYTES, "zstd")):
-                    body = partial(hole, part, size)
+                    body = partial(blank, part, size)
                     yield _attack(f"{name}: {fill}", method, place, body, encoding, "application/json")
     for name, body in protobuf_bodies(8 * 2**20 - 4000).items():
         start = wire_pb2.ForwardBackwardRequest(model_id=target.ids["model_id"], seq_id=target.seq_id(), loss_fn="ppo")
@@ -248,28 +248,28 @@ def _attack(name: str, method: str, path: str, build: Callable[[], bytes], encod
     return Attack(f"{name} ({encoding or 'plain'})", method, path, lambda: compress(build()), headers)
 
 
-Hole = Callable[[str, int], bytes]
+Blank = Callable[[str, int], bytes]
 
 
-def _holes(path: str, target: Target) -> Iterator[tuple[str, Hole]]:
+def _blanks(path: str, target: Target) -> Iterator[tuple[str, Blank]]:
     """Yield functions that fill one place of a route's body with repetitions of a part, up to a size."""
-    named: dict[str, Json] = {"an unknown field": {"x": _HOLE}}
+    named: dict[str, Json] = {"an unknown field": {"x": _BLANK}}
     if len(fits := fitting(path)) == 1:
-        named |= {field: target.ids | {field: _HOLE} for field in fits[0].model_fields}
+        named |= {field: target.ids | {field: _BLANK} for field in fits[0].model_fields}
     text = {"chunks": [{"tokens": [1, 2]}]}
     if path.endswith("/asample"):
         whole = target.ids | {"seq_id": 1, "num_samples": 1, "prompt": text, "sampling_params": {"max_tokens": 1}}
-        named |= {f"sample {place}": cast(Json, value) for place, value in _with_hole(whole, "")}
-        named["sample stop"] = whole | {"sampling_params": {"max_tokens": 1, "stop": _HOLE}}
+        named |= {f"sample {place}": cast(Json, value) for place, value in _with_blank(whole, "")}
+        named["sample stop"] = whole | {"sampling_params": {"max_tokens": 1, "stop": _BLANK}}
     if path.endswith("/forward_backward"):
         tensor = {"data": [1, 2], "dtype": "int64", "shape": [2]}
         datum = {"model_input": text, "loss_fn_inputs": {"target_tokens": tensor}}
         inner = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
         whole = target.ids | {"forward_backward_input": inner}
-        named |= {f"pass {place}": cast(Json, value) for place, value in _with_hole(whole, "")}
+        named |= {f"pass {place}": cast(Json, value) for place, value in _with_blank(whole, "")}
     for name, value in named.items():
         for kind, (opening, closing) in {"": ("[", "]"), " by name": ("{", "}")}.items():
-            start, end = json.dumps(value).split(json.dumps(_HOLE))
+            start, end = json.dumps(value).split(json.dumps(_BLANK))
 
             def fill(
                 part: str, size: int, start: str = start, end: str = end, opening: str = opening, closing: str = closing
@@ -283,18 +283,18 @@ def _holes(path: str, target: Target) -> Iterator[tuple[str, Hole]]:
             yield name + kind, fill
 
 
-_HOLE = "<hole>"
+_BLANK = "<blank>"
 
 
-def _with_hole(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield copies of a JSON value with a hole in the place of each of its parts."""
-    yield place, _HOLE
+def _with_blank(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield copies of a JSON value with a blank in the place of each of its parts."""
+    yield place, _BLANK
     if isinstance(value, dict):
         for name, part in cast(Json, value).items():
-            for where, inner in _with_hole(part, f"{place}.{name}"):
+            for where, inner in _with_blank(part, f"{place}.{name}"):
                 yield where, {**cast(Json, value), name: inner}
     elif isinstance(value, list):
-        for where, inner in _with_hole(value[0], f"{place}[]"):
+        for where, inner in _with_blank(value[0], f"{place}[]"):
             yield where, [inner]
 
 

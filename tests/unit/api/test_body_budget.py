@@ -70,7 +70,7 @@ def test_the_owner_who_holds_least_is_next() -> None:
     run(test)
 
 
-def test_a_request_beyond_the_budget_runs_alone_and_is_not_passed_for_ever() -> None:
+def test_a_request_beyond_the_budget_runs_alone_and_is_not_delayed_without_end() -> None:
     async def test() -> None:
         budget = BodyBudget(100 * MIB)
         small = Holder(budget, "ann", 40 * MIB)

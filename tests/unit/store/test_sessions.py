@@ -1,5 +1,7 @@
 import math
+from typing import Any
 
+from sqlalchemy import Engine, event
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
@@ -86,3 +88,23 @@ def test_sessions_without_heartbeat_or_requests_time_out(store: Store) -> None:
         (None, None),
     ]
     assert store.write(lambda tx: sessions.finish_timed_out(tx, -math.inf, "never", 30.0)) == []
+
+
+def test_heartbeats_and_housekeeping_do_not_read_metadata(store: Store, session_id: SessionId) -> None:
+    """Metadata may be long: reading it with each heartbeat delayed the writes of all sessions."""
+    statements: list[str] = []
+
+    def record(*arguments: Any) -> None:
+        statements.append(arguments[2])
+
+    event.listen(Engine, "before_cursor_execute", record)
+    try:
+        store.write(lambda tx: sessions.heartbeat(tx, session_id, 9.0))
+        found = store.read(lambda tx: sessions.find(tx, session_id))
+        store.write(lambda tx: sessions.set_project(tx, session_id, "p"))
+        store.write(lambda tx: sessions.finish_timed_out(tx, 10.0, "silent", 30.0))
+        store.write(lambda tx: sessions.finish(tx, session_id, "over", 31.0))
+    finally:
+        event.remove(Engine, "before_cursor_execute", record)
+    assert found is not None and (found.last_heartbeat_at, found.finished_at) == (9.0, None)
+    assert len(statements) >= 5 and not [each for each in statements if "user_metadata" in each or "tags" in each]
