@@ -74,13 +74,13 @@ class Body:
         """
         if self.encoding in ("", "identity"):
             return len(self.raw)
-        floor, ratio = (8 * 2**20, 100) if self.is_protobuf else (2**18, 20)
+        floor, ratio = (8 * 2**20, 100) if self.is_protobuf else (2**17, 20)
         return min(max(floor, ratio * len(self.raw)), self.limits.max_bytes)
 
     @property
     def max_parts(self) -> int:
         """The number of parts that this body may have: twice the largest pass of the SDK, or more if it is long."""
-        return min(2**16 + 2 * len(self.raw), self.limits.max_parts)
+        return min(3 * 2**14 + 2 * len(self.raw), self.limits.max_parts)
 
     @property
     def max_dense_bytes(self) -> int:

@@ -9,6 +9,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import zstandard
 
 import skyrl_tx
 from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.contract import requests
 from skyrl_tx.engine.sample_output import StopStringMatcher
 from skyrl_tx.weights import peft
 from tests.support.engine_harness import EngineHarness, sample
@@ -73,14 +73,10 @@ def test_many_log_probabilities_of_one_request(tmp_path: Path) -> None:
     harness = EngineHarness(tmp_path)
     harness.config = harness.config.model_copy(update={"max_context_length": 2**17, "max_sample_tokens": 2**17})
     try:
-        failed = harness.answer(requests.Sample(**{**_fields(sample(max_tokens=2**16)), "num_samples": 4000}))
+        failed = harness.answer(replace(sample(max_tokens=2**16), num_samples=4000))
         assert "num_samples 4000 x max_tokens 65536" in failed.message and failed.category.value == "user"
     finally:
         harness.close()
-
-
-def _fields(request: requests.Sample) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in ("prompt", "num_samples", "sampler", "params")}
 
 
 def test_many_stop_strings_are_refused_before_they_are_stored(server: Server, sampler: str) -> None:

@@ -1,6 +1,6 @@
 """Schemas of tokens and tensors: in JSON for training up to SDK 0.24, and for sampling in all releases."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ class Chunk(WireModel):
 class ModelInput(WireModel):
     """A model input as a list of chunks."""
 
-    chunks: List[Chunk]
+    chunks: Annotated[List[Chunk], Field(max_length=4096)]
 
 
 class TensorData(WireModel):
