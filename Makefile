@@ -43,7 +43,7 @@ simulate:  ## run 100,000 simulated histories with faults (hours); FLAGS="--hist
 fuzz:  ## send generated input to routes and decoders (25 minutes)
 	python -u -W ignore -m tests.support.fuzz
 
-fuzz-amplification:  ## measure what repetitive bodies cost the server and other clients (15 minutes)
+fuzz-amplification:  ## measure what repetitive bodies cost the server and other clients (6 minutes)
 	python -u -W ignore -m tests.support.fuzz.amplification $(FLAGS)
 
 soak:  ## keep 10,000 long polls open (15 minutes); FLAGS=--postgresql for PostgreSQL
