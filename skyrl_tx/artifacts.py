@@ -287,6 +287,7 @@ class ArtifactStore:
         temporary = self._root / f"{_IDENTITY}.new"
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(identity)))
         _fsync(temporary)
+        os.utime(temporary)  # as for artifacts, whose ages are compared with it
         temporary.rename(self._root / _IDENTITY)
         _fsync(self._root)
         self._identity_written_ns = self._root.stat().st_mtime_ns

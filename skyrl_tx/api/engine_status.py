@@ -4,6 +4,8 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -96,22 +98,33 @@ class AdmissionControl:
         self._submitted: deque[tuple[int, str, int]] = deque()  # (position, owner, bytes)
         self._num_bytes: Counter[str] = Counter()
 
-    def check(self, owner: str, num_bytes: int) -> None:
-        """Raise ApiError 429 if a sample of this size exceeds the limit and its owner's share now.
+    @contextmanager
+    def reserved(self, owner: str, num_bytes: int) -> Generator[None]:
+        """Count a sample of this size while it is submitted, so that samples which arrive together pass no check twice.
 
-        A sample that exceeds the limit by itself passes: the engine refuses it and names the numbers.
+        Raises ApiError 429 if it exceeds the limit and its owner's share now. A sample that exceeds the limit by itself
+        passes: the engine refuses it and names the numbers.
         """
         self._refresh()
         size = num_bytes + REQUEST_BYTES
         with self._lock:
-            load = self._load
-            if load is None or size > load.max_bytes:
-                return
-            queued = load.num_bytes + self._num_bytes.total()
-            if queued + size <= load.max_bytes:
-                return
-            own = load.by_owner.get(owner, 0) + self._num_bytes[owner]
-            share = load.max_bytes // len({owner, *load.by_owner, *(+self._num_bytes)})
+            self._check(owner, size)
+            self._num_bytes[owner] += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_bytes[owner] -= size
+
+    def _check(self, owner: str, size: int) -> None:
+        load = self._load
+        if load is None or size > load.max_bytes:
+            return
+        queued = load.num_bytes + self._num_bytes.total()
+        if queued + size <= load.max_bytes:
+            return
+        own = load.by_owner.get(owner, 0) + self._num_bytes[owner]
+        share = load.max_bytes // len({owner, *load.by_owner, *(+self._num_bytes)})
         if own + size > min(share, 2 * load.max_bytes - queued - size):
             detail = f"queued samples take {queued} of {load.max_bytes} bytes, {own} of them yours: send this one later"
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS)

@@ -57,7 +57,7 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET audit": _CLIENT,
     "GET sessions/{session_id}/trace_export": _CLIENT,
     **{f"{method} {{path:path}}": _CLIENT for method in ("GET", "POST", "PUT", "DELETE", "PATCH")},
-    # Monitoring; `healthz` needs no key
+    # Monitoring; `healthz` and `livez` need no key
     "GET metrics": _METRICS,
 }
 

@@ -23,8 +23,6 @@ _CLOSE = {"Connection": "close"}
 ModelT = TypeVar("ModelT", bound=WireModel)
 MessageT = TypeVar("MessageT", bound=Message)
 
-
-_MAX_DISCARDED_BYTES = 2**30
 _MAX_WINDOW_BYTES = 2**23
 """The window that every zstd decoder should take (RFC 8878, section 3.1.1.1.2)."""
 

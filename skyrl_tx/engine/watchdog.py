@@ -38,8 +38,7 @@ class Watchdog:
         self._period_s = min(_PERIOD_S, shortest_s / _CHECKS_PER_LIMIT)
         self._watched: Activity | None = None
         self._spent_s: dict[_Phase, float] = _NOTHING_SPENT
-        self.overdue = ""
-        """Which activity exceeds its limit, for clients; empty if none does."""
+        self._overdue = ""
         self._ended = threading.Event()
         self._thread = ServiceThread("watchdog", self._repeat)
 
@@ -51,6 +50,11 @@ class Watchdog:
         """End the thread."""
         self._ended.set()
         self._thread.join()
+
+    @property
+    def overdue(self) -> str:
+        """Which activity exceeds its limit, for clients; empty if none does."""
+        return self._overdue if self._activity.current is self._watched else ""
 
     def shown_activity(self) -> tuple[str, float] | None:
         """Return the name of the current activity and its age in seconds, for clients; None while the loop is idle."""
@@ -64,7 +68,7 @@ class Watchdog:
         """Count the time since the last check to the current activity, and compare it with its limit."""
         current = self._activity.current
         if current is not self._watched:
-            self._watched, self._spent_s, self.overdue = current, _NOTHING_SPENT, ""
+            self._watched, self._spent_s, self._overdue = current, _NOTHING_SPENT, ""
         if current is None:
             return
         # The backend's start loads weights and compiles most programs.
@@ -75,7 +79,7 @@ class Watchdog:
         limit = self._limits[phase]
         if limit and spent_s > limit:
             exceeds = f"has taken longer than --{phase}-timeout-s, which is {limit:g} s"
-            self.overdue = f"{current.name} {exceeds}"
+            self._overdue = f"{current.name} {exceeds}"
             if current.is_limited:
                 self._on_stuck(f"{current} {exceeds}")
 

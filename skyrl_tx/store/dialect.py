@@ -171,7 +171,7 @@ def checked_lock(data_dir: Path, check: Callable[[], None]) -> Generator[None]:
     or somebody who changes the file while no server runs. So engines that start again skip it. Raises what `check`
     raises.
     """
-    with (data_dir / "checked.lock").open("a") as file:
+    with open(data_dir / "checked.lock", "a", opener=open_private) as file:
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

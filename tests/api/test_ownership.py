@@ -66,6 +66,7 @@ class Thing:
 OPEN = {
     "GET openapi.json",  # documentation of the software, no data of users
     "GET healthz",
+    "GET livez",
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
 }
 COMMON = {

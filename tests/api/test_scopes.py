@@ -14,7 +14,7 @@ from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
-OPEN = {"GET healthz", "GET downloads/{run_id}/{kind}/{name}/{form}/{file}"}
+OPEN = {"GET healthz", "GET livez", "GET downloads/{run_id}/{kind}/{name}/{form}/{file}"}
 CLIENT = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me", "POST telemetry"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities"),

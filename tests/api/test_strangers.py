@@ -16,7 +16,8 @@ ME = "/api/v1/auth/apikey/me"
 
 
 def settings(data_dir: Path, **values: object) -> ApiSettings:
-    return ApiSettings.model_validate({"port": 0, "data_dir": data_dir, "base_model": "fake", **values})
+    unlimited = {"failed_key_limit": 0}  # every case sends a wrong key
+    return ApiSettings.model_validate({"port": 0, "data_dir": data_dir, "base_model": "fake", **unlimited, **values})
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,13 @@ def server(certificate: Certificate, tmp_path_factory: pytest.TempPathFactory) -
         max_connections_per_address=8,
         header_timeout_s=1.0,
     )
-    with live_api(settings) as server:
-        verify = ssl.create_default_context(cafile=certificate.authority)
-        with httpx.Client(base_url=server.url, timeout=30, verify=verify) as server.client:
-            yield server
+    with live_api(settings) as server, client_of(server, certificate) as server.client:
+        yield server
+
+
+def client_of(server: Server, certificate: Certificate) -> httpx.Client:
+    verify = ssl.create_default_context(cafile=certificate.authority)
+    return httpx.Client(base_url=server.url, timeout=30, verify=verify)
 
 
 def test_sdk_connects_and_verifies_the_certificate(
@@ -48,12 +51,13 @@ def test_unknown_certificate_is_refused_by_the_client(server: Server) -> None:
         httpx.get(f"{server.url}/api/v1/healthz")
 
 
-def test_silent_handshakes_end_and_keep_no_client_out(server: Server) -> None:
+def test_silent_handshakes_end_and_keep_no_client_out(server: Server, certificate: Certificate) -> None:
     """A connection counts before its handshake, which the HTTP protocol does not see."""
     url = httpx.URL(server.url)
     silent = [socket.create_connection((url.host, url.port), timeout=10) for _ in range(20)]
     try:
-        assert server.post("create_session", tags=[]).status_code == 200
+        with client_of(server, certificate) as new_client:
+            assert new_client.post("/api/v1/create_session", json={"tags": []}).status_code == 200
         for connection in silent:
             assert connection.recv(100) == b""
     finally:

@@ -233,6 +233,8 @@ def test_many_ranges_of_a_download(server: Server) -> None:
     started = time.monotonic()
     ranges = "bytes=" + ",".join(f"{index}-" for index in range(6000))
     answer = server.client.get(url, headers={"Range": ranges})
+    assert answer.status_code == 431, "the header exceeds the limit of the head"
+    answer = server.client.get(url, headers={"Range": ranges[:16_000]})
     assert answer.status_code == 200, "a server may ignore ranges"
     assert time.monotonic() - started < 5
 

@@ -69,7 +69,11 @@ def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
 @router.post("/asample", response_model_exclude_none=True)
 def asample(call: IncomingData) -> FutureHandle:
     """Queue a sample request; the response names the sequences that it will draw."""
-    call.context.admission.check(call.caller.owner, len(call.body.raw))
+    with call.context.admission.reserved(call.caller.owner, len(call.body.raw)):
+        return _queue_sample(call)
+
+
+def _queue_sample(call: Call) -> FutureHandle:
     value = call.body.mapping()
     ids = parse(SampleRequestIds, value)
     if ids.sampling_session_id is None:

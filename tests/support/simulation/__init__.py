@@ -33,16 +33,6 @@ part of the default run, and a test checks that they still find them. Remove a k
 
 from tests.support.simulation.faults import KINDS
 
-KNOWN: dict[str, str] = {
-    "many_kills": "a request that was running at three kills of the engine is given up",
-    "clock_steps": "a step of the wall clock counts as silence of all clients",
-    "hangs": "a call of the backend that does not return is not noticed",
-    "sick_device": "a device on which every call fails consumes all requests",
-    "watch_errors": "one I/O error ends the thread that wakes long polls",
-    "old_database": "files that an older copy of the database does not name are removed",
-    "greedy_owner": "one owner's queued samples take the whole limit",
-    "crowd": "sessions take turns, not owners",
-    "pages": "the list of runs changes its order between two pages",
-}
+KNOWN: dict[str, str] = {}
 """Kinds of faults that find known defects, and what they find."""
 DEFAULT_KINDS = tuple(kind for kind in KINDS if kind not in KNOWN)

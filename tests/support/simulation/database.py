@@ -183,6 +183,7 @@ class _Notifier(SqliteNotifier):
         self._waiting: Fiber | None = None
         self._process = others.scheduler.current.process
         self._poll = self._socket = self._connection = self  # pyright: ignore
+        self._path = Path("simulated")
         self._seen = self._version()
         others.by_role.setdefault(role, []).append(self)
         self._process.on_death.append(self.close)

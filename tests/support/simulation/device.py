@@ -32,6 +32,10 @@ class Device(FakeBackend):
         self._use("start")
         return super().start()
 
+    def check_devices(self) -> None:
+        self._use("check_devices")
+        super().check_devices()
+
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         self._use("create_model")
         super().create_model(model_id, spec)

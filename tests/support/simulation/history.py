@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_tx.api.context import ApiContext
 from skyrl_tx.contract.ids import ArtifactId
 from tests.support.simulation import scenarios
 from tests.support.simulation.clients import Client, Sent, train
@@ -126,10 +127,16 @@ class History:
         hung = world.engine
         scheduler.sleep(world.faults.hung_at + _REPORTED_AFTER_S - scheduler.monotonic)
         contexts = [api.context for api in world.apis if api.context is not None]
-        if world.engine is hung and contexts and contexts[0].engine.problem() is None:
+        if world.engine is hung and contexts and not _reported(contexts[0]):
             self.violate(
                 f"a call of the backend hangs for {_REPORTED_AFTER_S:.0f} s, and the server reports no problem"
             )
+
+
+def _reported(context: ApiContext) -> str | None:
+    """Return what the API tells clients about the engine's state."""
+    report = context.engine.report()
+    return report.problem or report.activity
 
 
 class Simulator:

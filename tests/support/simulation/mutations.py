@@ -78,7 +78,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], str]] = {
     "no_attempts": (_count_no_attempts, "bad_requests"),
     "rows_of_another_attempt": (_add_rows_of_another_attempt, "full_database"),
 }
-"""What to take out, and kinds of faults under which it is noticed."""
+"""Guarantees to take out by name, and kinds of faults under which that is noticed."""
 
 
 def take_out(name: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import anyio.to_thread
 from fastapi import concurrency
 
+from skyrl_tx import threads
 from tests.support.simulation import scheduler as fibers
 from tests.support.simulation.scheduler import Scheduler
 
@@ -158,7 +159,12 @@ def substituted(
         def __init__(self, group: None = None, **options: Any) -> None:
             super().__init__(scheduler, on_error, **options)
 
+    class AnyServiceThread(AnyThread):
+        def __init__(self, name: str, work: Callable[[], object]) -> None:
+            super().__init__(target=work, name=name)
+
     stand_ins: dict[int, object] = {
+        id(threads.ServiceThread): AnyServiceThread,
         id(time): Standing(
             time,
             time=lambda: scheduler.wall,

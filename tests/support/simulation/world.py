@@ -17,10 +17,12 @@ from safetensors.numpy import save_file
 
 from skyrl_tx import engine_process, failpoints, supervisor
 from skyrl_tx.api import app
+from skyrl_tx.api import context as api_context
 from skyrl_tx.api.authentication import authenticate_request
-from skyrl_tx.api.context import ApiContext, read_call
+from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.routes import futures as future_routes
 from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.api.wire import BodyLimits
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.engine.engine import Engine
@@ -43,6 +45,7 @@ _IDLE_S = 5.0
 """Period of the product's idle loops, which wait for a notification anyway."""
 IDLE_PERIODS = {
     ("skyrl_tx.engine.status_publisher", "_PERIOD_S"): _IDLE_S,
+    ("skyrl_tx.engine.watchdog", "_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_MAX_WAIT_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_PRUNE_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.api.long_poll", "_WAIT_S"): _IDLE_S,
@@ -50,6 +53,9 @@ IDLE_PERIODS = {
 }
 
 
+_LIMITS = BodyLimits.of_data(2**20, "application/json")
+_STUCK_S = 15.0
+"""Time limit of a call of the device."""
 _STOPPED = EngineEnd(message="exited with status 0", is_final=False, is_crash=False)
 _KILLED = EngineEnd(message="killed by SIGKILL", is_final=False, is_crash=False, was_killed=True)
 _CRASHED = EngineEnd(message="killed by SIGSEGV", is_final=False, is_crash=True)
@@ -167,7 +173,8 @@ class Api:
 
     def _handle(self, exchange: _Exchange, request: Request, route: Callable[..., Any], path: dict[str, Any]) -> None:
         try:
-            call = _run(read_call(request, _run(authenticate_request(request))))
+            caller = _run(authenticate_request(request))
+            call = _run(api_context._read(request, caller, _LIMITS))
             self._world.scheduler.pause()
             found = route(call=call, **path)
             value = found.model_dump(mode="json", exclude_none=True) if isinstance(found, BaseModel) else found
@@ -228,7 +235,12 @@ class EngineProcess:
         self._world.scheduler.kill(self.process)
 
     def crash(self) -> None:
-        """End the process in the way of an invalid memory access."""
+        """End the process in the way of an invalid memory access.
+
+        No one sees that of an engine that runs alone, and the request is tried again without end: it raises an error instead.
+        """
+        if self._records_crashes:
+            raise BackendLost("the device was lost")
         self._end(_CRASHED)
         self._world.scheduler.kill(self.process)
 
@@ -242,7 +254,11 @@ class EngineProcess:
                     device = Device(CONFIG.model_copy(update=world.plan.device), world.faults.use_device, self.crash)
                     artifacts = ArtifactStore(world.disk.root)
                     engine = Engine(world.engine_settings, device, self.store, artifacts)
-                    engine.run(self.stop, lambda ready: self._loop.call_soon(self._on_ready, ready))  # pyright: ignore
+                    engine.run(
+                        self.stop,  # pyright: ignore
+                        lambda ready: self._loop.call_soon(self._on_ready, ready),
+                        self._on_stuck,
+                    )
                 finally:
                     self.store.close()
             except (BackendLost, StoreError) as error:
@@ -256,6 +272,13 @@ class EngineProcess:
         else:
             self._end(_STOPPED)
         world.scheduler.kill(self.process)
+
+    def _on_stuck(self, reason: str) -> None:
+        if self._records_crashes and self.store is not None:
+            with contextlib.suppress(StoreError):
+                self.store.write_soon(lambda tx: futures.record_end(tx, is_crash=True)).result(2.0)
+        self._end(EngineEnd(message=reason, is_final=False, is_crash=True))
+        self._world.scheduler.kill(self.process)
 
     def _record_crash(self) -> None:
         """Count a crash as `engine_process.run_in_foreground` does, where no API supervises the engine."""
@@ -292,7 +315,9 @@ class World:
         )
         self.notifiers = Notifiers(scheduler, self.faults.use_database)
         shared.connection.watch = self.faults.use_database
-        self.engine_settings = EngineSettings(data_dir=directory, base_model="tiny", **plan.engine)
+        self.engine_settings = EngineSettings(
+            data_dir=directory, base_model="tiny", step_timeout_s=_STUCK_S, compile_timeout_s=_STUCK_S, **plan.engine
+        )
         self.api_settings = ApiSettings(
             data_dir=directory, base_model="tiny", retrieve_hold_s=8.0, engine_silence_s=12.0, host="0.0.0.0"
         )

@@ -18,6 +18,12 @@ LIMIT = 10 * REQUEST_BYTES
 FULL = "database x: no space left for it on the disk"
 
 
+def check(admission: AdmissionControl, owner: str, num_bytes: int) -> None:
+    """Raise ApiError if a sample would be refused now."""
+    with admission.reserved(owner, num_bytes):
+        pass
+
+
 @pytest.mark.parametrize(
     ("age_s", "status", "detail", "write_failure", "expected"),
     [
@@ -84,9 +90,9 @@ def publish_load(store: Store, num_bytes: int, position: int = 0, **others: int)
 
 
 def test_samples_are_admitted_until_the_engine_publishes_a_load(store: Store, admission: AdmissionControl) -> None:
-    admission.check("ann", 10**9)
+    check(admission, "ann", 10**9)
     publish(store, None)
-    admission.check("ann", 10**9)
+    check(admission, "ann", 10**9)
 
 
 def test_submitted_samples_count_until_the_published_load_includes_them(
@@ -94,33 +100,33 @@ def test_submitted_samples_count_until_the_published_load_includes_them(
 ) -> None:
     publish_load(store, 0)
     for position in range(1, 11):
-        admission.check("ann", 0)
+        check(admission, "ann", 0)
         admission.record("ann", position, 0)
     with pytest.raises(ApiError, match=f"take {LIMIT} of {LIMIT} bytes, {LIMIT} of them yours") as caught:
-        admission.check("ann", 0)
+        check(admission, "ann", 0)
     assert caught.value.status == 429
     assert caught.value.headers == {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
     publish_load(store, 4 * REQUEST_BYTES, position=6)  # 2 completed, 4 queued, 4 not read by the engine
-    admission.check("ann", REQUEST_BYTES)
+    check(admission, "ann", REQUEST_BYTES)
     with pytest.raises(ApiError):
-        admission.check("ann", REQUEST_BYTES + 1)
+        check(admission, "ann", REQUEST_BYTES + 1)
     publish_load(store, LIMIT, position=10)
     with pytest.raises(ApiError):
-        admission.check("ann", 0)
+        check(admission, "ann", 0)
     publish_load(store, 0, position=10)
-    admission.check("ann", 9 * REQUEST_BYTES)
+    check(admission, "ann", 9 * REQUEST_BYTES)
 
 
 def test_sample_above_the_limit_by_itself_is_left_to_the_engine(store: Store, admission: AdmissionControl) -> None:
     publish_load(store, LIMIT)
-    admission.check("ann", LIMIT)
+    check(admission, "ann", LIMIT)
 
 
 def num_admitted(admission: AdmissionControl, owner: str, num_bytes: int = 0) -> int:
     """Submit samples until one is refused; return the number of bytes admitted."""
     for number in range(100):
         try:
-            admission.check(owner, num_bytes)
+            check(admission, owner, num_bytes)
         except ApiError:
             return number * (num_bytes + REQUEST_BYTES)
         admission.record(owner, 1000 + number, num_bytes)
@@ -152,3 +158,10 @@ def test_any_number_of_owners_takes_less_than_twice_the_limit(store: Store, admi
 def test_published_load_is_small_for_any_number_of_owners() -> None:
     by_owner = engine_state.largest_owners({f"owner {number}": number for number in range(10_000)})
     assert len(by_owner) == 256 and min(by_owner.values()) == 10_000 - 256
+
+
+def test_samples_that_arrive_together_share_the_limit(store: Store, admission: AdmissionControl) -> None:
+    publish_load(store, LIMIT - 2 * REQUEST_BYTES)
+    with admission.reserved("ann", 0), admission.reserved("ann", 0), pytest.raises(ApiError):
+        check(admission, "ann", 0)
+    check(admission, "ann", 0)

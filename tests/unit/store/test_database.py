@@ -54,7 +54,7 @@ def test_commits_are_durable_and_foreign_keys_enforced(store: Store) -> None:
     with pytest.raises(IntegrityError):
         store.write(
             lambda tx: tx.connection().execute(
-                text("INSERT INTO models VALUES ('m', 'unknown', 'b', x'', NULL, 'ready', 1, 1, 0, NULL, NULL)")
+                text("INSERT INTO models VALUES ('m', 'unknown', 'b', x'', NULL, 'ready', 1, 1, 0, NULL, NULL, NULL)")
             )
         )
 
