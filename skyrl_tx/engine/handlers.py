@@ -171,7 +171,7 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     )
     # Later requests of the model wait: if they were committed first, a crash would repeat this save with later weights.
     context.background_writer.submit(
-        lambda: context.recovery.write(write, {**run, **saved}), on_written, model_id=model_id, blocks=True
+        context.recovery.writer(write, {**run, **saved}), on_written, model_id=model_id, blocks=True
     )
 
 

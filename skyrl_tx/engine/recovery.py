@@ -64,10 +64,13 @@ class Recovery:
                 f"{_short(here)}; serve the model that they are trained on, or add --fresh to leave them behind"
             )
 
-    def write(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Artifact:
-        """Create an artifact from what `write` writes. Thread-safe."""
-        changes = _fingerprint_metadata(self.backend.fingerprint_changes())
-        return self.artifacts.create(write, {**self.metadata, **changes, **extra})
+    def writer(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Callable[[], Artifact]:
+        """Return a function that creates an artifact from what `write` writes, for the background thread.
+
+        The backend is asked now, because only the loop's thread may call it.
+        """
+        metadata = {**self.metadata, **_fingerprint_metadata(self.backend.fingerprint_changes()), **extra}
+        return lambda: self.artifacts.create(write, metadata)
 
     def restore(self, model_id: ModelId, spec: ModelSpec) -> int:
         """Put a model into the backend as its last committed request left it.

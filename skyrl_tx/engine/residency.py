@@ -212,7 +212,7 @@ class Models:
             model_id=model_id, owner=model.owner, base_model=model.base_model, spec=model.spec, now=time.time()
         )
         extra = {**run, "effect_order": str(effect_order)}
-        self.background_writer.submit(lambda: self.recovery.write(snapshot.write, extra), on_written, model_id=model_id)
+        self.background_writer.submit(self.recovery.writer(snapshot.write, extra), on_written, model_id=model_id)
 
     def _start_removal(self, replaced: ArtifactId) -> None:
         def on_removed(removed: Future[bool]) -> None:

@@ -237,7 +237,8 @@ class EngineProcess:
     def crash(self) -> None:
         """End the process in the way of an invalid memory access.
 
-        No one sees that of an engine that runs alone, and the request is tried again without end: it raises an error instead.
+        No parent sees that of an engine that runs alone, and the request is tried again without end: there the device
+        is lost instead.
         """
         if self._records_crashes:
             raise BackendLost("the device was lost")
