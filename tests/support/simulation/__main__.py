@@ -1,7 +1,6 @@
 """Run histories: `python -m tests.support.simulation --histories 2000 --seed 1`, or replay one with `--replay SEED`."""
 
 import argparse
-import atexit
 import contextlib
 import logging
 import os
@@ -10,7 +9,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from tests.support.simulation import DEFAULT_KINDS
+from tests.support.simulation import DEFAULT_KINDS, workers
 from tests.support.simulation.faults import KINDS
 from tests.support.simulation.history import Outcome, Simulator
 from tests.support.simulation.mutations import MUTATIONS, take_out
@@ -62,13 +61,13 @@ def _run_all(options: argparse.Namespace, kinds: tuple[str, ...]) -> int:
     digest = 0
     with contextlib.ExitStack() as stack:
         if options.jobs == 1:
-            _prepare()
-            found = ([_simulators[0].run(seed, kinds)] for seed in seeds)
+            workers.prepare()
+            found = (workers.run_batch((range(seed, seed + 1), kinds)) for seed in seeds)
         else:
             spawn = get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(options.jobs, mp_context=spawn, initializer=_prepare))
+            pool = stack.enter_context(ProcessPoolExecutor(options.jobs, mp_context=spawn, initializer=workers.prepare))
             stack.callback(pool.shutdown, cancel_futures=True)
-            found = pool.map(_run_batch, batches)
+            found = pool.map(workers.run_batch, batches)
         for outcomes in found:
             for outcome in outcomes:
                 num_run += 1
@@ -90,24 +89,6 @@ def _run_all(options: argparse.Namespace, kinds: tuple[str, ...]) -> int:
         f"{time.process_time() - cpu:.1f} CPU seconds here, digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
     )
     return 1 if num_violating else 0
-
-
-_simulators: list[Simulator] = []
-
-
-def _prepare() -> None:
-    """Prepare a process: one processor, so that passing a turn is short; no log."""
-    if hasattr(os, "sched_setaffinity"):
-        allowed = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {allowed[os.getpid() % len(allowed)]})
-    logging.getLogger("skyrl_tx").setLevel(logging.CRITICAL + 1)
-    _simulators.append(Simulator())
-    atexit.register(_simulators[0].close)
-
-
-def _run_batch(batch: tuple[range, tuple[str, ...]]) -> list[Outcome]:
-    seeds, kinds = batch
-    return [_simulators[0].run(seed, kinds) for seed in seeds]
 
 
 def _print_outcome(outcome: Outcome) -> None:
