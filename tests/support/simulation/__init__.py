@@ -27,12 +27,6 @@ At the end (`oracle`) a model of each client's requests, which is the fake backe
 result, log sequence number, sample and saved file must be. All requests must have their results a bounded time after
 the last fault, and none may fail because of a fault that is not its own.
 
-The kinds of faults are in `faults.KINDS`. `KNOWN` has the kinds that find defects that are not fixed yet: they are not
-part of the default run, and a test checks that they still find them. Remove a kind from it with the fix.
+The kinds of faults are in `faults.KINDS`; `mutations` takes guarantees out of the product, and a test checks that the
+histories miss each.
 """
-
-from tests.support.simulation.faults import KINDS
-
-KNOWN: dict[str, str] = {}
-"""Kinds of faults that find known defects, and what they find."""
-DEFAULT_KINDS = tuple(kind for kind in KINDS if kind not in KNOWN)

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from tests.support.simulation import DEFAULT_KINDS, workers
+from tests.support.simulation import workers
 from tests.support.simulation.faults import KINDS
 from tests.support.simulation.history import Outcome, Simulator
 from tests.support.simulation.mutations import MUTATIONS, take_out
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--histories", type=int, default=2000, help="number of histories")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first history; the next ones count up")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run histories at once")
-    parser.add_argument("--kinds", default=",".join(DEFAULT_KINDS), help=f"kinds of faults, of {', '.join(KINDS)}")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"kinds of faults, of {', '.join(KINDS)}")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one history and print its trace")
     parser.add_argument("--verbose", action="store_true", help="with --replay: print the product's log, too")
     parser.add_argument("--most-violations", type=int, default=5, help="stop after this number of histories that fail")

@@ -184,6 +184,8 @@ class Oracle:
             if artifact_id is None:
                 yield f"the checkpoint {path} has no row"
                 continue
+            if self._history.world.plan.has("old_database") and artifact_id in artifacts.ids(trashed=True):
+                artifacts.restore(artifact_id)  # as `skyrl-tx recover` does
             try:
                 found = FakeSnapshot.read(artifacts.open(artifact_id).path, CONFIG.vocab_size)
             except (ArtifactMissing, ArtifactCorrupt) as error:
