@@ -131,6 +131,7 @@ class Faults:
         self.network = Network(draw, is_bad=plan.has("network"))
         self.is_stopped = False
         self.num_disk_errors = 0
+        self.hung: Process | None = None
         self.hung_at: float | None = None
         self.sick_at: float | None = None
         self._sick: Process | None = None
@@ -276,7 +277,7 @@ class Faults:
             raise BackendLost("the simulated device is lost")
         if self._strikes("hang"):
             self._world.trace(f"FAULT {call} hangs")
-            self.hung_at = self._scheduler.monotonic
+            self.hung, self.hung_at = process, self._scheduler.monotonic
             self._scheduler.park()
         if self._strikes("sick"):
             self._world.trace(f"FAULT the device is sick from {call} on")

@@ -122,9 +122,9 @@ class History:
     def _check_hang(self) -> None:
         """A call that does not return must be reported, or have ended."""
         world, scheduler = self.world, self.world.scheduler
-        if world.faults.hung_at is None or world.engine is None:
-            return
         hung = world.engine
+        if world.faults.hung_at is None or hung is None or hung.process is not world.faults.hung:
+            return
         scheduler.sleep(world.faults.hung_at + _REPORTED_AFTER_S - scheduler.monotonic)
         contexts = [api.context for api in world.apis if api.context is not None]
         if world.engine is hung and contexts and not _reported(contexts[0]):
