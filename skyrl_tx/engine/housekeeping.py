@@ -109,7 +109,7 @@ class Housekeeping:
             checkpoints.expire(tx, now)
             checkpoints.purge(tx, now - settings.deletion_undo_s)
             purged = models.purge(tx, now - settings.deletion_undo_s)
-            before = now - settings.sampler_retention_s
+            before = now - self._timeout_s(settings.sampler_retention_s)
             samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
             stability.expire(tx, now)
             sessions.finish_timed_out(tx, now - retention_s, reason, now)
@@ -162,11 +162,13 @@ class Housekeeping:
         settings = self.context.settings
         session_retention_s = self._timeout_s(settings.session_retention_s)
         run_retention_s = self._timeout_s(settings.run_retention_s)
+        result_retention_s = self._timeout_s(settings.result_retention_s)
+        request_retention_s = self._timeout_s(settings.request_retention_s)
 
         def drop(tx: Session) -> int:
-            num_results = pruning.prune_results(tx, now, retention_s=settings.result_retention_s)
+            num_results = pruning.prune_results(tx, now, retention_s=result_retention_s)
             num_requests = pruning.delete_tombstones(
-                tx, now, retention_s=settings.request_retention_s, session_retention_s=session_retention_s
+                tx, now, retention_s=request_retention_s, session_retention_s=session_retention_s
             )
             num_samplers = pruning.delete_sampling_sessions(tx, now - session_retention_s)
             num_models = pruning.delete_ended_models(tx, now - run_retention_s)
@@ -187,10 +189,10 @@ class Housekeeping:
         return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
 
     def _timeout_s(self, limit_s: float) -> float:
-        """Return a heartbeat timeout: infinite until the API was up long enough to receive heartbeats."""
+        """Return a timeout or retention: infinite until the API was up long enough for clients to return."""
         settings = self.context.settings
         enough_s = min(settings.session_timeout_s, settings.session_retention_s)
-        return limit_s if self.api_uptime.continuous_s() >= enough_s else math.inf
+        return limit_s if self.api_uptime.continuous_s() >= min(limit_s, enough_s) else math.inf
 
     def _evict_idle_samplers(self, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
         """Evict samplers that are unreferenced, or that only closed sessions used."""
