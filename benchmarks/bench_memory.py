@@ -18,6 +18,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import RANK, costs_of
 from skyrl_tx.backends.jax.train import packing
 from skyrl_tx.backends.jax.train import step as training
+from skyrl_tx.backends.jax.train.adapters import zero_gradient
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec
@@ -76,7 +77,7 @@ def peak_of_run(config: models.ModelConfig, dtype: str, length: int, *, remat: b
     """Run the step and return the peak memory of the process before and after it."""
     params = hf.dummy(models.describe_params(config), dtype=dtype)
     adapter = jax.device_put(models.init_adapter(config, LoraSpec(rank=RANK, seed=0)))
-    total = training.zeros_like(adapter.weights)
+    total = zero_gradient(adapter.weights)
     jax.block_until_ready((params, total))
     before = peak_mib()
     jax.block_until_ready(training.accumulate(params, adapter, total, micro_batch(length), config=config, remat=remat))

@@ -12,7 +12,7 @@ value in `Loss.evaluate`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -113,10 +113,11 @@ class Loss:
     clipped_log_ratio: LogRatio = LossInputs.log_ratio
     """The logarithm of the ratio that the thresholds bound, if there are any: of tokens or of sequences."""
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of `config_BC`'s columns, in order."""
-        return tuple(sorted(self.spec.config))
+    columns: tuple[str, ...] = field(init=False)
+    """The names of `config_BC`'s columns, in order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(sorted(self.spec.config)))
 
     def evaluate(
         self,

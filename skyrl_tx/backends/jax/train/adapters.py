@@ -8,13 +8,13 @@ reach another's arrays, and a snapshot only keeps a reference.
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.mesh import Placement
 from skyrl_tx.backends.jax.shapes import bucket
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState, adamw, coefficients, fresh_state
-from skyrl_tx.backends.jax.train.step import zeros_like
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, OptimizerParams
@@ -89,13 +89,18 @@ def placed(state: TrainingState, place: Placement) -> TrainingState:
     return replace(state, **jax.block_until_ready(parts))
 
 
+def zero_gradient(weights: AdapterWeights) -> AdapterWeights:
+    """Return a gradient of zeros, placed as the weights: another placement would compile `accumulate` again."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), weights)
+
+
 def apply_gradient(state: TrainingState, params: OptimizerParams) -> tuple[TrainingState, jax.Array]:
     """Take one optimizer step. Return the new state, without gradient, and the gradient's norm before clipping.
 
     Without a gradient, take a step with zeros, as torch does: moments and weights decay.
     """
     weights = state.adapter.weights
-    gradient = zeros_like(weights) if state.gradient is None else state.gradient
+    gradient = zero_gradient(weights) if state.gradient is None else state.gradient
     factors = coefficients(params, step=int(state.optimizer.step) + 1)
     weights, optimizer, norm = adamw(weights, state.optimizer, gradient, factors)
     adapter = Adapter(weights=weights, scale=state.adapter.scale)

@@ -17,7 +17,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted, no_memory
 from skyrl_tx.backends.jax.train import packing
 from skyrl_tx.backends.jax.train import step as training
-from skyrl_tx.backends.jax.train.adapters import AdapterPool, TrainingState
+from skyrl_tx.backends.jax.train.adapters import AdapterPool, TrainingState, zero_gradient
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
@@ -188,7 +188,7 @@ class JaxPass(Pass):
         if not self._backward:
             return training.forward(self._params, adapter, batch, config=self._config)
         if self._request_gradient is None:
-            self._request_gradient = training.zeros_like(adapter.weights)
+            self._request_gradient = zero_gradient(adapter.weights)
         self._request_gradient, outputs = training.accumulate(
             self._params, adapter, self._request_gradient, batch, config=self._config, remat=self._memory_plan.remat
         )

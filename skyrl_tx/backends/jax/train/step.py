@@ -95,8 +95,3 @@ def _head(
 def sum_gradients(x: AdapterWeights, y: AdapterWeights) -> AdapterWeights:
     """Return the sum of two gradients without donating either."""
     return jax.tree.map(jnp.add, x, y)
-
-
-def zeros_like(weights: AdapterWeights) -> AdapterWeights:
-    """Return a gradient of zeros, placed as the weights: another placement would compile `accumulate` again."""
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), weights)
