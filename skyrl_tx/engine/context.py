@@ -15,8 +15,7 @@ from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.recovery import Recovery
-from skyrl_tx.engine.request import QueuedRequest
-from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
+from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
@@ -55,22 +54,6 @@ class EngineContext:
     models: Models
     samplers: Samplers
     ephemeral_samplers: EphemeralSamplers
-
-    def count_attempts(self, requests: list[QueuedRequest]) -> list[QueuedRequest]:
-        """Count a delivery attempt of each request and return those that may run.
-
-        The others ran alone in too many crashes and fail now.
-        """
-        accepted: list[QueuedRequest] = []
-        for queued in requests:
-            if queued.crashes < self.settings.max_attempts:
-                accepted.append(queued)
-            else:
-                message = f"given up: the engine crashed {queued.crashes} times while it ran this alone"
-                self.fail(queued, ServerError(message))
-        if accepted:
-            self.attempts.count([queued.request_id for queued in accepted])
-        return accepted
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:
         """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""

@@ -15,7 +15,7 @@ from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.background_writer import BackgroundWriter
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import samplers
 from skyrl_tx.store.database import Store
 

@@ -21,7 +21,7 @@ from skyrl_tx.contract.requests import CreateModel, LoadWeights, OptimStep, Reje
 from skyrl_tx.engine import validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.store import checkpoints, manifests, models, samplers
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
@@ -33,6 +33,8 @@ def handle(context: EngineContext, queued: QueuedRequest) -> None:
     """Execute a request and commit its result: now, or after its files are written."""
     handler = _HANDLERS.get(type(queued.request))
     try:
+        queued.check_crashes(context.settings.max_attempts)
+        context.attempts.count([queued.request_id])
         if handler is None or queued.model_id is None:
             raise UserError(f"{queued.kind} is not a request to a model")
         handler(context, queued, queued.model_id, queued.request)

@@ -7,7 +7,7 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine.context import EngineContext
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import futures

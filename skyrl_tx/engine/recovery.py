@@ -21,7 +21,7 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
-from skyrl_tx.engine.request import BARRIER_KINDS, QueuedRequest
+from skyrl_tx.engine.request_log import BARRIER_KINDS, QueuedRequest
 from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.failpoints import failpoint
 from skyrl_tx.store import futures, models

@@ -1,4 +1,7 @@
-"""Delivery attempts, and the commit of results: one transaction per result, in the order of the log."""
+"""The log of requests: each as the engine holds it, its delivery attempts, and the commit of its result.
+
+Each result is one transaction, in the order of the log.
+"""
 
 import logging
 import threading
@@ -7,24 +10,80 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from sqlmodel import Session
 
 from skyrl_tx.contract import codec
+from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.requests import Sample
+from skyrl_tx.contract.requests import ModelPass, ModelSpec, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, Result
-from skyrl_tx.engine.request import QueuedRequest
 from skyrl_tx.failpoints import failpoint
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.futures import PendingRequest, StoredRequest
 
 _log = logging.getLogger(__name__)
 _TOUCH_PERIOD_S = 5.0  # `last_request_at` is informative only; updating it seldom keeps commits short
 _MAX_TOUCHED = 1000
+BARRIER_KINDS = frozenset({"optim_step", "save_weights", "load_weights", "unload_model"})
+DEFERRED_BYTES = 1024
+"""Estimated memory of a request whose body has not been read."""
 Rows = Callable[[Session], object]
 """Writes further rows in the transaction of a result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedRequest(StoredRequest):
+    """One decoded request."""
+
+    request: Request | None
+    """None for a pass whose body is still only in the database; a `Rejected` with the reason if it is damaged."""
+    num_bytes: int = 0
+    """Estimated memory of this request."""
+    num_deferred_bytes: int = 0
+    """Size of a body that has not been read, else 0."""
+
+    @classmethod
+    def from_row(cls, pending: PendingRequest) -> "QueuedRequest":
+        """Decode a stored request. One that cannot be decoded becomes a `Rejected` with the reason."""
+        request: Request | None = None
+        try:
+            if pending.is_damaged:
+                raise codec.CodecError("the stored request is damaged: its checksum is not that of what was written")
+            if not pending.num_left_out:
+                decoded = codec.decode(pending.body)
+                assert not isinstance(decoded, ModelSpec)
+                request = decoded  # pyright: ignore[reportAssignmentType]
+        except codec.CodecError as error:
+            request = Rejected(kind=pending.kind, message=str(error), backward=pending.kind == "model_pass")
+        return cls(
+            **{field.name: getattr(pending, field.name) for field in fields(StoredRequest)},
+            request=request,
+            num_bytes=len(pending.body) or DEFERRED_BYTES,
+            num_deferred_bytes=pending.num_left_out,
+        )
+
+    def check_crashes(self, max_attempts: int) -> None:
+        """Raise ServerError if the engine crashed too often while it ran this request alone."""
+        if self.crashes >= max_attempts:
+            raise ServerError(f"given up: the engine crashed {self.crashes} times while it ran this alone")
+
+    @property
+    def is_barrier(self) -> bool:
+        """Whether the client sends this request only after all earlier ones were acknowledged."""
+        return self.kind in BARRIER_KINDS
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a pass; 0 for other kinds."""
+        return sum(datum.tokens.size for datum in self.model_pass.data) if self.model_pass else 0
+
+    @property
+    def model_pass(self) -> ModelPass | None:
+        """The request if it is a pass, else None."""
+        return self.request if isinstance(self.request, ModelPass) else None
 
 
 class DeliveryAttempts:

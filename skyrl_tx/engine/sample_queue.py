@@ -15,7 +15,7 @@ from typing import NamedTuple
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import Sample
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 
 
 class OwnerKey(NamedTuple):

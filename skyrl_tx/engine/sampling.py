@@ -15,7 +15,7 @@ from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.failpoints import failpoint
@@ -69,6 +69,7 @@ class SamplingExecutor:
     def add(self, queued: QueuedRequest) -> None:
         """Add a request. An invalid one fails at once."""
         try:
+            queued.check_crashes(self._context.settings.max_attempts)
             if isinstance(queued.request, Rejected):
                 raise (ServerError if queued.is_damaged else UserError)(queued.request.message)
             if not isinstance(queued.request, Sample):
@@ -209,14 +210,10 @@ class SamplingExecutor:
 
     def _hand_over(self, started: list[QueuedRequest], first_samples: Mapping[RequestId, int]) -> None:
         """Count the attempts of `started`, and pass each request's new samples to the backend."""
-        accepted = {queued.request_id for queued in self._context.count_attempts(started)}
-        for queued in started:
-            if queued.request_id not in accepted:
-                self._drop(self._running[queued.request_id])
-                self._forget(queued)
+        if started:
+            self._context.attempts.count([queued.request_id for queued in started])
         for request_id, first in first_samples.items():
-            if (running := self._running.get(request_id)) is None:
-                continue
+            running = self._running[request_id]
             request = running.assembler.request
             part = prepare.sample_part(request, first, running.num_started)
             try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 
 MAX_RUNNING_BATCHES = 4
 """Running batches of passes, each with its own gradients in memory.

@@ -13,7 +13,7 @@ from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext, internal_error
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.training import TrainingExecutor

@@ -13,7 +13,7 @@ from skyrl_tx.contract.results import Failure, PassResult
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.handlers import handle
-from skyrl_tx.engine.request import QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import Step
 from skyrl_tx.failpoints import failpoint
 
@@ -79,7 +79,7 @@ class TrainingExecutor:
             self._context.request_log.commit(first, refused)  # the gradient stays complete
         elif first.model_pass is not None:
             self._start_batch(step.requests, is_long=step.is_long)
-        elif self._context.count_attempts([first]):
+        else:
             handle(self._context, first)
 
     def step(self) -> bool:
@@ -100,13 +100,12 @@ class TrainingExecutor:
 
     def _start_batch(self, requests: Sequence[QueuedRequest], *, is_long: bool) -> None:
         """Start a batch of models without another running batch. Invalid requests fail at once."""
-        prepared = {each.queued.request_id: each for each in map(self._prepare, requests) if each is not None}
-        accepted = self._context.count_attempts([each.queued for each in prepared.values()])
-        if accepted:
-            group = [prepared[queued.request_id] for queued in accepted]
+        group = [each for each in map(self._prepare, requests) if each is not None]
+        if group:
+            self._context.attempts.count([each.queued.request_id for each in group])
             models = frozenset(each.model_id for each in group)
             self._context.models.busy.update(models)
-            first = accepted[0]
+            first = group[0].queued
             batch = _Batch(models, first.owner, first.session_id, is_long, deque([group]))
             self._batches.setdefault(first.owner, deque()).append(batch)
 
@@ -145,6 +144,7 @@ class TrainingExecutor:
         request = queued.model_pass
         assert request is not None and queued.model_id is not None
         try:
+            queued.check_crashes(self._context.settings.max_attempts)
             self._context.models.get(queued.model_id)
             validate.check_pass(request, self._context.capabilities)
             examples = prepare.pass_examples(queued.request_id, queued.model_id, request, self._context.capabilities)
