@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 
 from skyrl_tx import __version__
 from skyrl_tx.api.authentication import Authenticator, Caller, SigningKey
-from skyrl_tx.api.body_budget import BodyBudget
 from skyrl_tx.api.connections import Connections, HttpProtocol, Listener, max_connections
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
@@ -31,6 +30,7 @@ from skyrl_tx.api.routes import account, downloads, futures, runs, sampling, ser
 from skyrl_tx.api.scopes import API_PREFIX as _PREFIX
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import shown
+from skyrl_tx.api.wire import BodyBudget
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process_setup import listen

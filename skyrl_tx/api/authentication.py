@@ -1,15 +1,19 @@
-"""Authentication: API keys and tokens to principals, and the key that signs tokens and URLs.
+"""Authentication: API keys and tokens to principals, a limit for wrong keys, and the key that signs tokens and URLs.
 
 Every row has an owner, and every query is made for one.
 """
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import math
 import os
 import secrets
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +29,7 @@ from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
 from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.failed_keys import FailedKeys
-from skyrl_tx.api.scopes import check_scope
+from skyrl_tx.api.scopes import FULL_SCOPES, check_scope
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
@@ -43,6 +46,11 @@ _MAX_CACHED = 1000
 _TOKEN_LIFETIME_S = 12 * 3600
 """Long, because a token is worth no more than its key, which is looked up with every use."""
 _ALGORITHM = "HS256"
+_FORGIVE_S = 3.0
+"""Seconds after which one wrong key is forgiven."""
+_MAX_NETWORKS = 10_000
+_IPV6_PREFIX = 64
+"""A customer gets at least that many IPv6 addresses."""
 USER_URN = "tml:user:"
 ORGANIZATION = "self-hosted"
 """The organization name in tokens and key descriptions."""
@@ -100,6 +108,11 @@ class Principal:
         """Whether the caller sees the rows of all owners."""
         return self.scope == "admin"
 
+    @property
+    def has_full_scope(self) -> bool:
+        """Whether every route is allowed; `scopes` lists those of other scopes."""
+        return self.scope in FULL_SCOPES
+
     def may_see(self, owner: str | None) -> bool:
         """Whether rows of that owner exist for this caller. `owner` None: there is no such row."""
         return owner is not None and (self.is_admin or owner == self.owner)
@@ -112,6 +125,47 @@ class Principal:
 
 LOCAL_ADMIN = Principal(LOCAL_OWNER, "admin")
 """Every caller while authentication is disabled: with --no-auth, or on loopback until the first key is created."""
+
+
+class FailedKeys:
+    """Limits wrong keys from one network, so that guessing them costs the server next to nothing.
+
+    A token bucket of `limit` failures for each network, one refilled every three seconds.
+
+    A `limit` of 0 counts nothing. Of the networks beyond 10,000 the least recently recorded are forgotten.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._forgiven_at: OrderedDict[str, float] = OrderedDict()
+        """When the bucket of a network is full again."""
+
+    def wait_s(self, address: str) -> float:
+        """Return in how many seconds another failure is allowed; 0 if it is allowed now."""
+        if not self._limit:
+            return 0.0
+        with self._lock:
+            left_s = self._forgiven_at.get(_network(address), 0.0) - self._clock()
+        return max(0.0, left_s - (self._limit - 1) * _FORGIVE_S)
+
+    def record(self, address: str) -> None:
+        """Record a wrong key."""
+        network, now = _network(address), self._clock()
+        with self._lock:
+            self._forgiven_at[network] = max(now, self._forgiven_at.pop(network, now)) + _FORGIVE_S
+            if len(self._forgiven_at) > _MAX_NETWORKS:
+                self._forgiven_at.popitem(last=False)
+
+
+def _network(address: str) -> str:
+    """Return an IPv4 address, or the network of an IPv6 address."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:  # a Unix socket, or no address
+        return address
+    return address if parsed.version == 4 else str(ipaddress.ip_network((parsed, _IPV6_PREFIX), strict=False))
 
 
 class Authenticator:
@@ -282,7 +336,8 @@ async def authenticate_request(request: Request) -> Principal:
     if principal is None:
         address = "" if request.client is None else request.client.host
         principal = await run_in_threadpool(authenticator.authenticate, credential, address)
-    check_scope(principal.scope, request)
+    if not principal.has_full_scope:
+        check_scope(principal.scope, request)
     return principal
 
 

@@ -10,14 +10,13 @@ from fastapi import Depends, Query, Request
 from sqlmodel import Session
 
 from skyrl_tx.api.authentication import Authenticator, Caller, Principal, SigningKey
-from skyrl_tx.api.body_budget import BodyBudget
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import UnknownFields
-from skyrl_tx.api.wire import CONTROL_LIMITS, POLL_LIMITS, Body, BodyLimits, read_body
+from skyrl_tx.api.wire import CONTROL_LIMITS, POLL_LIMITS, Body, BodyBudget, BodyLimits, read_body
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId

@@ -13,7 +13,7 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.store.tables import KeyScope
 
 API_PREFIX = "/api/v1"
-_FULL: frozenset[KeyScope] = frozenset({"admin", "user"})
+FULL_SCOPES: frozenset[KeyScope] = frozenset({"admin", "user"})
 _SAMPLE: frozenset[KeyScope] = frozenset({"sample"})
 _READ: frozenset[KeyScope] = frozenset({"read"})
 _CLIENT = _SAMPLE | _READ
@@ -64,12 +64,12 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
 
 def scopes_of(route: str) -> frozenset[KeyScope]:
     """Return the scopes that a route admits, for example of "GET training_runs/{run_id}"."""
-    return _FULL | _ADMITTED.get(route, frozenset())
+    return FULL_SCOPES | _ADMITTED.get(route, frozenset())
 
 
 def check_scope(scope: KeyScope, request: Request) -> None:
-    """Raise ApiError 403, which clients do not retry, if the scope of a key does not admit the route of a request."""
-    if scope in _FULL:
+    """Raise ApiError 403, which clients do not retry, if a narrow scope does not admit the route of a request."""
+    if scope in FULL_SCOPES:
         return
     route = request.scope.get("route")  # None for the long poll, which is served before routing
     path: str = request.scope["path"] if route is None else route.path

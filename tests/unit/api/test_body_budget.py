@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.api import body_budget
-from skyrl_tx.api.body_budget import BodyBudget
+from skyrl_tx.api import wire
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.wire import BodyBudget
 
 MIB = 2**20
 
@@ -100,7 +100,7 @@ def test_small_bodies_never_wait() -> None:
 
 
 def test_a_request_without_a_place_gets_a_429_that_the_sdk_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_budget, "_MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(wire, "_MAX_WAIT_S", 0.01)
 
     async def test() -> None:
         budget = BodyBudget(MIB)

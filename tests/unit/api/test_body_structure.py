@@ -2,10 +2,9 @@ import json
 
 import pytest
 
-from skyrl_tx.api.body_structure import check_json, check_protobuf
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.validation import shown
+from skyrl_tx.api.validation import check_json, check_protobuf, shown
 from skyrl_tx.api.wire import BodyLimits
 
 PASS = wire_pb2.ForwardBackwardRequest

@@ -1,7 +1,7 @@
 """The limit for wrong keys from one network."""
 
-from skyrl_tx.api import failed_keys
-from skyrl_tx.api.failed_keys import FailedKeys
+from skyrl_tx.api import authentication
+from skyrl_tx.api.authentication import FailedKeys
 
 
 class Clock:
@@ -33,7 +33,7 @@ def test_addresses_of_an_ipv6_network_count_together() -> None:
 
 
 def test_memory_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(failed_keys, "_MAX_NETWORKS", 3)
+    monkeypatch.setattr(authentication, "_MAX_NETWORKS", 3)
     failed = FailedKeys(1, Clock())
     for number in range(5):
         failed.record(f"10.0.0.{number}")
