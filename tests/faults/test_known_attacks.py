@@ -24,7 +24,7 @@ from skyrl_tx.engine.sample_output import StopStringMatcher
 from skyrl_tx.weights import peft
 from tests.support.engine_harness import EngineHarness, sample
 from tests.support.live_api import Server
-from tests.support.live_stack import live_stack
+from tests.support.live_stack import live_stack, small_backend
 
 CANARY = "the canary"
 
@@ -179,6 +179,25 @@ def test_no_module_can_unpickle_or_evaluate_text() -> None:
 
 
 _EXECUTES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "eval", "exec", "torch.load", "np.load", "yaml.load"}
+
+
+def test_code_of_a_model_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CVE-2025-66448: vLLM executed code that the configuration of a model named. A question would stop the engine."""
+    model, backend = small_backend("jax", tmp_path)
+    for name, auto_map in {
+        "config.json": {"AutoConfig": "evil.Evil"},
+        "tokenizer_config.json": {"AutoTokenizer": ["evil.Evil", None]},
+    }.items():
+        content = json.loads((Path(model) / name).read_text())
+        changed = {"auto_map": auto_map, "model_type": "evil", "tokenizer_class": "Evil"}
+        (Path(model) / name).write_text(json.dumps({**content, **changed}))
+    (Path(model) / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'executed')!r})\nclass Evil: pass\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "y")
+    backend.start()
+    with pytest.raises(ValueError, match="custom code"):
+        backend.text_of([1])
+    assert not asked and not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ class JaxBackend(AbstractBackend):
             raise UserError(f"stop: {self._base_model} has no tokenizer, which stop strings need; pass token ids")
         from transformers import AutoTokenizer  # slow to import, and only stop strings need it
 
-        return AutoTokenizer.from_pretrained(self._directory)
+        # Unset, transformers asks on the terminal whether to execute code of the model.
+        return AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
 
     def _check(self, spec: ModelSpec) -> None:
         assert 1 <= spec.lora.rank <= self._config.max_lora_rank and spec.optimizer == "adamw", spec
