@@ -1,12 +1,13 @@
 """Attacks on vLLM, Ollama, Ray, Jupyter and the libraries of this server, which have a CVE number, fail here.
 
-Those on headers, on the Host header and on connections are in `tests/api`; docs/internals/reliability.md lists all.
+docs/internals/reliability.md lists them with the tests of each, some of which are in other files.
 """
 
 import ast
 import json
 import os
 import pickle
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,10 +21,12 @@ import zstandard
 
 import skyrl_tx
 from skyrl_tx.api.proto import wire_pb2
+from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.engine.sample_output import StopStringMatcher
+from skyrl_tx.store import keys
 from skyrl_tx.weights import peft
 from tests.support.engine_harness import EngineHarness, sample
-from tests.support.live_api import Server
+from tests.support.live_api import Server, live_api
 from tests.support.live_stack import live_stack, small_backend
 
 CANARY = "the canary"
@@ -64,7 +67,7 @@ def test_empty_prompt(server: Server, sampler: str) -> None:
 
 @pytest.mark.parametrize("count", [4097, 2**31, 2**63])
 def test_many_samples_of_one_prompt(server: Server, sampler: str, count: int) -> None:
-    """CVE-2024-8939: a large `n` or `best_of` of one request exhausted vLLM."""
+    """CVE-2024-8939, CVE-2026-34756: a large `best_of` or `n` of one request exhausted vLLM."""
     assert "num_samples" in error_of(server, asample(server, sampler, num_samples=count))
 
 
@@ -80,7 +83,7 @@ def test_many_log_probabilities_of_one_request(tmp_path: Path) -> None:
 
 
 def test_many_stop_strings_are_refused_before_they_are_stored(server: Server, sampler: str) -> None:
-    """Stop strings held vLLM's event loop, as patterns and grammars did (CVE-2025-48944, CVE-2025-48887)."""
+    """CVE-2025-48887: matching sampled text with a pattern took exponential time in vLLM. Here it is stop strings."""
     many = [f"stop {index}" for index in range(65)]
     assert "sampling_params.stop has 65 strings" in error_of(server, asample(server, sampler, params={"stop": many}))
     long = "x" * 1001
@@ -116,10 +119,26 @@ def test_long_stop_strings_decode_little_text_again() -> None:
     assert decoded < 100 * 1000, "a step reads twice the tokens of a thousand characters"
 
 
-@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "response_format", "logit_bias", "best_of"])
+@pytest.mark.parametrize(
+    "name", ["guided_json", "guided_regex", "response_format", "tools", "logit_bias", "best_of", "chat_template"]
+)
 def test_fields_of_other_servers_are_refused(server: Server, sampler: str, name: str) -> None:
-    """CVE-2025-48942, CVE-2025-48943: an invalid grammar ended the vLLM server. Here no grammar is compiled."""
+    """Schemas, patterns and chat templates of requests stopped vLLM. Here none is compiled.
+
+    CVE-2025-48942: schema. CVE-2025-48943, CVE-2025-48944: pattern. CVE-2025-61620: template.
+    """
     assert name in error_of(server, asample(server, sampler, params={name: "(a+)+$"}))
+
+
+def test_urls_of_media_are_not_fetched(server: Server, sampler: str) -> None:
+    """CVE-2025-6242: vLLM fetched the URLs of images, also those of its own network."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        location = f"http://127.0.0.1:{listener.getsockname()[1]}/image.png"
+        chunk = {"type": "image_asset_pointer", "location": location, "format": "png"}
+        assert "image_asset_pointer" in error_of(server, asample(server, sampler, prompt={"chunks": [chunk]}))
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 @pytest.mark.parametrize("column", [5, 2**40, 2**62, -1, -(2**63)])
@@ -229,7 +248,7 @@ def test_checkpoint_names_stay_in_their_directory(server: Server, name: str) -> 
     ["../../signing.key", "..%2f..%2fsigning.key", "%2e%2e/%2e%2e/signing.key", "/etc/passwd", "..;/signing.key"],
 )
 def test_download_paths_stay_in_their_directory(server: Server, file: str) -> None:
-    """CVE-2023-6020, CVE-2023-6021, CVE-2024-39722: paths of URLs read other files of Ray and of Ollama."""
+    """CVE-2023-6020, CVE-2023-6021: URLs read any file of Ray's machine. CVE-2024-39722: or showed Ollama's names."""
     model_id = server.model()
     server.result(server.post("save_weights_external", model_id=model_id, path="out", seq_id=1))
     signed = server.client.get(
@@ -259,7 +278,7 @@ def test_many_ranges_of_a_download(server: Server) -> None:
 
 
 def test_decompression_bomb(server: Server) -> None:
-    """CVE-2024-12886: a small compressed response exhausted Ollama's memory. Here it would be a request."""
+    """CVE-2024-12886: a small compressed response of another server exhausted Ollama. Here it would be a request."""
     for size in (2**20, 2**30):
         bomb = zstandard.ZstdCompressor().compress(b"\0" * size)
         answer = server.client.post("/api/v1/create_session", content=bomb, headers={"content-encoding": "zstd"})
@@ -267,7 +286,7 @@ def test_decompression_bomb(server: Server) -> None:
 
 
 def test_deeply_nested_bodies(server: Server) -> None:
-    """CVE-2025-4565: nested messages and groups exceeded the recursion limit of protobuf's parser."""
+    """CVE-2025-4565: nested messages and groups exceeded the recursion limit of Python's own protobuf parser."""
     for nested in (b"\x1b" * 50_000, b"\x1b" * 50_000 + b"\x1c" * 50_000, b"\x1a\x02" * 10):
         answer = server.client.post(
             "/api/v1/forward_backward", content=nested, headers={"content-type": "application/x-protobuf"}
@@ -286,12 +305,54 @@ def test_long_numbers(server: Server, digits: int) -> None:
     assert time.monotonic() - started < 5
 
 
-def test_errors_show_no_paths_and_no_traces(server: Server) -> None:
-    """CVE-2023-49080: Jupyter returned tracebacks with the paths of the server."""
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE"])
+def test_web_pages_are_refused_whatever_the_method(server: Server, method: str) -> None:
+    """CVE-2026-27482: Ray refused POST and PUT of web pages, and executed DELETE."""
+    path = f"/api/v1/training_runs/{server.model()}/checkpoints/weights/a"
+    assert server.client.request(method, path, headers={"Origin": "http://evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost/api/v1/healthz?", "localhost/api/v1/healthz#", "localhost/livez?a@b"])
+def test_the_host_header_does_not_change_the_path(tmp_path: Path, host: str) -> None:
+    """CVE-2026-48746: vLLM took the path for its authentication from a URL that contained the Host header."""
+    with live_api(ApiSettings(port=0, data_dir=tmp_path, base_model="fake")) as keyed:
+        keyed.store.write(lambda tx: keys.create(tx, owner="ann", scope="admin", name="a", note="", now=1.0))
+        answer = keyed.client.get("/api/v1/sessions?access_scope=accessible", headers={"Host": host})
+        assert answer.status_code == 401
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}XX0\r\n\r\n", id="end of a chunk"),
+        pytest.param(b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n2\r\n{}\r\n0\r\n\r\n", id="two lengths"),
+        pytest.param(b"Transfer-Encoding: chunked, identity\r\n\r\n2\r\n{}\r\n0\r\n\r\n", id="unknown encoding"),
+        pytest.param(b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ", id="two content lengths"),
+        pytest.param(b"Transfer-Encoding : chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", id="space after a name"),
+    ],
+)
+def test_ambiguous_bodies_are_refused(server: Server, body: bytes) -> None:
+    """CVE-2025-43859: h11 accepted chunks with a wrong end, so that a proxy saw other requests than the server."""
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        connection.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\n" + body)
+        received = b""
+        while piece := connection.recv(1000):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 400 ") and received.count(b"HTTP/1.1") == 1
+
+
+def test_errors_show_no_paths_and_no_traces(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """CVE-2023-49080: Jupyter returned tracebacks with paths. CVE-2026-22778: vLLM returned an address in its memory.
+
+    CVE-2022-24758: Jupyter logged the headers of failed requests, and so its keys.
+    """
 
     async def fail() -> None:
         raise OSError(f"{CANARY} at {server.settings.data_dir}")
 
     server.api.app.add_api_route("/broken", fail, methods=["POST"])
-    text = server.client.post("/broken").text
+    keys_sent = {"X-API-Key": "tml-secret-1", "Authorization": "Bearer tml-secret-2", "Cookie": "tml-secret-3"}
+    text = server.client.post("/broken", headers=keys_sent).text
     assert CANARY not in text and str(server.settings.data_dir) not in text and "reference" in text
+    assert CANARY in caplog.text and "tml-secret" not in caplog.text
