@@ -202,7 +202,6 @@ def _delete_checkpoints(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         if arguments.now:
             claim_artifacts(store, arguments.data_dir)
-        if arguments.now:
             paths = list(map(CheckpointPath.parse, arguments.path))
             store.write(lambda tx: [_required(checkpoints.delete(tx, path), path) for path in paths])
         else:
