@@ -173,7 +173,7 @@ def _default_of(field: FieldInfo) -> str:
         case []:
             return "default: none"
         case int() | float():
-            return f"default: `{field.default:g}`" if isinstance(field.default, float) else _integer(field.default)
+            return f"default: `{field.default:.12g}`" if isinstance(field.default, float) else _integer(field.default)
         case _:
             return f"default: `{field.default}`"
 
