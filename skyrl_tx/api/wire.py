@@ -250,7 +250,8 @@ async def read_body(request: Request, limits: BodyLimits) -> Body:
         if size > max_bytes + _MAX_DISCARDED_BYTES:
             raise too_large(f"body of more than {size} bytes; this server takes at most {max_bytes}", _CLOSE)
     if size > max_bytes:
-        raise too_large(f"body of {size} bytes; this server takes at most {max_bytes} for {request.url.path}")
+        path: str = request.scope["path"]
+        raise too_large(f"body of {size} bytes; this server takes at most {max_bytes} for {path}")
     headers = request.headers
     return Body(
         raw=b"".join(pieces),
