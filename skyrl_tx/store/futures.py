@@ -157,7 +157,7 @@ def high_water_mark(tx: Session, scope: str) -> int:
 
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
 _INSERT = insert(RequestRow)
-_NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0}
+_NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0, "is_streamed": False}
 _SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body")
 
 

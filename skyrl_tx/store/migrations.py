@@ -13,6 +13,7 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlmodel import SQLModel
 
+from skyrl_tx.store import history_tables as history_tables  # declares its tables
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import AnswerCounterRow
 
@@ -144,6 +145,25 @@ def _add_identity() -> None:
     op.add_column("engine_state", sa.Column("activity_since", sa.Float))
 
 
+def _add_history() -> None:
+    """Add curves, usage, kept samples, client metrics, notices, and where runs and checkpoints come from."""
+    op.add_column("sessions", sa.Column("key_id", sa.Integer))
+    op.add_column("models", sa.Column("loaded_from", sa.String))
+    op.add_column("models", sa.Column("num_steps", sa.BigInteger, nullable=False, server_default="0"))
+    op.add_column("requests", sa.Column("started_at", sa.Float))
+    op.add_column("requests", sa.Column("is_streamed", sa.Boolean, nullable=False, server_default=sa.false()))
+    op.add_column("checkpoints", sa.Column("step", sa.BigInteger))
+    op.add_column("checkpoints", sa.Column("copied_from", sa.String))
+    op.add_column("engine_state", sa.Column("meters", sa.JSON))
+    # Their first form is their definition; a later change of one of these tables is a migration of its own.
+    tables = [SQLModel.metadata.tables[name] for name in _HISTORY]
+    SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
+
+
+_HISTORY = (
+    *("run_points", "usage", "server_points", "kept_samples", "logged_runs", "logged_points"),
+    *("partials", "notices"),
+)
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0002": _add_stability,
     "0003": _add_answer_order,
@@ -153,4 +173,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0007": _add_base_model_hash,
     "0008": _add_pruned,
     "0009": _add_identity,
+    "0010": _add_history,
 }

@@ -56,6 +56,8 @@ class SessionRow(SQLModel, table=True):
     tags: list[str] = Field(default_factory=list, sa_type=JSON)
     user_metadata: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
     sdk_version: str | None = None
+    key_id: int | None = None
+    """The API key that created the session; None without keys."""
     created_at: float
     last_heartbeat_at: float
     finished_at: float | None = None
@@ -83,6 +85,10 @@ class ModelRow(SQLModel, table=True):
     """Hash of the base weights, once the model is created."""
     deleted_at: float | None = Field(default=None, index=True)
     """When the run was deleted; it can be restored for a while."""
+    loaded_from: str | None = None
+    """The checkpoint's `tinker://` path that the run began with or loaded last."""
+    num_steps: int = Field(default=0, sa_type=BigInteger)
+    """Optimizer steps since the run began."""
 
 
 class RequestRow(SQLModel, table=True):
@@ -126,6 +132,10 @@ class RequestRow(SQLModel, table=True):
     """CRC-32 of `body`; None in rows of early releases."""
     result_crc: int | None = Field(default=None, sa_type=BigInteger)
     created_at: float
+    started_at: float | None = None
+    """When the last delivery attempt began."""
+    is_streamed: bool = False
+    """Whether the client reads the sample while it is decoded."""
     completed_at: float | None = None
     fetched_at: float | None = None
     answer_order: int | None = Field(default=None, sa_type=BigInteger)
@@ -199,6 +209,10 @@ class CheckpointRow(SQLModel, table=True):
     user_metadata: Mapping[str, str] | None = Field(default=None, sa_type=_JSON_OR_NULL)
     deleted_at: float | None = Field(default=None, index=True)
     """When the checkpoint was deleted; it can be restored for a while."""
+    step: int | None = Field(default=None, sa_type=BigInteger)
+    """The model's optimizer steps at the save; None in rows of early releases."""
+    copied_from: str | None = None
+    """The `tinker://` path of the original, if this is a copy."""
 
     @property
     def path(self) -> CheckpointPath:
@@ -265,6 +279,8 @@ class EngineStateRow(SQLModel, table=True):
     activity: str = ""
     """Description of the current work of the engine's loop; empty while it waits for requests."""
     activity_since: float | None = None
+    meters: Mapping[str, object] | None = Field(default=None, sa_type=_JSON_OR_NULL)
+    """What the engine and its backend hold and did, for people; None while the engine starts."""
     updated_at: float
 
 

@@ -54,7 +54,10 @@ def test_commits_are_durable_and_foreign_keys_enforced(store: Store) -> None:
     with pytest.raises(IntegrityError):
         store.write(
             lambda tx: tx.connection().execute(
-                text("INSERT INTO models VALUES ('m', 'unknown', 'b', x'', NULL, 'ready', 1, 1, 0, NULL, NULL, NULL)")
+                text(
+                    "INSERT INTO models (model_id, session_id, base_model, spec, status, created_at, last_request_at,"
+                    " effect_order, num_steps) VALUES ('m', 'unknown', 'b', x'', 'ready', 1, 1, 0, 0)"
+                )
             )
         )
 

@@ -83,7 +83,8 @@ def test_a_database_of_another_program_is_refused_unchanged(tmp_path: Path, stat
 
 
 OLD_ROWS = (
-    "INSERT INTO sessions VALUES ('session-1', 'ann', NULL, NULL, '[]', '{}', NULL, 1.0, 1.0, NULL, NULL)",
+    """INSERT INTO sessions (session_id, owner, tags, user_metadata, created_at, last_heartbeat_at)
+       VALUES ('session-1', 'ann', '[]', '{}', 1.0, 1.0)""",
     """INSERT INTO models (model_id, session_id, base_model, spec, status, created_at, last_request_at, effect_order)
        VALUES ('session-1:train:0', 'session-1', 'base', x'00', 'ready', 1.0, 1.0, 7)""",
     "INSERT INTO snapshots VALUES ('session-1:train:0', 'art', 6, 1.0)",

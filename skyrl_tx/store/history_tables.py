@@ -1,0 +1,164 @@
+"""The tables of what runs did, for people: curves, usage, samples, client metrics and notices.
+
+Nothing here is needed to serve or to recover: rows have a retention, and clients see no difference without them.
+Columns that end in `_at` hold seconds since the epoch.
+"""
+
+# pyright: reportAssignmentType=false
+# sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
+
+from collections.abc import Mapping
+from typing import Literal
+
+from sqlalchemy import JSON, BigInteger, Index, Integer, String, UniqueConstraint
+from sqlmodel import Field, SQLModel
+
+from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
+
+PointKind = Literal["train", "forward", "step"]
+UsageKind = Literal["training", "forward", "prefill", "prefill_cached", "sampled", "checkpoint"]
+ProcessName = Literal["api", "engine", "supervisor"]
+
+_BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
+
+
+class RunPointRow(SQLModel, table=True):
+    """What one completed request did to its model; written in the transaction of the result."""
+
+    __tablename__ = "run_points"
+    __table_args__ = (Index("ix_run_points_model", "model_id", "position"),)
+
+    position: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    """The position of the request, whose row may be gone."""
+    model_id: ModelId = Field(sa_type=String)
+    kind: PointKind = Field(sa_type=String)
+    """`train` for forward_backward, `forward`, or `step` for optim_step."""
+    step: int = Field(sa_type=BigInteger)
+    """The model's optimizer steps before the request; for an optim_step its own number, from 1."""
+    created_at: float
+    """When the request arrived."""
+    started_at: float
+    """When the request first reached the device in the attempt that completed it."""
+    at: float
+    """When the request was completed."""
+    device_s: float = 0.0
+    """Seconds of the device that the request took: of a shared step, its share by tokens."""
+    tokens: int = Field(default=0, sa_type=BigInteger)
+    datums: int = 0
+    values: Mapping[str, float | None] = Field(default_factory=dict, sa_type=JSON)
+    """The metrics as the client got them, such as `loss:sum`; None for NaN and infinity."""
+
+
+class UsageRow(SQLModel, table=True):
+    """Work of one kind that took effect for one model, or for base weights, of one session within five minutes."""
+
+    __tablename__ = "usage"
+    __table_args__ = (Index("ix_usage_session_id", "session_id"),)
+
+    bucket_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    """Begin of the five minutes; of the hour for old rows."""
+    session_id: SessionId = Field(primary_key=True, sa_type=String)
+    model_id: str = Field(primary_key=True)
+    """The trained model, or the one whose weights were sampled; empty for base weights."""
+    kind: UsageKind = Field(primary_key=True, sa_type=String)
+    tokens: int = Field(default=0, sa_type=BigInteger)
+    requests: int = Field(default=0, sa_type=BigInteger)
+    device_s: float = 0.0
+
+
+class ServerPointRow(SQLModel, table=True):
+    """Gauges of the server at one time."""
+
+    __tablename__ = "server_points"
+
+    at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    values: Mapping[str, float] = Field(sa_type=JSON)
+
+
+class KeptSampleRow(SQLModel, table=True):
+    """One sampled sequence that is kept for people to read; arrays are little-endian."""
+
+    __tablename__ = "kept_samples"
+    __table_args__ = (Index("ix_kept_samples_model", "model_id", "step"), Index("ix_kept_samples_at", "at"))
+
+    sequence_id: str = Field(primary_key=True)
+    request_id: RequestId = Field(index=True, sa_type=String)
+    """The request of its group: samples of one prompt."""
+    model_id: str
+    """The model whose weights were sampled; empty for base weights."""
+    step: int | None = Field(default=None, sa_type=BigInteger)
+    """Optimizer steps of the model in the weights that were sampled, if known."""
+    owner: str
+    at: float
+    prompt: bytes
+    """int32 [prompt length]."""
+    tokens: bytes
+    """int32 [completion length]."""
+    logprobs: bytes
+    """float32 [completion length]."""
+    stop_reason: str
+    num_bytes: int
+    trained_model_id: str | None = None
+    trained_step: int | None = Field(default=None, sa_type=BigInteger)
+    advantage: float | None = None
+    """Mean advantage of the sampled tokens, once a pass has trained on the sequence."""
+    kl: float | None = None
+    """Mean difference between the sampled and the trained log-probability of the sampled tokens, in that pass."""
+
+
+class LoggedRunRow(SQLModel, table=True):
+    """A run as the client's own logger names it."""
+
+    __tablename__ = "logged_runs"
+    __table_args__ = (UniqueConstraint("owner", "project", "name"), {"sqlite_autoincrement": True})
+
+    logged_run_id: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    owner: str
+    project: str
+    name: str
+    config: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
+    model_id: str | None = Field(default=None, index=True)
+    """The model that the run trains, once it is known."""
+    created_at: float
+    last_at: float = Field(index=True)
+
+
+class LoggedPointRow(SQLModel, table=True):
+    """Metrics that a client logged for one step."""
+
+    __tablename__ = "logged_points"
+    __table_args__ = (Index("ix_logged_points_step", "logged_run_id", "step"),)
+
+    logged_run_id: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    log_id: str = Field(primary_key=True)
+    """Chosen by the client: a repeated one is a retry."""
+    step: int = Field(sa_type=BigInteger)
+    at: float
+    values: Mapping[str, float | None] = Field(sa_type=JSON)
+
+
+class PartialRow(SQLModel, table=True):
+    """The tokens so far of a sample whose client reads a stream."""
+
+    __tablename__ = "partials"
+
+    request_id: RequestId = Field(primary_key=True, sa_type=String)
+    sample_index: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
+    tokens: bytes
+    """int32 [tokens so far]."""
+    logprobs: bytes
+    """float32 [tokens so far]."""
+    updated_at: float
+
+
+class NoticeRow(SQLModel, table=True):
+    """A warning or an error of a process."""
+
+    __tablename__ = "notices"
+    __table_args__ = {"sqlite_autoincrement": True}
+
+    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    at: float
+    process: ProcessName = Field(sa_type=String)
+    level: str
+    text: str
