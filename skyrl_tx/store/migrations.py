@@ -154,6 +154,7 @@ def _add_history() -> None:
     op.add_column("requests", sa.Column("is_streamed", sa.Boolean, nullable=False, server_default=sa.false()))
     op.add_column("checkpoints", sa.Column("step", sa.BigInteger))
     op.add_column("checkpoints", sa.Column("copied_from", sa.String))
+    op.add_column("sampling_sessions", sa.Column("step", sa.BigInteger))
     op.add_column("engine_state", sa.Column("meters", sa.JSON))
     # Their first form is their definition; a later change of one of these tables is a migration of its own.
     tables = [SQLModel.metadata.tables[name] for name in _HISTORY]

@@ -191,6 +191,8 @@ class SamplingSessionRow(SQLModel, table=True):
     """Whether each in-flight save of the model replaces the sampler."""
     num_clones: int = 0
     """Copies of the client in other processes, each with its own range of sequence numbers."""
+    step: int | None = Field(default=None, sa_type=BigInteger)
+    """The model's optimizer steps at the save of an ephemeral sampler; None for others."""
 
 
 class CheckpointRow(SQLModel, table=True):
