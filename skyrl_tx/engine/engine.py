@@ -13,6 +13,7 @@ from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.history import History
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
@@ -157,6 +158,7 @@ class Engine:
             ),
             samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers),
             ephemeral_samplers=ephemeral_samplers,
+            history=History(store, settings),
         )
 
 
@@ -200,6 +202,7 @@ class _Loop:
             worked |= self._intake.read(self._is_busy)  # the artifacts of requests in memory are not collected
             self._housekeeping.collect_garbage(self._intake.complete_position, now)
             context.ephemeral_samplers.retry_failed_writes()
+            self._housekeeping.bound_history()
         if time.monotonic() >= self._pruning_at:
             pause_s = settings.housekeeping_interval_s
             if self._housekeeping.prune(time.time()):

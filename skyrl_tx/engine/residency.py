@@ -49,6 +49,8 @@ class LiveModel:
     effect_order: int
     gradient_error: str | None
     """Why the gradient is incomplete; None if it is complete."""
+    num_steps: int = 0
+    """Optimizer steps since the run began, committed or being written."""
     is_resident: bool = False
     snapshot_order: int = 0
     """Log sequence number of the newest snapshot, on disk or being written."""
@@ -167,6 +169,7 @@ class Models:
             spec=spec,
             effect_order=row.effect_order,
             gradient_error=row.poisoned_by,
+            num_steps=row.num_steps,
         )
 
     def _start_snapshot(self, model: LiveModel) -> None:

@@ -34,6 +34,7 @@ class _Running:
         self.queued = queued
         self.assembler = assembler
         self.num_started = 0
+        self.clock_s = 0.0  # the device's clock at the ends of samples, less that at their starts
         request = assembler.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
 
@@ -61,6 +62,7 @@ class SamplingExecutor:
         self._max_open = slots + -(-slots // _SLOTS_PER_QUEUED) if slots else sys.maxsize
         self._max_per_turn = 1 if slots else sys.maxsize  # samples of one request that start in one turn
         self._last_cancellation = 0
+        self._clock_s, self._num_live = 0.0, 0  # device seconds of one sample that runs all the time
         self.num_bytes = 0
         """Memory of the waiting requests."""
         self.num_held_bytes: Counter[str] = Counter()
@@ -107,6 +109,7 @@ class SamplingExecutor:
         self._admit()
         if not self._running:
             return False
+        began = time.perf_counter()
         try:
             deltas = self._context.backend.step_sample()
         except FATAL_ERRORS:
@@ -114,6 +117,8 @@ class SamplingExecutor:
         except Exception as error:
             self._on_slice_failure(error)
             return True
+        if self._num_live:
+            self._clock_s += (time.perf_counter() - began) / self._num_live
         failpoint("sample.slice")
         self._collect(deltas)
         return True
@@ -214,6 +219,7 @@ class SamplingExecutor:
             self._context.attempts.count([queued.request_id for queued in started])
         for request_id, first in first_samples.items():
             running = self._running[request_id]
+            self._count_live(running, running.num_started - first)
             request = running.assembler.request
             part = prepare.sample_part(request, first, running.num_started)
             try:
@@ -224,6 +230,11 @@ class SamplingExecutor:
                 raise
             except Exception as error:
                 self._finish(running, error)
+
+    def _count_live(self, running: _Running, num_new: int) -> None:
+        """Count samples of a request that start in the backend, or with a negative number those that end."""
+        self._num_live += num_new
+        running.clock_s -= num_new * self._clock_s
 
     def _on_slice_failure(self, error: Exception) -> None:
         """Isolate the running requests: each runs again alone with its recorded seed, so that only one fails."""
@@ -249,7 +260,10 @@ class SamplingExecutor:
                 self._finish(running, ServerError(delta.error))
                 continue
             try:
-                if running.assembler.add(delta):  # a stop string ended the sample: free its slot
+                is_stopped = running.assembler.add(delta)
+                if is_stopped or delta.stop_reason is not None:
+                    self._count_live(running, -1)
+                if is_stopped:  # by a stop string: free its slot
                     self._context.backend.end_sample(delta.request_id, delta.index)
             except FATAL_ERRORS:
                 raise
@@ -273,12 +287,13 @@ class SamplingExecutor:
 
         def rows(tx: Session) -> None:
             name, now = queued.sampling_session_id, time.time()
-            if name is not None and samplers.get(tx, name) is not None:
-                samplers.touch(tx, name, now)
+            if name is not None:
+                samplers.record_use(tx, name, now)
             if request.is_recorded:
                 stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
-        self._context.request_log.commit(queued, output, rows)
+        history = self._context.history.of_sample(queued, request, output, time.time(), running.clock_s)
+        self._context.request_log.commit(queued, output, rows, history=history)
 
     def _forget(self, queued: QueuedRequest) -> None:
         """Count a request no longer: it has a result."""
@@ -293,6 +308,7 @@ class SamplingExecutor:
     def _drop(self, running: _Running) -> None:
         """Remove a running request from the backend and from its queue, and release its sampler."""
         request = running.assembler.request
+        self._count_live(running, -running.num_open)
         del self._running[request.request_id]
         self._isolated.discard(request.request_id)
         if running.num_left:

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import re
 import secrets
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,6 +96,7 @@ class StoredRequest:
     sampling_session_id: SamplingSessionId | None
     attempts: int
     crashes: int = 0
+    created_at: float = 0.0
     is_damaged: bool = False
     """Whether the body's checksum does not match what was written."""
 
@@ -195,7 +197,7 @@ _COLUMNS_WITHOUT_BODY = (
     col(RequestRow.position),
     *(col(RequestRow.request_id), col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.model_id)),
     *(col(RequestRow.kind), col(RequestRow.seq_id), col(RequestRow.sampling_session_id)),
-    *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.effect_order)),
+    *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.created_at), col(RequestRow.effect_order)),
     (col(RequestRow.status) == "failed").label("failed"),
     col(RequestRow.body_crc),
 )
@@ -301,14 +303,14 @@ def log_since(tx: Session, model_id: ModelId, effect_order: int, limit: int = 2*
 _COUNT_ATTEMPT, _COUNT_ATTEMPT_ALONE = (
     update(RequestRow)
     .where(is_in_batch(col(RequestRow.request_id)))
-    .values(attempts=col(RequestRow.attempts) + 1, is_alone=is_alone)
+    .values(attempts=col(RequestRow.attempts) + 1, is_alone=is_alone, started_at=bindparam("now"))
     for is_alone in (False, True)
 )
 
 
 def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId], *, is_alone: bool = False) -> None:
     """Count a delivery attempt of each request, before it starts. `is_alone`: nothing else runs on the device."""
-    execute_in_batches(tx, _COUNT_ATTEMPT_ALONE if is_alone else _COUNT_ATTEMPT, request_ids)
+    execute_in_batches(tx, _COUNT_ATTEMPT_ALONE if is_alone else _COUNT_ATTEMPT, request_ids, now=time.time())
 
 
 _IS_ALONE: ColumnElement[bool] = literal_column("is_alone", Boolean)  # a literal, so that the partial index is used

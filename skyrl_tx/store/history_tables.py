@@ -67,7 +67,7 @@ class RunPointRow(SQLModel, table=True):
     tokens: int = Field(default=0, sa_type=BigInteger)
     datums: int = 0
     values: Mapping[str, float | None] = Field(default_factory=dict, sa_type=NumbersText)
-    """The metrics as the client got them, such as `loss:sum`; of a step also `learning_rate`. None: not finite."""
+    """The metrics as the client got them, such as `loss:sum`; None for NaN and infinity."""
 
 
 class UsageRow(SQLModel, table=True):

@@ -3,7 +3,7 @@
 A group is the samples of one request, and is kept or removed as a whole.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +85,12 @@ class KeptGroup:
 
 
 _INSERT = insert(KeptSampleRow)
+_DELETE = delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.sequence_id)))
 _DELETE_GROUPS = delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.request_id)))
 
 
 def add(tx: Session, group: NewGroup, now: float) -> None:
-    """Insert the samples of a group."""
+    """Insert the samples of a group; they replace those with the same ids."""
     common = {
         "request_id": group.request_id,
         "model_id": group.model_id,
@@ -114,6 +115,7 @@ def add(tx: Session, group: NewGroup, now: float) -> None:
                 "stop_reason": sample.stop_reason,
             }
         )
+    execute_in_batches(tx, _DELETE, [sample.sequence_id for sample in group.samples])  # ids that are used again
     if rows:
         execute(tx, _INSERT, rows)
 
@@ -151,18 +153,15 @@ _TRAINED = (
 )
 
 
-def record_training(
-    tx: Session, model_id: ModelId, step: int, owner: str, trained: Collection[TrainedSequence]
-) -> None:
-    """Record what a pass made of sequences; those that are not kept, or not by this owner, are left out."""
-    by_id = {sequence.sequence_id: sequence for sequence in trained}
-    kept = {sequence_id for (sequence_id,) in execute_in_batches(tx, _KEPT, by_id, owner=owner)}
+def find(tx: Session, owner: str, sequence_ids: Iterable[str]) -> set[str]:
+    """Return those of an owner's sequences that are kept."""
+    return {sequence_id for (sequence_id,) in execute_in_batches(tx, _KEPT, sequence_ids, owner=owner)}
+
+
+def record_training(tx: Session, model_id: ModelId, step: int, trained: Iterable[TrainedSequence]) -> None:
+    """Record the results of a pass for kept sequences, in place of those of earlier passes."""
     common = {"by_model": model_id, "in_step": step}
-    rows = [
-        {**common, "name": each.sequence_id, "of_advantage": each.advantage, "of_kl": each.kl}
-        for each in by_id.values()
-        if each.sequence_id in kept
-    ]
+    rows = [{**common, "name": each.sequence_id, "of_advantage": each.advantage, "of_kl": each.kl} for each in trained]
     if rows:
         execute(tx, _TRAINED, rows)
 

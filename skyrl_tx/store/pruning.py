@@ -12,6 +12,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
+from skyrl_tx.store import kept_samples, points
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import high_water_mark, sequence_scope
 from skyrl_tx.store.tables import (
@@ -172,6 +173,8 @@ def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) ->
     names: list[ModelId] = list(execute(tx, unused).scalars())
     execute_in_batches(tx, _DELETE_MODELS, names)
     delete_high_water_marks(tx, [f"model/{name}" for name in names])
+    points.remove_runs(tx, names)
+    kept_samples.remove_runs(tx, names)
     return len(names)
 
 

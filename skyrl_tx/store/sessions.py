@@ -86,8 +86,9 @@ def create(
     project_id: str | None = None,
     display_name: str | None = None,
     session_id: SessionId | None = None,
+    key_id: int | None = None,
 ) -> SessionId:
-    """Insert a session; return its id, which is random unless given."""
+    """Insert a session; return its id, which is random unless given. `key_id` is the API key that creates it."""
     session_id = session_id or new_id()
     tx.add(
         SessionRow(
@@ -95,6 +96,7 @@ def create(
             owner=owner,
             project_id=project_id,
             display_name=display_name,
+            key_id=key_id,
             tags=list(tags),
             user_metadata=dict(user_metadata or {}),
             sdk_version=sdk_version,

@@ -40,6 +40,7 @@ def create_session(call: Incoming) -> dict[str, str]:
             tx,
             session_id=session_id,
             owner=call.caller.owner,
+            key_id=call.caller.key_id,
             tags=request.tags,
             user_metadata=request.user_metadata,
             sdk_version=request.sdk_version,

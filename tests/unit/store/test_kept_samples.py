@@ -47,6 +47,13 @@ def test_group_is_read_as_it_was_written(store: Store) -> None:
     assert new.num_bytes == 4 * 5 + 8 * sum(range(1, 13))
 
 
+def test_sequence_that_is_written_again_replaces_the_first_one(store: Store) -> None:
+    add(store, group("a"))
+    add(store, group("a", count=3), now=11.0)
+    (found,) = of_step(store)
+    assert len(found.samples) == 3 and found.at == 11.0
+
+
 def test_groups_of_a_step_page_by_page_for_their_owner_only(store: Store) -> None:
     add(store, group("a"), group("b"), group("c", owner="bob"), group("d", step=2), group("e", step=None))
     assert names(of_step(store)) == ["a", "b"] and names(of_step(store, owner=None)) == ["a", "b", "c"]
@@ -62,17 +69,16 @@ def test_groups_of_a_step_page_by_page_for_their_owner_only(store: Store) -> Non
 
 def test_training_is_recorded_for_kept_sequences_of_the_same_owner(store: Store) -> None:
     add(store, group("a"), group("b", owner="bob"))
-    trained = [
-        TrainedSequence(sequence_id="seq-a-1", advantage=-1.5, kl=0.25),
-        TrainedSequence(sequence_id="seq-b-0", advantage=9.0, kl=9.0),
-        TrainedSequence(sequence_id="seq-unknown", advantage=9.0, kl=None),
-    ]
-    store.write(lambda tx: kept_samples.record_training(tx, ModelId("m"), 7, "ann", trained))
+    wanted = ["seq-a-1", "seq-b-0", "seq-unknown"]
+    assert store.read(lambda tx: kept_samples.find(tx, "ann", wanted)) == {"seq-a-1"}
+    trained = [TrainedSequence(sequence_id="seq-a-1", advantage=-1.5, kl=0.25)]
+    store.write(lambda tx: kept_samples.record_training(tx, ModelId("m"), 7, trained))
     first, second = of_step(store)[0].samples
     assert (second.advantage, second.kl, second.trained_model_id, second.trained_step) == (-1.5, 0.25, "m", 7)
     assert first.advantage is None
     assert all(sample.advantage is None for sample in of_step(store, owner="bob")[0].samples)
-    store.write(lambda tx: kept_samples.record_training(tx, ModelId("m"), 7, "ann", []))
+    store.write(lambda tx: kept_samples.record_training(tx, ModelId("m"), 8, []))
+    assert of_step(store)[0].samples[1].trained_step == 7
 
 
 def test_samples_expire(store: Store) -> None:
