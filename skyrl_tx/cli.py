@@ -202,7 +202,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def _run_server(command: str, settings: ServerSettings) -> int:
     from skyrl_tx import supervisor  # late, because its imports would slow down --help
 
-    configure_logging(command, settings.log_level)
+    configure_logging(command, settings.log_level, settings.log_format)
     enable_stack_dumps()
     end_process_on_failure()
     raise_file_limit()

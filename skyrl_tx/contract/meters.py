@@ -1,4 +1,4 @@
-"""What a backend holds and did, for people: metrics, the status screen and the console. Nothing depends on it."""
+"""State and work of a backend, for people: metrics, the status screen and the console. Nothing depends on it."""
 
 from dataclasses import dataclass
 

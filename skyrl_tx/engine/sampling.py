@@ -34,6 +34,7 @@ class _Running:
         self.queued = queued
         self.assembler = assembler
         self.num_started = 0
+        self.first_token_at = 0.0
         request = assembler.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
 
@@ -87,6 +88,16 @@ class SamplingExecutor:
         self.num_bytes += queued.num_bytes
         self.num_held_bytes[queued.owner] += queued.num_bytes + REQUEST_BYTES
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests with samples that have not started."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests with a started sample."""
+        return len(self._running)
+
     def sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""
         return {queued.session_id for queued in self._requests()}
@@ -137,7 +148,8 @@ class SamplingExecutor:
             return
         self._last_cancellation = position = cancelled[-1][0]
         self._context.store.write_soon(lambda tx: futures.forget_cancellations(tx, position))
-        self._remove({request_id for _, request_id in cancelled})
+        for queued in self._remove({request_id for _, request_id in cancelled}):
+            self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
 
     def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
         """Drop requests, waiting or running, and return those that were here."""
@@ -249,6 +261,8 @@ class SamplingExecutor:
                 self._finish(running, ServerError(delta.error))
                 continue
             try:
+                if not running.first_token_at and delta.tokens.size:
+                    running.first_token_at = time.time()
                 if running.assembler.add(delta):  # a stop string ended the sample: free its slot
                     self._context.backend.end_sample(delta.request_id, delta.index)
             except FATAL_ERRORS:
@@ -268,6 +282,11 @@ class SamplingExecutor:
             return
 
         request, output = sample_of(queued), running.assembler.output()
+        self._context.request_log.meters.sampled(
+            created_at=queued.created_at,
+            first_token_at=running.first_token_at,
+            num_steps=max(sequence.tokens.size for sequence in output.sequences),
+        )
         recorded = zip(request.sequence_ids, output.sequences, strict=request.is_recorded)
         logprobs = {sequence_id: sequence.logprobs for sequence_id, sequence in recorded}
 

@@ -57,6 +57,8 @@ class EngineSettings(CommonSettings):
     """How long deleted and expired checkpoints, and the last snapshots of ended runs, stay in the trash."""
     max_trash_bytes: int = Field(default=32 * 2**30, ge=0)
     """Disk space for the trash, which also never takes more than is free; above it the oldest are removed."""
+    metrics_owners: bool = False
+    """Count tokens by owner in `/metrics`: the first 50 owners since the engine started, then `other`."""
     housekeeping_interval_s: float = Field(default=60.0, gt=0)
     """Seconds between two removals of expired and unreferenced data."""
 

@@ -95,6 +95,7 @@ class StoredRequest:
     sampling_session_id: SamplingSessionId | None
     attempts: int
     crashes: int = 0
+    created_at: float = 0.0
     is_damaged: bool = False
     """Whether the body's checksum does not match what was written."""
 
@@ -195,7 +196,7 @@ _COLUMNS_WITHOUT_BODY = (
     col(RequestRow.position),
     *(col(RequestRow.request_id), col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.model_id)),
     *(col(RequestRow.kind), col(RequestRow.seq_id), col(RequestRow.sampling_session_id)),
-    *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.effect_order)),
+    *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.effect_order), col(RequestRow.created_at)),
     (col(RequestRow.status) == "failed").label("failed"),
     col(RequestRow.body_crc),
 )
