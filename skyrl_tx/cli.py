@@ -52,10 +52,15 @@ _COMMANDS = {
     "recover": "restore checkpoints that the database lost, or that are in the trash",
     "backup": "copy the database and the weights, also while a server runs",
     "restore": "create a data directory from a backup",
+    "status": "show what a server does, also one that is dead",
+    "top": "show the status of a server continuously",
     "stacks": "write the stacks of a running server's threads to its log",
 }
 _DATA_COMMANDS = frozenset(
-    {"keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore", "stacks"}
+    {
+        *("keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore"),
+        *("status", "top", "stacks"),
+    }
 )
 _QUICKSTART_PACKAGES = frozenset({"matplotlib", "tinker"})
 _FIRST_FLAGS = (

@@ -72,7 +72,7 @@ class MetricsSocket:
                 self._path.unlink()
             with _address(data_dir) as address:
                 self._socket.bind(address)
-            self._path.chmod(0o600)  # nobody can connect before `listen`
+            self._path.chmod(0o600)  # no process can connect before `listen`
             self._socket.listen()
         except OSError:
             self._socket.close()

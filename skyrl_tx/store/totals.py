@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, func, literal_column, select
+from sqlalchemy import bindparam, case, func, literal_column, select
 from sqlmodel import Session, col
 
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.tables import CheckpointRow, RequestRow, SessionRow, SnapshotRow
@@ -37,6 +38,74 @@ def read(tx: Session, now: float) -> StoreTotals:
         oldest_at=execute(tx, _OLDEST).scalar_one_or_none(),
         num_active_sessions=execute(tx, _ACTIVE, {"after": now - ACTIVE_S}).scalar_one(),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWork:
+    """The open requests of one owner for one model; for samples and creations `model_id` is None."""
+
+    owner: str
+    model_id: ModelId | None
+    kind: str
+    num_waiting: int
+    num_running: int
+    oldest_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A failed request whose result is still stored."""
+
+    at: float
+    owner: str
+    kind: str
+    model_id: ModelId | None
+    result: bytes
+
+
+_IS_RUNNING = case((col(RequestRow.attempts) > 0, 1), else_=0)
+_OPEN_WORK = (
+    select(
+        col(RequestRow.owner),
+        col(RequestRow.model_id),
+        col(RequestRow.kind),
+        func.count(),
+        func.sum(_IS_RUNNING),
+        func.min(col(RequestRow.created_at)),
+    )
+    .where(_IS_OPEN)
+    .group_by(col(RequestRow.owner), col(RequestRow.model_id), col(RequestRow.kind))
+    .order_by(func.sum(_IS_RUNNING).desc(), func.count().desc())
+    .limit(bindparam("limit"))
+)
+_FAILED = (
+    select(
+        col(RequestRow.completed_at),
+        col(RequestRow.owner),
+        col(RequestRow.kind),
+        col(RequestRow.model_id),
+        col(RequestRow.result),
+    )
+    .where(col(RequestRow.status) == "failed", col(RequestRow.result).is_not(None))
+    .order_by(col(RequestRow.answer_order).desc())
+    .limit(bindparam("limit"))
+)
+
+
+def open_work(tx: Session, limit: int = 100) -> list[OpenWork]:
+    """Return who waits for what, those with running requests first. Reads all open requests."""
+    return [
+        OpenWork(owner, model_id, kind, count - int(running), int(running), oldest_at)
+        for owner, model_id, kind, count, running, oldest_at in execute(tx, _OPEN_WORK, {"limit": limit})
+    ]
+
+
+def failed(tx: Session, limit: int = 5) -> list[FailedRequest]:
+    """Return the newest failed requests, newest first."""
+    return [
+        FailedRequest(at or 0.0, owner, kind, model_id, result or b"")
+        for at, owner, kind, model_id, result in execute(tx, _FAILED, {"limit": limit})
+    ]
 
 
 def artifacts(tx: Session, now: float) -> dict[str, tuple[int, int | None]]:

@@ -71,9 +71,9 @@ def test_owners_are_labels_only_when_asked_for_and_at_most_fifty() -> None:
 
 def test_the_backend_tells_what_it_knows() -> None:
     meters = EngineMeters()
-    told = Meters(decode_slots=8, decode_slots_used=3, device_memory=(DeviceMemory(used_bytes=5, limit_bytes=9),))
+    known = Meters(decode_slots=8, decode_slots_used=3, device_memory=(DeviceMemory(used_bytes=5, limit_bytes=9),))
     published = meters.measured(
-        told, {"forward": 1.5, "step_sample": 2.0, "text_of": 9.0}, QUEUES, {"models_places": 4}
+        known, {"forward": 1.5, "step_sample": 2.0, "text_of": 9.0}, QUEUES, {"models_places": 4}
     )
     found = series(meters)
     assert found["decode_slots_used[]"] == 3 and found["device_memory_bytes['0']"] == 5
