@@ -13,6 +13,7 @@ from skyrl_tx.api.authentication import Authenticator, Caller, Principal, Signin
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import ResponsePriority, ResultWatcher
+from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import UnknownFields
@@ -40,6 +41,7 @@ class ApiContext:
     admission: AdmissionControl
     received_bodies: BodyBudget
     decoded_bodies: BodyBudget
+    metrics: ApiMetrics
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
     result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))
@@ -143,10 +145,13 @@ def _announced_bytes(request: Request, limits: BodyLimits) -> int:
 
 
 async def _read(request: Request, caller: Principal, limits: BodyLimits) -> Call:
+    context, body, path = await get_context(request), await read_body(request, limits), request.scope["path"]
+    groups = context.metrics.http
+    (groups.known.get(path) or groups.of_other(path)).count_bytes(len(body.raw))
     return Call(
-        context=await get_context(request),
+        context=context,
         caller=caller,
-        body=await read_body(request, limits),
+        body=body,
         sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
         idempotency_key=request.headers.get("x-idempotency-key"),
         weights_access_token=request.headers.get("x-tinker-weights-access-token"),

@@ -2,11 +2,14 @@
 
 While no API key is required, everyone who can send a request is an admin. That must not include web pages that the
 user visits, which reach loopback by DNS rebinding or cross-site requests, nor the clients of a reverse proxy.
+
+As the outermost layer it also counts all responses.
 """
 
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from http import HTTPStatus
@@ -16,11 +19,12 @@ from urllib.parse import urlsplit
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from skyrl_tx.api.connections import ThrottledWarning, plain_address
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.metrics import HttpGroups
 from skyrl_tx.api.settings import ApiSettings
 
 _log = logging.getLogger(__name__)
@@ -29,6 +33,8 @@ _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b
 _CHECKED = _FORWARDED | {b"host", b"origin", b"sec-fetch-site"}
 _OWN_SITE = frozenset({b"same-origin", b"none"})
 """`none`: the user entered the address (W3C, Fetch Metadata Request Headers)."""
+SUSPECT = "skyrl_tx.suspect"
+"""Key in the ASGI scope of a request that may come from a web page or through a proxy, on a server with keys."""
 _CREATE_KEYS = "create API keys with `skyrl-tx keys create`"
 
 
@@ -93,6 +99,7 @@ class RequestGuard:
         settings: ApiSettings,
         requires_key: Callable[[], bool],
         handle_error: Callable[[Request, Exception], Awaitable[Response]],
+        groups: HttpGroups,
     ) -> None:
         """`requires_key()` returns whether API keys are required now; it may read the database."""
         self._app = app
@@ -102,6 +109,7 @@ class RequestGuard:
         self._always_checks_host = bool(settings.allowed_hosts)
         self._requires_key = requires_key
         self._handle_error = handle_error
+        self._groups = groups
         self._warn = ThrottledWarning(_log)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -111,6 +119,7 @@ class RequestGuard:
         """
         if scope["type"] != "http":
             return self._app(scope, receive, send)
+        send = _counted(self._groups, scope["path"], send)
         app, is_proxied = self._app, False
         if self._proxies and (client := scope.get("client")):
             address = plain_address(client[0])
@@ -160,7 +169,23 @@ class RequestGuard:
             response = await self._handle_error(request, error)
             await response(scope, receive, send)
         else:
+            scope[SUSPECT] = problem
             await app(scope, receive, send)
+
+
+def _counted(groups: HttpGroups, path: str, send: Send) -> Send:
+    """Return a `send` that counts a response and observes its time."""
+    group = groups.known.get(path) or groups.of_other(path)
+    started = time.monotonic()
+
+    async def send_and_count(message: Message) -> None:
+        await send(message)
+        if message["type"] == "http.response.start":
+            group.count_of_status[message["status"]]()
+        elif not message.get("more_body"):
+            group.observe_seconds(time.monotonic() - started)
+
+    return send_and_count
 
 
 def _shown(value: bytes) -> str:

@@ -79,4 +79,5 @@ def check_scope(scope: KeyScope, request: Request) -> None:
         raise ApiError(
             HTTPStatus.FORBIDDEN,
             f"X-API-Key: a key of scope {scope} does not allow {name}; it takes scope {', '.join(sorted(admitted))}",
+            reason="scope",
         )

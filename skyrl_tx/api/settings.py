@@ -59,6 +59,10 @@ class ApiSettings(CommonSettings):
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest pause in a request body in seconds; a slow client must send 1 KiB/s on average."""
 
+    metrics_open: bool = False
+    """Let everyone who can reach the server read `/metrics`.
+    Default: programs on this machine, and keys of scope metrics or admin."""
+
     @field_validator("trusted_proxies")
     @classmethod
     def _check_networks(cls, values: list[str]) -> list[str]:

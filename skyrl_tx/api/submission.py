@@ -150,7 +150,9 @@ def submit_json(
 def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
     """Queue a request for a model, completed with its recorded samples."""
     complete = with_recorded_samples(call.store, call.caller, submission)
-    return call.store.write(lambda tx: to_model(tx, call, ids, complete))
+    handle = call.store.write(lambda tx: to_model(tx, call, ids, complete))
+    call.context.metrics.count_submitted[complete.kind]()
+    return handle
 
 
 def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:

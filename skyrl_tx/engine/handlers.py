@@ -118,6 +118,7 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
     norm = context.backend.gradient_norm(model_id)
     if norm is not None and not math.isfinite(norm):
         cause = f"the norm of the gradient is {norm}, not a finite number: the model has diverged, or a loss overflowed"
+        context.request_log.meters.count_nonfinite("gradient")
         _drop_gradient(context, queued, model, f"{cause}; the gradient was dropped, the weights are unchanged")
         return
     metrics = context.backend.optim_step(model_id, request.params)
@@ -160,6 +161,7 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     def on_written(written: Future[Artifact]) -> None:
         try:
             artifact = written.result()
+            context.request_log.meters.checkpoint_written(time.time() - now)
             context.request_log.wait_for_commits()
             _record_checkpoint(context, queued, request, path, artifact, step)
             if request.kind == "sampler_weights":

@@ -19,6 +19,7 @@ from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, ModelSpec, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, OptimStepOutput, Result
+from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.failpoints import failpoint
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store, StoreError
@@ -97,7 +98,7 @@ class DeliveryAttempts:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()  # held until a write is queued, so that writes are in the order of decisions
-        self._counted: set[RequestId] = set()
+        self._counted: dict[RequestId, float] = {}  # when the attempt began, in seconds since the epoch
         self._is_counting = True
         self.is_alone = False
 
@@ -106,7 +107,7 @@ class DeliveryAttempts:
         with self._lock:
             if not self._is_counting:
                 return
-            self._counted.update(request_ids)
+            self._counted.update(dict.fromkeys(request_ids, time.time()))
             is_alone = self.is_alone
             written = self._store.write_soon(
                 lambda tx: futures.count_delivery_attempt(tx, request_ids, is_alone=is_alone)
@@ -117,15 +118,21 @@ class DeliveryAttempts:
     def forget(self, request_ids: Collection[RequestId]) -> None:
         """Forget requests that have a result: its commit reset their counts."""
         with self._lock:
-            self._counted.difference_update(request_ids)
+            for request_id in request_ids:
+                self._counted.pop(request_id, None)
+
+    def started_at(self, request_id: RequestId) -> float:
+        """Return when the counted attempt of a request began, in seconds since the epoch; 0 if none is counted."""
+        return self._counted.get(request_id, 0.0)
 
     def undo(self, request_ids: Collection[RequestId]) -> None:
         """Uncount requests that were stopped cleanly and will run again."""
         with self._lock:
-            undone = self._counted.intersection(request_ids)
+            undone = self._counted.keys() & set(request_ids)
             if not undone:
                 return
-            self._counted -= undone
+            for request_id in undone:
+                del self._counted[request_id]
             written = self._store.write_soon(lambda tx: futures.undo_delivery_attempt(tx, undone))
         written.result()
 
@@ -139,7 +146,7 @@ class DeliveryAttempts:
         with self._lock:
             self._is_counting = False
         try:
-            self.undo(self._counted)
+            self.undo(list(self._counted))
         except StoreError as error:
             _log.error("cannot reset the delivery attempts of running requests: %s", error)
 
@@ -156,6 +163,7 @@ class RequestLog:
 
     store: Store
     attempts: DeliveryAttempts
+    meters: EngineMeters = field(default_factory=EngineMeters)
     _pending: deque[Future[None]] = field(default_factory=deque[Future[None]])
     _touched: dict[ModelId, float] = field(default_factory=dict[ModelId, float])
 
@@ -175,6 +183,7 @@ class RequestLog:
         """
         failpoint("engine.result")
         written = self.store.write_soon(self._transaction(queued, result, rows, history, effect_order))
+        self._count(queued, result)
         written.add_done_callback(lambda _: None if written.exception() else self.attempts.forget([queued.request_id]))
         self._pending.append(written)
         failpoint("engine.answer")
@@ -182,7 +191,18 @@ class RequestLog:
     def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, history: HistoryRows) -> None:
         """Like `commit`, but wait. Raises what `rows` raises; nothing is committed then."""
         self.store.write(self._transaction(queued, result, rows, history))
+        self._count(queued, result)
         self.attempts.forget([queued.request_id])
+
+    def _count(self, queued: QueuedRequest, result: Result) -> None:
+        self.meters.completed(
+            queued.kind,
+            queued.owner,
+            queued.request,
+            result,
+            created_at=queued.created_at,
+            started_at=self.attempts.started_at(queued.request_id),
+        )
 
     def check_commits(self) -> None:
         """Raise the error of a finished commit, if any."""

@@ -35,6 +35,7 @@ class _Running:
         self.assembler = assembler
         self.num_started = 0
         self.clock_s = 0.0  # the device's clock at the ends of samples, less that at their starts
+        self.first_token_at = 0.0
         request = assembler.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
 
@@ -89,6 +90,16 @@ class SamplingExecutor:
         self.num_bytes += queued.num_bytes
         self.num_held_bytes[queued.owner] += queued.num_bytes + REQUEST_BYTES
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests with samples that have not started."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests with a started sample."""
+        return len(self._running)
+
     def sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""
         return {queued.session_id for queued in self._requests()}
@@ -142,7 +153,8 @@ class SamplingExecutor:
             return
         self._last_cancellation = position = cancelled[-1][0]
         self._context.store.write_soon(lambda tx: futures.forget_cancellations(tx, position))
-        self._remove({request_id for _, request_id in cancelled})
+        for queued in self._remove({request_id for _, request_id in cancelled}):
+            self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
 
     def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
         """Drop requests, waiting or running, and return those that were here."""
@@ -260,6 +272,8 @@ class SamplingExecutor:
                 self._finish(running, ServerError(delta.error))
                 continue
             try:
+                if not running.first_token_at and delta.tokens.size:
+                    running.first_token_at = time.time()
                 is_stopped = running.assembler.add(delta)
                 if is_stopped or delta.stop_reason is not None:
                     self._count_live(running, -1)
@@ -282,6 +296,11 @@ class SamplingExecutor:
             return
 
         request, output = sample_of(queued), running.assembler.output()
+        self._context.request_log.meters.sampled(
+            created_at=queued.created_at,
+            first_token_at=running.first_token_at,
+            num_steps=max(sequence.tokens.size for sequence in output.sequences),
+        )
         recorded = zip(request.sequence_ids, output.sequences, strict=request.is_recorded)
         logprobs = {sequence_id: sequence.logprobs for sequence_id, sequence in recorded}
 

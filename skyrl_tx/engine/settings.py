@@ -63,6 +63,8 @@ class EngineSettings(CommonSettings):
     """How long samples are kept for their owner to read."""
     max_kept_sample_bytes: int = Field(default=64 * 2**20, ge=0)
     """Database space for the kept samples of one owner from one model; above it the oldest are removed."""
+    metrics_owners: bool = False
+    """Count tokens by owner in `/metrics`: the first 50 owners since the engine started, then `other`."""
     housekeeping_interval_s: float = Field(default=60.0, gt=0)
     """Seconds between two removals of expired and unreferenced data."""
 

@@ -66,6 +66,11 @@ class TrainingExecutor:
         return sum(map(len, self._batches.values()))
 
     @property
+    def num_running_requests(self) -> int:
+        """Number of requests in running batches."""
+        return sum(len(group) for batches in self._batches.values() for batch in batches for group in batch.groups)
+
+    @property
     def sessions_with_long(self) -> set[SessionId]:
         """Sessions with a running long pass."""
         return {batch.session_id for batches in self._batches.values() for batch in batches if batch.is_long}

@@ -65,6 +65,7 @@ class Thing:
 
 OPEN = {
     "GET openapi.json",  # documentation of the software, no data of users
+    "GET metrics",  # from this machine; with a key otherwise, see tests/unit/api/test_metrics.py
     "GET healthz",
     "GET livez",
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
@@ -187,7 +188,7 @@ def test_every_route_is_classified(world: World) -> None:
 @pytest.mark.parametrize("route", sorted(OPEN))
 def test_open_routes_need_no_key(world: World, route: str) -> None:
     path = route.split()[1]
-    place = "/" if path.startswith("openapi") else "/api/v1/"
+    place = "/" if path.startswith(("openapi", "metrics")) else "/api/v1/"
     assert world.server.client.get(place + path).status_code not in (401, 404)
 
 
