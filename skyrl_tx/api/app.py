@@ -20,6 +20,8 @@ from starlette.requests import ClientDisconnect
 
 from skyrl_tx import __version__
 from skyrl_tx.api.authentication import Authenticator, Caller, SigningKey
+from skyrl_tx.api.chat import errors as chat_errors
+from skyrl_tx.api.chat import routes as chat_routes
 from skyrl_tx.api.connections import Connections, HttpProtocol, Listener, max_connections
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
@@ -87,6 +89,8 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
+    chat_routes.install(app, context)
+    handle_error = chat_errors.by_path(_handle_error)
     app.add_middleware(
         LongPollMiddleware,
         path=_PREFIX + "/retrieve_future",
@@ -98,11 +102,11 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         RequestGuard,
         settings=settings,
         requires_key=context.authenticator.requires_key,
-        handle_error=_handle_error,
+        handle_error=handle_error,
     )
     refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
     for kind in (*refusals, StoreError, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _handle_error)
+        app.add_exception_handler(kind, handle_error)
     return app
 
 

@@ -82,6 +82,7 @@ class ResultWatcher:
         self._marked_at = self._heartbeat_at = self._keys_checked_at = time.monotonic()
         self._random = random.Random()
         self._is_closed = False
+        self._readers: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = ServiceThread("result-watcher", self._run)
 
@@ -89,6 +90,10 @@ class ResultWatcher:
     def is_closed(self) -> bool:
         """Whether the process shuts down and no poll may be held."""
         return self._is_closed
+
+    def add_reader(self, read: Callable[[], None]) -> None:
+        """Call a function on the watcher's thread after each commit of the engine. Called before `start`."""
+        self._readers.append(read)
 
     def start(self) -> None:
         """Start the thread."""
@@ -164,6 +169,8 @@ class ResultWatcher:
             started_at = time.monotonic()
             try:
                 self._check_new_polls()
+                for read in self._readers:
+                    read()
                 self._notify_completed()
                 self._release_polls_of_ended_keys()
                 self._write_fetched()

@@ -19,6 +19,11 @@ _READ: frozenset[KeyScope] = frozenset({"read"})
 _CLIENT = _SAMPLE | _READ
 _METRICS: frozenset[KeyScope] = frozenset({"metrics"})
 
+_OPENAI = (
+    *(("POST", "completions"), ("POST", "chat/completions")),
+    *(("GET", "models"), ("GET", "models/{model_id:path}")),
+)
+
 _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     # What an SDK client calls before its first request
     "POST auth/token": _CLIENT,
@@ -40,6 +45,9 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "POST cancel_future": _SAMPLE,
     "GET samplers/{sampler_id}": _CLIENT,
     "POST weights_info": _CLIENT,
+    **{f"{method} {prefix}/{path}": _SAMPLE for prefix in ("oai/api/v1", "v1") for method, path in _OPENAI},
+    "POST anthropic/api/v1/messages": _SAMPLE,
+    "POST anthropic/api/v1/messages/count_tokens": _SAMPLE,
     # Lists, descriptions and downloads
     "GET sessions": _READ,
     "POST sessions/search": _READ,
@@ -56,7 +64,11 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     # Refused with 404 whatever the key, which newer clients understand
     "GET audit": _CLIENT,
     "GET sessions/{session_id}/trace_export": _CLIENT,
-    **{f"{method} {{path:path}}": _CLIENT for method in ("GET", "POST", "PUT", "DELETE", "PATCH")},
+    **{
+        f"{method} {prefix}{{path:path}}": _CLIENT
+        for prefix in ("", "oai/api/v1/", "v1/", "anthropic/api/v1/")
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH")
+    },
     # Monitoring; `healthz` and `livez` need no key
     "GET metrics": _METRICS,
 }

@@ -14,7 +14,7 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import checkpoints, futures, identity, models, pruning, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, futures, identity, models, partials, pruning, samplers, sessions, stability
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ class Housekeeping:
             before = now - self._timeout_s(settings.sampler_retention_s)
             samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
             stability.expire(tx, now)
+            partials.prune(tx)
             sessions.finish_timed_out(tx, now - retention_s, reason, now)
             return purged + models.expire(tx, now - retention_s)
 
