@@ -169,7 +169,12 @@ class _Reply:
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events of a streamed response."""
-        empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        empty: dict[str, object] = {
+            "content": list[object](),
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
         yield _named({"type": "message_start", "message": {**self._head, **empty}})
         index, kind = -1, None
         finish = Finish("length")

@@ -138,7 +138,7 @@ class ChatTemplate:
         }
         try:
             text = _compile(source)(**given)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        except Exception as error:  # a template is a program, and may fail in any way
             raise UserError(f"messages: the model's chat template refuses them: {error}") from error
         return _before_mark(text) if continue_final_message else text
 
