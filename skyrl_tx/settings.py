@@ -67,7 +67,7 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     """Form of log lines: text, or one JSON object a line for log collectors."""
     backend_config: BaseModel
 
-    @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile")
+    @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile", "chat_template")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path else None

@@ -21,6 +21,8 @@ from starlette.requests import ClientDisconnect
 from skyrl_tx import __version__
 from skyrl_tx.api import metrics_page
 from skyrl_tx.api.authentication import OWNER, Authenticator, Caller, SigningKey
+from skyrl_tx.api.chat import errors as chat_errors
+from skyrl_tx.api.chat import routes as chat_routes
 from skyrl_tx.api.connections import Connections, HttpProtocol, Listener, max_connections
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
@@ -95,23 +97,24 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
+    chat_routes.install(app, context)
+    handle_error = chat_errors.by_path(_handle_error)
     app.add_middleware(
         LongPollMiddleware,
         path=_PREFIX + "/retrieve_future",
         endpoint=futures.retrieve_future,
-        handle_error=_handle_error,
         wait_for_results=context.priority.wait_for_results,
     )
     app.add_middleware(
         RequestGuard,
         settings=settings,
         requires_key=context.authenticator.requires_key,
-        handle_error=_handle_error,
+        handle_error=handle_error,
         groups=context.metrics.http,
     )
     refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
     for kind in (*refusals, StoreError, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _handle_error)
+        app.add_exception_handler(kind, handle_error)
     return app
 
 

@@ -341,7 +341,7 @@ def _unauthorized(detail: str, *, is_token: bool = False, reason: Refusal = "wro
 async def authenticate_request(request: Request) -> Principal:
     """Authenticate the caller of a request. Raises ApiError 401, 429 or, if its key's scope is too narrow, 403."""
     authenticator = cast(Authenticator, request.app.state.authenticator)
-    credential = request.headers.get("x-api-key", "")
+    credential = request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
     principal = authenticator.cached(credential)
     if principal is None:
         address = "" if request.client is None else request.client.host
@@ -350,6 +350,12 @@ async def authenticate_request(request: Request) -> Principal:
     if not principal.has_full_scope:
         check_scope(principal.scope, request)
     return principal
+
+
+def _bearer(authorization: str) -> str:
+    """Return the credential of an Authorization header, as clients of OpenAI's API send it; "" if there is none."""
+    scheme, _, credential = authorization.partition(" ")
+    return credential.strip() if scheme.lower() == "bearer" else ""
 
 
 Caller = Annotated[Principal, Depends(authenticate_request)]

@@ -119,6 +119,13 @@ async def read_control(request: Request, caller: Caller) -> AsyncGenerator[Call]
 
 async def read_data(request: Request, caller: Caller) -> AsyncGenerator[Call]:
     """Receive a pass or a sample, which may be large."""
+    async with data_call(request, caller) as call:
+        yield call
+
+
+@asynccontextmanager
+async def data_call(request: Request, caller: Principal) -> AsyncGenerator[Call]:
+    """Receive a request that may be large; its memory is held in the context."""
     settings = (await get_context(request)).settings
     limits = BodyLimits.of_data(settings.max_request_bytes, request.headers.get("content-type", ""))
     async with _held(request, caller, limits) as call:

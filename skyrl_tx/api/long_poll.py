@@ -82,6 +82,7 @@ class ResultWatcher:
         self._marked_at = self._heartbeat_at = self._keys_checked_at = time.monotonic()
         self._random = random.Random()
         self._is_closed = False
+        self._readers: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.observe_wakeup: Callable[[float], object] = lambda _: None
         """Called for each woken poll with the seconds since its result was written."""
@@ -96,6 +97,10 @@ class ResultWatcher:
     def num_waiting(self) -> int:
         """The number of requests and sampling sessions with an open poll."""
         return len(self._waiting)
+
+    def add_reader(self, read: Callable[[], None]) -> None:
+        """Call a function on the watcher's thread after each commit of the engine. Called before `start`."""
+        self._readers.append(read)
 
     def start(self) -> None:
         """Start the thread."""
@@ -171,6 +176,8 @@ class ResultWatcher:
             started_at = time.monotonic()
             try:
                 self._check_new_polls()
+                for read in self._readers:
+                    read()
                 self._notify_completed()
                 self._release_polls_of_ended_keys()
                 self._write_fetched()

@@ -198,9 +198,16 @@ def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) 
 
 
 def to_sampler(
-    tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, key: str, submission: Submission
+    tx: Session,
+    row: SamplingSessionRow,
+    owner: str,
+    seq_id: int | None,
+    key: str,
+    submission: Submission,
+    *,
+    is_streamed: bool = False,
 ) -> futures.Submitted | None:
-    """Queue a prompt for a sampling session. `key` is its `sampling_key`.
+    """Queue a prompt for a sampling session. `key` is its `sampling_key`; `is_streamed`: it is read while decoded.
 
     Returns None, and queues nothing, if the session has another sampler than `row`, or is gone.
     """
@@ -209,7 +216,9 @@ def to_sampler(
     current = samplers.get(tx, name)
     if current is None or current.sampler_id != row.sampler_id:
         return None
-    submitted = _insert(tx, submission, key, owner, row.session_id, seq_id, sampling_session_id=name)
+    submitted = _insert(
+        tx, submission, key, owner, row.session_id, seq_id, sampling_session_id=name, is_streamed=is_streamed
+    )
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
         samplers.touch(tx, name, now)
     return submitted
@@ -237,6 +246,7 @@ def _insert(
     *,
     model_id: ModelId | None = None,
     sampling_session_id: SamplingSessionId | None = None,
+    is_streamed: bool = False,
 ) -> futures.Submitted:
     new = futures.NewRequest(
         key=key,
@@ -248,6 +258,7 @@ def _insert(
         model_id=model_id,
         seq_id=seq_id,
         sampling_session_id=sampling_session_id,
+        is_streamed=is_streamed,
     )
     try:
         return futures.submit(tx, new, time.time())

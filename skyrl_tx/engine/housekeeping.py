@@ -22,6 +22,7 @@ from skyrl_tx.store import (
     identity,
     kept_samples,
     models,
+    partials,
     points,
     pruning,
     samplers,
@@ -133,6 +134,7 @@ class Housekeeping:
             before = now - self._timeout_s(settings.sampler_retention_s)
             samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
             stability.expire(tx, now)
+            partials.prune(tx)
             sessions.finish_timed_out(tx, now - retention_s, reason, now)
             return purged + models.expire(tx, now - retention_s)
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 
 from sqlmodel import Session
 
@@ -19,7 +20,7 @@ from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.failpoints import failpoint
-from skyrl_tx.store import futures, samplers, stability
+from skyrl_tx.store import futures, partials, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class _Running:
         self.num_started = 0
         self.clock_s = 0.0  # the device's clock at the ends of samples, less that at their starts
         self.first_token_at = 0.0
+        self.num_streamed = Counter[int]()  # tokens of each sample
         request = assembler.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
 
@@ -48,6 +50,19 @@ class _Running:
     def num_open(self) -> int:
         """Number of samples that have started and not ended."""
         return self.assembler.num_open - self.num_left
+
+    def partial(self, delta: SampleDelta) -> partials.Partial:
+        """Return the new tokens of a streamed sample."""
+        start = self.num_streamed[delta.index]
+        self.num_streamed[delta.index] += delta.tokens.size
+        return partials.Partial(
+            request_id=delta.request_id,
+            sample_index=delta.index,
+            start=start,
+            tokens=delta.tokens,
+            logprobs=delta.logprobs,
+            topk=delta.topk,
+        )
 
 
 class SamplingExecutor:
@@ -263,6 +278,7 @@ class SamplingExecutor:
             self.num_bytes += running.queued.num_bytes
 
     def _collect(self, deltas: Sequence[SampleDelta]) -> None:
+        streamed: list[partials.Partial] = []
         for delta in deltas:
             running = self._running.get(delta.request_id)
             if running is None:
@@ -279,10 +295,14 @@ class SamplingExecutor:
                     self._count_live(running, -1)
                 if is_stopped:  # by a stop string: free its slot
                     self._context.backend.end_sample(delta.request_id, delta.index)
+                elif running.queued.is_streamed and delta.tokens.size:  # the tokens of a stop are in the result
+                    streamed.append(running.partial(delta))
             except FATAL_ERRORS:
                 raise
             except Exception as error:
                 self._finish(running, error)
+        if streamed:
+            self._context.store.write_soon(lambda tx: partials.add(tx, streamed)).add_done_callback(_log_failure)
         for running in [running for running in self._running.values() if not running.assembler.num_open]:
             self._finish(running)
 
@@ -308,6 +328,8 @@ class SamplingExecutor:
             name, now = queued.sampling_session_id, time.time()
             if name is not None:
                 samplers.record_use(tx, name, now)
+            if queued.is_streamed:
+                partials.delete_of(tx, queued.request_id)
             if request.is_recorded:
                 stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
@@ -336,3 +358,8 @@ class SamplingExecutor:
         self._context.backend.cancel_sample([request.request_id])  # no effect on samples that have ended
         if request.sampler is not None:
             self._context.samplers.release(request.sampler)
+
+
+def _log_failure(written: Future[None]) -> None:
+    if (error := written.exception()) is not None:  # the client gets these tokens with the result
+        _log.warning("new tokens of streamed samples were not written: %s", error)

@@ -67,6 +67,7 @@ class NewRequest:
     seq_id: int | None = None
     sampling_session_id: SamplingSessionId | None = None
     digest: bytes | None = None
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class StoredRequest:
     created_at: float = 0.0
     is_damaged: bool = False
     """Whether the body's checksum does not match what was written."""
+    is_streamed: bool = False
+    """Whether the client reads the sample while it is decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +162,8 @@ def high_water_mark(tx: Session, scope: str) -> int:
 
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
 _INSERT = insert(RequestRow)
-_NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0, "is_streamed": False}
-_SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body")
+_NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0}
+_SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body", "is_streamed")
 
 
 def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
@@ -198,6 +201,7 @@ _COLUMNS_WITHOUT_BODY = (
     *(col(RequestRow.request_id), col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.model_id)),
     *(col(RequestRow.kind), col(RequestRow.seq_id), col(RequestRow.sampling_session_id)),
     *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.created_at), col(RequestRow.effect_order)),
+    col(RequestRow.is_streamed),
     (col(RequestRow.status) == "failed").label("failed"),
     col(RequestRow.body_crc),
 )

@@ -168,17 +168,25 @@ class LoggedPointRow(SQLModel, table=True):
 
 
 class PartialRow(SQLModel, table=True):
-    """The tokens so far of a sample whose client reads a stream."""
+    """New tokens of one decode slice, of a sample whose client reads a stream; arrays are little-endian."""
 
     __tablename__ = "partials"
+    __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep one as their cursor
 
-    request_id: RequestId = Field(primary_key=True, sa_type=String)
-    sample_index: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
+    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    """Order of writing. A request that an engine starts again begins again from its first token."""
+    request_id: RequestId = Field(index=True, sa_type=String)
+    sample_index: int
+    start: int
+    """Number of the sample's tokens before these."""
     tokens: bytes
-    """int32 [tokens so far]."""
+    """int32 [tokens of the slice]."""
     logprobs: bytes
-    """float32 [tokens so far]."""
-    updated_at: float
+    """float32 [tokens of the slice]."""
+    topk_token_ids: bytes | None = None
+    """int32 [tokens of the slice, k]; None if top-k log-probabilities were not requested."""
+    topk_logprobs: bytes | None = None
+    """float32 [tokens of the slice, k]."""
 
 
 class NoticeRow(SQLModel, table=True):

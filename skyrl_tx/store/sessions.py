@@ -13,6 +13,9 @@ from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _ROWS_PER_FETCH = 200
+DIRECT, OPENAI, ANTHROPIC = "samples without a sampling session", "OpenAI endpoint", "Anthropic endpoint"
+SERVER_SESSIONS = (DIRECT, OPENAI, ANTHROPIC)
+"""Display names of the sessions that the server makes, one for each owner, for samples that come without a session."""
 _WAITING_WITHOUT_HEARTBEAT = (
     select(SessionRow.session_id)
     .distinct()
