@@ -14,7 +14,7 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import checkpoints, futures, identity, models, pruning, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, futures, identity, logged, models, pruning, samplers, sessions, stability
 from skyrl_tx.store.database import Store
 
 _log = logging.getLogger(__name__)
@@ -158,7 +158,10 @@ class Housekeeping:
         self.context.background_writer.submit(collect, on_collected)
 
     def prune(self, now: float) -> bool:
-        """Remove some old results, requests, sampling sessions, runs and sessions. Returns whether more are left."""
+        """Remove some old results, requests, sampling sessions, runs, sessions and logged metrics.
+
+        Returns whether more are left.
+        """
         settings = self.context.settings
         session_retention_s = self._timeout_s(settings.session_retention_s)
         run_retention_s = self._timeout_s(settings.run_retention_s)
@@ -173,7 +176,8 @@ class Housekeeping:
             num_samplers = pruning.delete_sampling_sessions(tx, now - session_retention_s)
             num_models = pruning.delete_ended_models(tx, now - run_retention_s)
             num_sessions = pruning.delete_finished_sessions(tx, now - run_retention_s)
-            return max(num_results, num_requests, num_samplers, num_models, num_sessions)
+            num_logged = logged.prune(tx, now - logged.RETENTION_S, limit=pruning.MAX_ROWS)
+            return max(num_results, num_requests, num_samplers, num_models, num_sessions, num_logged)
 
         is_full = self.context.store.write(drop) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full

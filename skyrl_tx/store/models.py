@@ -8,7 +8,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
-from skyrl_tx.store import checkpoints, pruning, samplers
+from skyrl_tx.store import checkpoints, logged, pruning, samplers
 from skyrl_tx.store.database import execute, existing
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -229,7 +229,7 @@ def purge(tx: Session, before: float) -> list[ModelId]:
 
 
 def delete(tx: Session, model_id: ModelId) -> None:
-    """Remove a run with its checkpoints, requests and ephemeral samplers.
+    """Remove a run with its checkpoints, requests, ephemeral samplers and logged metrics.
 
     Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
     """
@@ -240,6 +240,7 @@ def delete(tx: Session, model_id: ModelId) -> None:
     pruning.delete_sampling_marks(tx, samplers.ids_of_model(tx, model_id))
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
         execute(tx, delete_from(table).where(col(table.model_id) == model_id))
+    logged.forget_model(tx, model_id)
     tx.delete(row)
     tx.flush()
 
