@@ -117,7 +117,7 @@ class LoggedRunRow(SQLModel, table=True):
     project: str
     """The logger's project; empty for metrics that name their model or session themselves."""
     key: str
-    """What tells runs of one name apart: the logger's own id, or the id of the model or session."""
+    """An id that tells runs of one name apart: the logger's own id, or the id of the model or session."""
     name: str
     config: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
     model_id: str | None = Field(default=None, index=True)

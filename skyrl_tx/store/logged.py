@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import ColumnElement, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import Label, bindparam, delete, exists, func, insert, select, update
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
@@ -129,12 +129,9 @@ def add_points(tx: Session, run: LoggedRunRow, points: Sequence[Logged], now: fl
 
 def _thin(tx: Session, run: LoggedRunRow) -> None:
     """Delete every second point of the older half of a run."""
-    number = cast(ColumnElement[int], func.row_number().over(order_by=col(LoggedPointRow.position)))
-    ranked = (
-        select(col(LoggedPointRow.position).label("position"), number.label("number"))
-        .where(col(LoggedPointRow.logged_run_id) == run.logged_run_id)
-        .subquery()
-    )
+    number = cast(Label[int], func.row_number().over(order_by=col(LoggedPointRow.position)).label("number"))
+    of_run = col(LoggedPointRow.logged_run_id) == run.logged_run_id
+    ranked = select(col(LoggedPointRow.position), number).where(of_run).subquery()
     dropped = select(ranked.c.position).where(ranked.c.number <= (run.num_points + 1) // 2, ranked.c.number % 2 == 1)
     num_dropped = execute(tx, delete(LoggedPointRow).where(col(LoggedPointRow.position).in_(dropped))).rowcount
     run.num_bytes -= run.num_bytes * num_dropped // run.num_points

@@ -155,6 +155,23 @@ def live(tx: Session) -> list[ModelRow]:
     return list(tx.exec(wanted))
 
 
+def active(tx: Session, owner: str, since: float) -> list[ModelRow]:
+    """Return an owner's models in training, with a request since a time and in an open session, oldest first."""
+    wanted = (
+        select(ModelRow)
+        .join(SessionRow)
+        .where(
+            col(SessionRow.owner) == owner,
+            col(SessionRow.finished_at).is_(None),
+            col(ModelRow.status).in_(("creating", "ready")),
+            col(ModelRow.deleted_at).is_(None),
+            col(ModelRow.last_request_at) >= since,
+        )
+        .order_by(*_OLDEST_FIRST)
+    )
+    return list(tx.exec(wanted))
+
+
 def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
     """Return a session's models that are not deleted, oldest first."""
     is_wanted = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
