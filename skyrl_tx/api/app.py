@@ -30,7 +30,19 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.request_guard import RequestGuard, TrustedProxies
-from skyrl_tx.api.routes import account, downloads, futures, runs, sampling, service, sessions, training, weights
+from skyrl_tx.api.routes import (
+    account,
+    downloads,
+    futures,
+    metrics,
+    runs,
+    sampling,
+    service,
+    sessions,
+    trackio,
+    training,
+    weights,
+)
 from skyrl_tx.api.scopes import API_PREFIX as _PREFIX
 from skyrl_tx.api.server_sampler import ServerSampler
 from skyrl_tx.api.settings import ApiSettings
@@ -49,7 +61,7 @@ _TICKS_PER_LOOK = 5
 _TICK_S = 0.1
 """Interval at which uvicorn calls `on_tick`."""
 # Matched in this order, the most frequently called first.
-_ROUTERS = futures, sampling, training, service, sessions, weights, runs, downloads, account
+_ROUTERS = futures, sampling, training, service, sessions, weights, runs, metrics, downloads, account
 
 
 def create_context(settings: ApiSettings, store: Store) -> ApiContext:
@@ -91,6 +103,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     for routes in _ROUTERS:
         app.include_router(routes.router, prefix=_PREFIX)
     app.include_router(metrics_page.router)
+    app.include_router(trackio.router)
     app.add_api_route(
         _PREFIX + "/{path:path}",
         _unknown_endpoint,

@@ -340,8 +340,14 @@ def _unauthorized(detail: str, *, is_token: bool = False, reason: Refusal = "wro
 
 async def authenticate_request(request: Request) -> Principal:
     """Authenticate the caller of a request. Raises ApiError 401, 429 or, if its key's scope is too narrow, 403."""
+    return await authenticate_credential(
+        request, request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
+    )
+
+
+async def authenticate_credential(request: Request, credential: str) -> Principal:
+    """Authenticate a caller by a credential of its request. Raises as `authenticate_request` does."""
     authenticator = cast(Authenticator, request.app.state.authenticator)
-    credential = request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
     principal = authenticator.cached(credential)
     if principal is None:
         address = "" if request.client is None else request.client.host

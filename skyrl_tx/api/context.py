@@ -113,7 +113,7 @@ async def read_poll(request: Request, caller: Caller) -> Call:
 
 async def read_control(request: Request, caller: Caller) -> AsyncGenerator[Call]:
     """Receive a request that is neither a pass nor a sample."""
-    async with _held(request, caller, CONTROL_LIMITS) as call:
+    async with held_call(request, caller, CONTROL_LIMITS) as call:
         yield call
 
 
@@ -128,18 +128,24 @@ async def data_call(request: Request, caller: Principal) -> AsyncGenerator[Call]
     """Receive a request that may be large; its memory is held in the context."""
     settings = (await get_context(request)).settings
     limits = BodyLimits.of_data(settings.max_request_bytes, request.headers.get("content-type", ""))
-    async with _held(request, caller, limits) as call:
+    async with held_call(request, caller, limits) as call:
         yield call
 
 
 @asynccontextmanager
-async def _held(request: Request, caller: Principal, limits: BodyLimits) -> AsyncGenerator[Call]:
+async def held_call(request: Request, caller: Principal, limits: BodyLimits) -> AsyncGenerator[Call]:
     """Receive a request when there is memory for its body; hold the memory that its execution takes in the context."""
     context = await get_context(request)
     async with context.received_bodies.hold(caller.owner, _announced_bytes(request, limits)):
         call = await _read(request, caller, limits)
         async with context.decoded_bodies.hold(caller.owner, call.body.decoding_bytes()):
             yield call
+
+
+def base_url(settings: ApiSettings, request: Request) -> str:
+    """Return `public_url`, or the address by which the client reached this server; without a slash at its end."""
+    base = settings.public_url or f"{request.url.scheme}://{request.url.netloc}{request.scope['root_path']}"
+    return base.rstrip("/")
 
 
 def _announced_bytes(request: Request, limits: BodyLimits) -> int:

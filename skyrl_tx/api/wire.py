@@ -57,6 +57,8 @@ CONTROL_LIMITS = BodyLimits(max_bytes=2**20, max_parts=2**14)
 """The limits of all requests but passes and samples."""
 POLL_LIMITS = BodyLimits(max_bytes=2**13, max_parts=2**10)
 """The limits of a long poll for one result: thousands are held at the same time."""
+LOG_LIMITS = BodyLimits(max_bytes=2**24, max_parts=2**19)
+"""The limits of logged metrics: a logger sends all that it has kept while the server was away in one body."""
 
 
 @dataclass(frozen=True, slots=True)

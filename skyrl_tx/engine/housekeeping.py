@@ -21,6 +21,7 @@ from skyrl_tx.store import (
     futures,
     identity,
     kept_samples,
+    logged,
     models,
     partials,
     points,
@@ -181,7 +182,10 @@ class Housekeeping:
         self.context.background_writer.submit(collect, on_collected)
 
     def prune(self, now: float) -> bool:
-        """Remove some old results, requests, sampling sessions, runs and sessions. Returns whether more are left."""
+        """Remove some old results, requests, sampling sessions, runs, sessions and logged metrics.
+
+        Returns whether more are left.
+        """
         settings = self.context.settings
         session_retention_s = self._timeout_s(settings.session_retention_s)
         run_retention_s = self._timeout_s(settings.run_retention_s)
@@ -198,7 +202,9 @@ class Housekeeping:
             num_sessions = pruning.delete_finished_sessions(tx, now - run_retention_s)
             num_kept = kept_samples.expire(tx, now - settings.kept_sample_retention_s)
             num_hours = usage.prune(tx, now)
-            return max(num_results, num_requests, num_samplers, num_models, num_sessions, num_kept, num_hours)
+            num_logged = logged.prune(tx, now - logged.RETENTION_S, limit=pruning.MAX_ROWS)
+            counts = num_results, num_requests, num_samplers, num_models, num_sessions, num_kept, num_hours, num_logged
+            return max(counts)
 
         is_full = self.context.store.write(drop) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full

@@ -140,15 +140,23 @@ class LoggedRunRow(SQLModel, table=True):
     """A run as the client's own logger names it."""
 
     __tablename__ = "logged_runs"
-    __table_args__ = (UniqueConstraint("owner", "project", "name"), {"sqlite_autoincrement": True})
+    __table_args__ = (UniqueConstraint("owner", "project", "key"), {"sqlite_autoincrement": True})
 
     logged_run_id: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
     owner: str
     project: str
+    """The logger's project; empty for metrics that name their model or session themselves."""
+    key: str
+    """An id that tells runs of one name apart: the logger's own id, or the id of the model or session."""
     name: str
     config: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
     model_id: str | None = Field(default=None, index=True)
     """The model that the run trains, once it is known."""
+    seeks_model: bool = False
+    """Whether later metrics may still find the model; False once there was a choice between several."""
+    num_points: int = 0
+    num_bytes: int = Field(default=0, sa_type=BigInteger)
+    """Size of the values of all points, as JSON."""
     created_at: float
     last_at: float = Field(index=True)
 
@@ -157,10 +165,16 @@ class LoggedPointRow(SQLModel, table=True):
     """Metrics that a client logged for one step."""
 
     __tablename__ = "logged_points"
-    __table_args__ = (Index("ix_logged_points_step", "logged_run_id", "step"),)
+    __table_args__ = (
+        UniqueConstraint("logged_run_id", "log_id"),
+        Index("ix_logged_points_run", "logged_run_id", "position"),
+        {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors
+    )
 
-    logged_run_id: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    log_id: str = Field(primary_key=True)
+    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    """Order of arrival."""
+    logged_run_id: int = Field(sa_type=BigInteger)
+    log_id: str
     """Chosen by the client: a repeated one is a retry."""
     step: int = Field(sa_type=BigInteger)
     at: float

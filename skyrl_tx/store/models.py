@@ -8,7 +8,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
-from skyrl_tx.store import checkpoints, kept_samples, points, pruning, samplers
+from skyrl_tx.store import checkpoints, kept_samples, logged, points, pruning, samplers
 from skyrl_tx.store.database import execute, existing
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -163,6 +163,23 @@ def live(tx: Session) -> list[ModelRow]:
     return list(tx.exec(wanted))
 
 
+def active(tx: Session, owner: str, since: float) -> list[ModelRow]:
+    """Return an owner's models in training, with a request since a time and in an open session, oldest first."""
+    wanted = (
+        select(ModelRow)
+        .join(SessionRow)
+        .where(
+            col(SessionRow.owner) == owner,
+            col(SessionRow.finished_at).is_(None),
+            col(ModelRow.status).in_(("creating", "ready")),
+            col(ModelRow.deleted_at).is_(None),
+            col(ModelRow.last_request_at) >= since,
+        )
+        .order_by(*_OLDEST_FIRST)
+    )
+    return list(tx.exec(wanted))
+
+
 def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
     """Return a session's models that are not deleted, oldest first."""
     is_wanted = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
@@ -237,7 +254,7 @@ def purge(tx: Session, before: float) -> list[ModelId]:
 
 
 def delete(tx: Session, model_id: ModelId) -> None:
-    """Remove a run with its checkpoints, requests, ephemeral samplers, points and kept samples. Its usage stays.
+    """Remove a run with its checkpoints, requests and samplers, and what was recorded for people, except its usage.
 
     Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
     """
@@ -250,6 +267,7 @@ def delete(tx: Session, model_id: ModelId) -> None:
         execute(tx, delete_from(table).where(col(table.model_id) == model_id))
     points.remove_runs(tx, [model_id])
     kept_samples.remove_runs(tx, [model_id])
+    logged.forget_model(tx, model_id)
     tx.delete(row)
     tx.flush()
 

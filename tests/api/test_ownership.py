@@ -17,6 +17,11 @@ from tests.support.live_stack import PUBLIC_NAME, live_stack
 NO_SUCH_SESSION = "session-" + "0" * 32
 
 
+def address(path: str) -> str:
+    """Return where a route is served: those of other protocols have a prefix of their own."""
+    return f"/{path}" if path.startswith(("openapi", "metrics", "trackio/")) else f"/api/v1/{path}"
+
+
 @dataclass(frozen=True)
 class World:
     """A server that requires keys, and the ids of Ann's rows, which replace `{names}` in paths and bodies."""
@@ -33,7 +38,7 @@ class World:
     def call(self, key: str | None, method: str, path: str, /, **body: object) -> httpx.Response:
         headers = {} if key is None else {"X-API-Key": key}
         content = json.dumps(body) if body else None
-        return self.server.client.request(method, f"/api/v1/{path}", content=content, headers=headers)
+        return self.server.client.request(method, address(path), content=content, headers=headers)
 
     def about(self, value: Any, session_id: str) -> Any:
         """Replace `{names}` by ids in Ann's session, or in a session that does not exist."""
@@ -68,6 +73,7 @@ OPEN = {
     "GET metrics",  # from this machine; with a key otherwise, see tests/unit/api/test_metrics.py
     "GET healthz",
     "GET livez",
+    "GET trackio/version",
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
 }
 COMMON = {
@@ -75,7 +81,7 @@ COMMON = {
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),
     *("POST create_session", "GET billing/usage/events", "GET audit", "POST create_custom_loss"),
     *("GET sessions/{session_id}/trace_export", "GET {path:path}", "POST {path:path}", "PUT {path:path}"),
-    *("DELETE {path:path}", "PATCH {path:path}"),
+    *("DELETE {path:path}", "PATCH {path:path}", "POST trackio/api/{name}"),
 }
 """Routes that give the same response to every caller with a key."""
 OTHER_APIS = {
@@ -88,6 +94,7 @@ LISTS = {
     "GET sessions": "sessions?access_scope=accessible",
     "GET training_runs": "training_runs?access_scope=accessible",
     "GET checkpoints": "checkpoints",
+    "GET logged_runs": "logged_runs?access_scope=accessible",
     "GET billing/usage/checkpoints/current": "billing/usage/checkpoints/current",
     "POST sessions/search": "sessions/search",
 }
@@ -131,6 +138,10 @@ THINGS = [
     Thing("POST cancel_future", body={"request_id": "{request}"}, is_silent=True, admin_status=400),
     Thing("GET training_runs/{run_id}", "training_runs/{run}"),
     Thing("GET training_runs/{run_id}/checkpoints", "training_runs/{run}/checkpoints"),
+    Thing("POST training_runs/{run_id}/metrics", "training_runs/{run}/metrics", {"step": 1, "metrics": {"a": 1}}),
+    Thing("GET training_runs/{run_id}/metrics", "training_runs/{run}/metrics"),
+    Thing("GET logged_runs/{logged_run_id}/metrics", "logged_runs/1/metrics"),
+    Thing("PUT logged_runs/{logged_run_id}/training_run", "logged_runs/1/training_run", {"training_run_id": "{run}"}),
     Thing(f"POST {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
     Thing(f"DELETE {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
     Thing(f"PUT {CHECKPOINT}/ttl", "training_runs/{run}/checkpoints/weights/state/ttl", {"ttl_seconds": 7200}),
@@ -161,6 +172,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         sampling = server.post(
             "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=PUBLIC_NAME
         )
+        logged = server.post(f"training_runs/{run}/metrics", step=1, metrics={"reward": 0.5})
+        assert logged.json() == {"is_new": True}
         del server.client.headers["X-API-Key"]
         world.names.update(
             session=session,
@@ -195,8 +208,7 @@ def test_every_route_is_classified(world: World) -> None:
 @pytest.mark.parametrize("route", sorted(OPEN))
 def test_open_routes_need_no_key(world: World, route: str) -> None:
     path = route.split()[1]
-    place = "/" if path.startswith(("openapi", "metrics")) else "/api/v1/"
-    assert world.server.client.get(place + path).status_code not in (401, 404)
+    assert world.server.client.get(address(path)).status_code not in (401, 404)
 
 
 @pytest.mark.parametrize("route", sorted(COMMON | set(LISTS)))

@@ -14,7 +14,7 @@ from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
-OPEN = {"GET healthz", "GET livez", "GET downloads/{run_id}/{kind}/{name}/{form}/{file}"}
+OPEN = {"GET healthz", "GET livez", "GET trackio/version", "GET downloads/{run_id}/{kind}/{name}/{form}/{file}"}
 CLIENT = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me", "POST telemetry"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities"),
@@ -36,12 +36,15 @@ READING = {
     *("GET training_runs/{run_id}", "GET training_runs/{run_id}/checkpoints", "GET checkpoints"),
     *(f"GET {CHECKPOINT}/external_weights_urls", f"GET {CHECKPOINT}/archive"),
     *("GET billing/usage/events", "GET billing/usage/checkpoints/current"),
+    *("GET training_runs/{run_id}/metrics", "GET logged_runs", "GET logged_runs/{logged_run_id}/metrics"),
 }
 CHANGING = {
     *("POST create_model", "POST forward_backward", "POST forward", "POST optim_step", "POST unload_model"),
     *("POST save_weights", "POST save_weights_for_sampler", "POST save_weights_external", "POST load_weights"),
     *("POST copy_weights", "PUT sessions/{session_id}/project", f"DELETE {CHECKPOINT}", f"PUT {CHECKPOINT}/ttl"),
     *(f"POST {CHECKPOINT}/publish", f"DELETE {CHECKPOINT}/publish"),
+    *("POST training_runs/{run_id}/metrics", "PUT logged_runs/{logged_run_id}/training_run"),
+    "POST trackio/api/{name}",
 }
 ADMITTED: dict[KeyScope, set[str]] = {
     "admin": CLIENT | SAMPLING | READING | CHANGING | OTHER_APIS,
@@ -69,7 +72,9 @@ def key_of(stack: LiveStack, scope: KeyScope) -> str:
 def routes(stack: LiveStack) -> set[str]:
     paths = stack.server.api.app.openapi()["paths"]
     return {
-        f"{method.upper()} {path.removeprefix('/api/v1').lstrip('/')}" for path, methods in paths.items() for method in methods
+        f"{method.upper()} {path.removeprefix('/api/v1').lstrip('/')}"
+        for path, methods in paths.items()
+        for method in methods
     }
 
 
@@ -88,7 +93,7 @@ def test_every_route_refuses_the_scopes_that_it_does_not_admit(stack: LiveStack,
         method, path = route.split()
         headers = {"X-API-Key": key_of(stack, scope)}
         filled = path.replace("{", "").replace("}", "")
-        prefix = "" if route in OTHER_APIS else "/api/v1"
+        prefix = "" if route in OTHER_APIS or filled.startswith("trackio/") else "/api/v1"
         answer = stack.server.client.request(method, f"{prefix}/{filled}", headers=headers)
         is_refused = answer.status_code == HTTPStatus.FORBIDDEN
         assert is_refused == (route not in ADMITTED[scope]), (route, answer.text)

@@ -11,7 +11,7 @@ from sqlmodel import Session
 
 from skyrl_tx.api import access, file_response
 from skyrl_tx.api.authentication import Principal
-from skyrl_tx.api.context import ApiContext, Call, Incoming, get_context
+from skyrl_tx.api.context import ApiContext, Call, Incoming, base_url, get_context
 from skyrl_tx.api.errors import ApiError, bad_request, not_found
 from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.api.schemas.weights import ExternalWeightsUrlsResponse
@@ -125,12 +125,12 @@ def _gone(row: CheckpointRow) -> ApiError:
 
 def _url(call: Call, request: Request, row: CheckpointRow, form: Form, file: str, expires: int) -> str:
     """Return a signed URL on `public_url`, or on the address by which the client reached this server."""
-    base = call.settings.public_url or f"{request.url.scheme}://{request.url.netloc}{request.scope['root_path']}"
     file_path = "/".join(quote(part) for part in (row.model_id, row.kind, row.name, form, file))
     key_id = call.caller.key_id
     signature = call.context.signing_key.sign(*_signed(row, form, file, expires, key_id))
     key = "" if key_id is None else f"&key={key_id}"
-    return f"{base.rstrip('/')}/api/v1/downloads/{file_path}?expires={expires}{key}&signature={signature}"
+    base = base_url(call.settings, request)
+    return f"{base}/api/v1/downloads/{file_path}?expires={expires}{key}&signature={signature}"
 
 
 def _signed(row: CheckpointRow, form: Form, file: str, expires: int, key_id: int | None) -> tuple[str, ...]:

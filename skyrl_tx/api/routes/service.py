@@ -6,6 +6,7 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Depends, Response
 
 from skyrl_tx import threads
+from skyrl_tx.api import telemetry_metrics
 from skyrl_tx.api.context import ApiContext, Incoming, get_context
 from skyrl_tx.api.errors import not_found
 from skyrl_tx.api.schemas import service as schemas
@@ -66,7 +67,8 @@ async def liveness(context: Annotated[ApiContext, Depends(get_context)], respons
 
 @router.post("/telemetry")
 def telemetry(call: Incoming) -> dict[str, str]:
-    """Accept telemetry and discard it."""
+    """Accept telemetry: keep the metrics that programs log through the SDK, discard all else."""
+    telemetry_metrics.keep(call)
     return {"status": "accepted"}
 
 

@@ -6,12 +6,12 @@ from http import HTTPStatus
 from itertools import islice
 from typing import get_args
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from sqlmodel import Session
 
 from skyrl_tx.api import access
 from skyrl_tx.api.authentication import USER_URN, Principal
-from skyrl_tx.api.context import AccessScope, Incoming, Limit, Offset
+from skyrl_tx.api.context import AccessScope, Incoming, Limit, Offset, base_url
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.schemas import service as schemas
 from skyrl_tx.api.schemas.base import utc_time
@@ -28,9 +28,12 @@ _ACTIVE_S = 600.0
 
 
 @router.post("/create_session")
-def create_session(call: Incoming) -> dict[str, str]:
-    """Create a session; a retry with the same idempotency key returns the first one."""
-    request = call.body.model(schemas.CreateSessionRequest)
+def create_session(call: Incoming, request: Request) -> dict[str, str]:
+    """Create a session; a retry with the same idempotency key returns the first one.
+
+    Clients log the `info_message`: the address of the session's page.
+    """
+    new = call.body.model(schemas.CreateSessionRequest)
     session_id = call.session_id("session")
 
     def work(tx: Session) -> SessionId:
@@ -41,15 +44,19 @@ def create_session(call: Incoming) -> dict[str, str]:
             session_id=session_id,
             owner=call.caller.owner,
             key_id=call.caller.key_id,
-            tags=request.tags,
-            user_metadata=request.user_metadata,
-            sdk_version=request.sdk_version,
-            project_id=request.project_id,
-            display_name=request.display_name,
+            tags=new.tags,
+            user_metadata=new.user_metadata,
+            sdk_version=new.sdk_version,
+            project_id=new.project_id,
+            display_name=new.display_name,
             now=time.time(),
         )
 
-    return {"type": "create_session", "session_id": call.store.write(work)}
+    created = call.store.write(work)
+    response = {"type": "create_session", "session_id": str(created)}
+    if call.settings.console:
+        response["info_message"] = f"live: {base_url(call.settings, request)}/sessions/{created}"
+    return response
 
 
 @router.post("/session_heartbeat")

@@ -1,0 +1,221 @@
+"""Metrics that only clients know, such as rewards and evaluations: runs of the client's logger, and their points.
+
+A logged run belongs to an owner, and to a model once that is known. A bounded number of points of each is kept.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from sqlalchemy import Label, bindparam, delete, exists, func, insert, select, update
+from sqlmodel import Session, col
+from sqlmodel import select as select_rows
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.history_tables import LoggedPointRow, LoggedRunRow
+
+RETENTION_S = 90 * 86_400.0
+"""Time from the last point of a logged run to its deletion."""
+MAX_POINTS = 50_000
+"""Points of a logged run; beyond, every second one of the older half is deleted."""
+MAX_BYTES = 32 * 2**20
+"""Size of the values of a logged run as JSON; beyond, it is thinned in the same way."""
+MAX_RUNS = 10_000
+"""Logged runs of an owner."""
+_NEW_POINTS = insert(LoggedPointRow)
+_KNOWN = select(col(LoggedPointRow.log_id)).where(
+    col(LoggedPointRow.logged_run_id) == bindparam("run_id"), is_in_batch(col(LoggedPointRow.log_id))
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """The identity of a logged run, as the client gives it."""
+
+    owner: str
+    project: str
+    key: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """Metrics of one step; None for NaN and infinity."""
+
+    log_id: str
+    step: int
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedPoint:
+    """A stored point with the name of its run."""
+
+    position: int
+    project: str
+    run: str
+    step: int
+    at: float
+    values: Mapping[str, float | None]
+
+
+def open_run(
+    tx: Session,
+    run: LoggedRun,
+    now: float,
+    *,
+    config: Mapping[str, object] | None = None,
+    model_id: ModelId | None = None,
+    seeks_model: bool = False,
+) -> LoggedRunRow:
+    """Return a logged run, which is created if there is none. Raises UserError if the owner has too many.
+
+    `config` fills an empty one. `model_id` and `seeks_model` are those of a new run.
+    """
+    found = tx.exec(
+        # one row: the three columns are unique together
+        select_rows(LoggedRunRow).where(
+            col(LoggedRunRow.owner) == run.owner,
+            col(LoggedRunRow.project) == run.project,
+            col(LoggedRunRow.key) == run.key,
+        )
+    ).one_or_none()
+    if found is None:
+        count = execute(tx, select(func.count()).where(col(LoggedRunRow.owner) == run.owner)).scalar_one()
+        if count >= MAX_RUNS:
+            raise UserError(f"{run.owner} has logged {count} runs in the last 90 days, which is the limit")
+        found = LoggedRunRow(
+            owner=run.owner,
+            project=run.project,
+            key=run.key,
+            name=run.name,
+            model_id=model_id,
+            seeks_model=seeks_model,
+            created_at=now,
+            last_at=now,
+        )
+        tx.add(found)
+    if config and not found.config:
+        found.config = dict(config)
+    found.last_at = max(found.last_at, now)
+    tx.flush()
+    return found
+
+
+def add_points(tx: Session, run: LoggedRunRow, points: Sequence[Logged], now: float) -> int:
+    """Append points to a logged run and return how many are new; one whose `log_id` is known is a retry."""
+    run_id = run.logged_run_id
+    assert run_id is not None
+    new = {point.log_id: point for point in reversed(points)}  # the first of several with one id
+    for (log_id,) in execute_in_batches(tx, _KNOWN, new, run_id=run_id):
+        new.pop(log_id, None)
+    if not new:
+        return 0
+    rows = [
+        {"logged_run_id": run_id, "log_id": point.log_id, "step": point.step, "at": now, "values": dict(point.values)}
+        for point in reversed(new.values())
+    ]
+    execute(tx, _NEW_POINTS, rows)
+    run.num_points += len(rows)
+    run.num_bytes += sum(len(json.dumps(row["values"])) for row in rows)
+    while run.num_points > MAX_POINTS or (run.num_bytes > MAX_BYTES and run.num_points > 1):
+        _thin(tx, run)
+    tx.flush()
+    return len(rows)
+
+
+def _thin(tx: Session, run: LoggedRunRow) -> None:
+    """Delete every second point of the older half of a run."""
+    number = cast(Label[int], func.row_number().over(order_by=col(LoggedPointRow.position)).label("number"))
+    of_run = col(LoggedPointRow.logged_run_id) == run.logged_run_id
+    ranked = select(col(LoggedPointRow.position), number).where(of_run).subquery()
+    dropped = select(ranked.c.position).where(ranked.c.number <= (run.num_points + 1) // 2, ranked.c.number % 2 == 1)
+    num_dropped = execute(tx, delete(LoggedPointRow).where(col(LoggedPointRow.position).in_(dropped))).rowcount
+    run.num_bytes -= run.num_bytes * num_dropped // run.num_points
+    run.num_points -= num_dropped
+
+
+def set_model(tx: Session, run: LoggedRunRow, model_id: ModelId | None) -> None:
+    """Join a logged run to a model, or with None to none; a model is not looked for any more."""
+    run.model_id, run.seeks_model = model_id, False
+    tx.add(run)
+    tx.flush()
+
+
+def get_run(tx: Session, logged_run_id: int) -> LoggedRunRow | None:
+    """Return a logged run, or None if there is none."""
+    return tx.get(LoggedRunRow, logged_run_id)
+
+
+def list_runs(
+    tx: Session,
+    owner: str | None,
+    *,
+    project: str | None = None,
+    model_id: ModelId | None = None,
+    limit: int = 1000,
+    offset: int = 0,
+) -> list[LoggedRunRow]:
+    """Return a page of logged runs, the most recently written first; `owner` None means all owners."""
+    wanted = select_rows(LoggedRunRow).order_by(col(LoggedRunRow.last_at).desc(), col(LoggedRunRow.logged_run_id))
+    for column, value in ((LoggedRunRow.owner, owner), (LoggedRunRow.project, project)):
+        if value is not None:
+            wanted = wanted.where(col(column) == value)
+    if model_id is not None:
+        wanted = wanted.where(col(LoggedRunRow.model_id) == model_id)
+    return list(tx.exec(wanted.limit(limit).offset(offset)))
+
+
+def read_points(tx: Session, logged_run_ids: Sequence[int], *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
+    """Return points of these runs after a position, in order of arrival."""
+    if not logged_run_ids:
+        return []
+    wanted = (
+        select(
+            col(LoggedPointRow.position),
+            col(LoggedRunRow.project),
+            col(LoggedRunRow.name),
+            col(LoggedPointRow.step),
+            col(LoggedPointRow.at),
+            col(LoggedPointRow.values),
+        )
+        .join(LoggedRunRow, col(LoggedRunRow.logged_run_id) == col(LoggedPointRow.logged_run_id))
+        .where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids), col(LoggedPointRow.position) > after)
+        .order_by(col(LoggedPointRow.position))
+        .limit(limit)
+    )
+    return [
+        LoggedPoint(position=position or 0, project=project, run=name, step=step, at=at, values=values)
+        for position, project, name, step, at, values in execute(tx, wanted)
+    ]
+
+
+def read_points_of_model(tx: Session, model_id: ModelId, *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
+    """Return points of the logged runs of a model after a position, in order of arrival."""
+    run_ids = [row.logged_run_id for row in list_runs(tx, None, model_id=model_id) if row.logged_run_id is not None]
+    return read_points(tx, run_ids, after=after, limit=limit)
+
+
+def last_step(tx: Session, logged_run_id: int) -> int | None:
+    """Return the largest step of a logged run; None without points."""
+    wanted = select(func.max(col(LoggedPointRow.step))).where(col(LoggedPointRow.logged_run_id) == logged_run_id)
+    return execute(tx, wanted).scalar_one()
+
+
+def forget_model(tx: Session, model_id: ModelId) -> None:
+    """Let the next `prune` delete the logged runs of a model that is removed for good."""
+    execute(tx, update(LoggedRunRow).where(col(LoggedRunRow.model_id) == model_id).values(model_id=None, last_at=0.0))
+
+
+def prune(tx: Session, before: float, *, limit: int) -> int:
+    """Delete points, then runs, whose last point precedes a time; return the larger number of deleted rows."""
+    old = select(col(LoggedRunRow.logged_run_id)).where(col(LoggedRunRow.last_at) < before)
+    points = select(col(LoggedPointRow.position)).where(col(LoggedPointRow.logged_run_id).in_(old)).limit(limit)
+    num_points = execute(tx, delete(LoggedPointRow).where(col(LoggedPointRow.position).in_(points))).rowcount
+    is_empty = ~exists().where(col(LoggedPointRow.logged_run_id) == col(LoggedRunRow.logged_run_id))
+    runs = old.where(is_empty).limit(limit)
+    num_runs = execute(tx, delete(LoggedRunRow).where(col(LoggedRunRow.logged_run_id).in_(runs))).rowcount
+    return max(num_points, num_runs)
