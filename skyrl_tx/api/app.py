@@ -22,6 +22,7 @@ from skyrl_tx import __version__
 from skyrl_tx.api import metrics_page
 from skyrl_tx.api.authentication import OWNER, Authenticator, Caller, SigningKey
 from skyrl_tx.api.connections import Connections, HttpProtocol, Listener, max_connections
+from skyrl_tx.api.console.site import create_routes
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
@@ -95,6 +96,8 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
+    if settings.console:
+        app.router.routes.extend(create_routes(context))
     app.add_middleware(
         LongPollMiddleware,
         path=_PREFIX + "/retrieve_future",
