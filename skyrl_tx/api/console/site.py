@@ -15,7 +15,7 @@ from fastapi import Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.requests import ClientDisconnect
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx import __version__
@@ -189,6 +189,8 @@ class Console:
                 _log.error("%s %s failed (reference %s)", request.method, request.url.path, reference, exc_info=error)
                 detail = f"internal error; the server's log has it under reference {reference}"
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.INTERNAL_SERVER_ERROR)
+        if request.url.path.startswith(_DATA):
+            return JSONResponse(dict(page.values), page.status, headers={**_NO_STORE, **page.headers})
         return self._render(request, None, page)
 
     def _render(self, request: Request, visit: Visit | None, page: Page) -> Response:
