@@ -24,6 +24,7 @@ from skyrl_tx.api.authentication import OWNER, Authenticator, Caller, SigningKey
 from skyrl_tx.api.chat import errors as chat_errors
 from skyrl_tx.api.chat import routes as chat_routes
 from skyrl_tx.api.connections import Connections, HttpProtocol, Listener, max_connections
+from skyrl_tx.api.console.site import create_routes
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
@@ -112,10 +113,13 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     )
     chat_routes.install(app, context)
     handle_error = chat_errors.by_path(_handle_error)
+    if settings.console:
+        app.router.routes.extend(create_routes(context))
     app.add_middleware(
         LongPollMiddleware,
         path=_PREFIX + "/retrieve_future",
         endpoint=futures.retrieve_future,
+        handle_error=_handle_error,
         wait_for_results=context.priority.wait_for_results,
     )
     app.add_middleware(

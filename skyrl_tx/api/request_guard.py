@@ -25,6 +25,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from skyrl_tx.api.connections import ThrottledWarning, plain_address
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.metrics import HttpGroups
+from skyrl_tx.api.scopes import API_PREFIX
 from skyrl_tx.api.settings import ApiSettings
 
 _log = logging.getLogger(__name__)
@@ -126,13 +127,14 @@ class RequestGuard:
             if address in self._proxies:
                 scope["client"] = address, client[1]
                 app, is_proxied = self._proxied, True
-        problem = self._problem(scope["headers"], is_proxied=is_proxied)
+        problem = self._problem(scope, is_proxied=is_proxied)
         if problem is None:
             return app(scope, receive, send)
         return self._refuse_without_keys(problem, app, scope, receive, send)
 
-    def _problem(self, headers: Iterable[tuple[bytes, bytes]], *, is_proxied: bool) -> str | None:
+    def _problem(self, scope: Scope, *, is_proxied: bool) -> str | None:
         """Return why a request may not be an admin's without a key; None for the requests of ordinary clients."""
+        headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
         checked = [header for header in headers if header[0] in _CHECKED]
         if len(checked) == 1 and checked[0][0] == b"host" and checked[0][1] in self._hosts:
             return None
@@ -148,7 +150,7 @@ class RequestGuard:
         for name, value in checked:
             if name == b"host" and value not in self._hosts:
                 return _unknown_host(value)
-        if site not in _OWN_SITE:
+        if site not in _OWN_SITE and not _opens_page(scope):
             return f"Sec-Fetch-Site {_shown(site)}: a web page of another site sent this request; {_CREATE_KEYS}"
         if origin and origin.partition(b"://")[2].lower() != values.get(b"host", b"").lower():
             return f"Origin {_shown(origin)}: a web page of another site sent this request; {_CREATE_KEYS}"
@@ -186,6 +188,16 @@ def _counted(groups: HttpGroups, path: str, send: Send) -> Send:
             group.observe_seconds(time.monotonic() - started)
 
     return send_and_count
+
+
+def _opens_page(scope: Scope) -> bool:
+    """Return whether the user follows a link to a page of the console.
+
+    The site with the link cannot read the page, and no GET has an effect (W3C, Fetch Metadata Request Headers).
+    """
+    headers = dict(scope["headers"])
+    is_page = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
+    return is_page and scope["method"] == "GET" and not scope["path"].startswith(API_PREFIX + "/")
 
 
 def _shown(value: bytes) -> str:

@@ -102,6 +102,7 @@ class RequestRow(SQLModel, table=True):
         _partial("ix_requests_prunable", "fetched_at", "result IS NOT NULL"),
         _partial("ix_requests_pruned", "fetched_at", "result IS NULL AND status <> 'open'"),
         _partial("ix_requests_alone", "position", "is_alone"),
+        _partial("ix_requests_failed", "position", "status = 'failed'"),
         Index("ix_requests_answers", "answer_order"),
         Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
         {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Route
 
+from skyrl_tx.api.console.site import TABLES
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_api import Server
@@ -76,6 +77,11 @@ OPEN = {
     "GET trackio/version",
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
 }
+PAGES = {
+    *("GET ", "GET login", "POST login", "POST logout", "GET console/static/{digest}/{name:path}"),
+    *(f"{method} {path.lstrip('/')}" for table in TABLES for method, path, _ in table.entries),
+}
+"""The console, which `test_console_access` walks."""
 COMMON = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),
@@ -200,7 +206,7 @@ def routes_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
 
 
 def test_every_route_is_classified(world: World) -> None:
-    classes = [OPEN, COMMON, OTHER_APIS, set(LISTS), {thing.route for thing in THINGS}]
+    classes = [OPEN, COMMON, OTHER_APIS, PAGES, set(LISTS), {thing.route for thing in THINGS}]
     assert sum(map(len, classes)) == len(set().union(*classes)), "a route has one class"
     assert set(routes_of(world.server.api.app.routes)) == set().union(*classes)
 
