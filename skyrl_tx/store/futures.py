@@ -34,6 +34,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.prepared import Prepared
 from skyrl_tx.store.tables import AnswerCounterRow, CancellationRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")
@@ -187,6 +188,8 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
             )
     values = {column: getattr(new, column) for column in _SUBMITTED_COLUMNS}
     values |= {"request_id": name, "digest": digest, "body_crc": crc32(new.body), "created_at": now}
+    # Not null: SQLite changes a row in place, and leaves a large body alone, only if the row's size stays the same.
+    values["started_at"] = now
     (position,) = execute(tx, _INSERT, {**values, **_NOT_STARTED}).inserted_primary_key or (None,)
     return Submitted(name, is_new=True, position=position)
 
@@ -372,8 +375,8 @@ def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | N
     return max(execute(tx, wanted).scalar_one() or 0, deleted, 0)
 
 
-_COUNT_ANSWER = update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1)
-_COMPLETE = (
+_COUNT_ANSWER = Prepared(lambda _: update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1), ())
+_COMPLETION = (
     update(RequestRow)
     .where(col(RequestRow.request_id) == bindparam("name"), col(RequestRow.status) == "open")
     .values(
@@ -388,15 +391,16 @@ _COMPLETE = (
         answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
     )
 )
+_COMPLETE = Prepared(lambda _: _COMPLETION, ("name", "outcome", "data", "crc", "effect", "now"))
 
 
 def complete(
     tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
 ) -> bool:
     """Store the result of an open request; return False if the request is already complete or does not exist."""
-    execute(tx, _COUNT_ANSWER)
+    _COUNT_ANSWER.execute(tx, {})
     values = {"outcome": "failed" if failed else "done", "data": result, "crc": crc32(result), "effect": effect_order}
-    return execute(tx, _COMPLETE, {"name": request_id, "now": now, **values}).rowcount == 1
+    return _COMPLETE.execute(tx, {"name": request_id, "now": now, **values}).rowcount == 1
 
 
 _RESULT = select(

@@ -13,7 +13,8 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.history_tables import PointKind, RunPointRow
+from skyrl_tx.store.history_tables import PointKind, RunPointRow, numbers_text
+from skyrl_tx.store.prepared import Prepared
 
 MAX_POINTS = 200_000
 """Points of one run; beyond that, half of the steps in its older half are dropped."""
@@ -37,12 +38,13 @@ class Point:
 
 
 _NAMES = tuple(Point.__dataclass_fields__)
-_INSERT = insert(RunPointRow)
+_INSERT = Prepared(lambda _: insert(RunPointRow), _NAMES)
 
 
 def add(tx: Session, point: Point) -> None:
     """Insert a point. Values that are not finite become null."""
-    execute(tx, _INSERT, {name: getattr(point, name) for name in _NAMES})
+    row = {name: getattr(point, name) for name in _NAMES}
+    _INSERT.execute(tx, {**row, "values": numbers_text(point.values)})
 
 
 _COLUMNS = tuple(getattr(RunPointRow, name) for name in _NAMES)

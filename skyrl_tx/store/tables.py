@@ -134,7 +134,7 @@ class RequestRow(SQLModel, table=True):
     result_crc: int | None = Field(default=None, sa_type=BigInteger)
     created_at: float
     started_at: float | None = None
-    """When the last delivery attempt began."""
+    """When the last delivery attempt began; equal to `created_at` before the first one."""
     is_streamed: bool = False
     """Whether the client reads the sample while it is decoded."""
     completed_at: float | None = None

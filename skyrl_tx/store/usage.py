@@ -14,6 +14,7 @@ from sqlmodel import Session, col
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.history_tables import UsageKind, UsageRow
+from skyrl_tx.store.prepared import Prepared
 from skyrl_tx.store.tables import SessionRow
 
 BUCKET_S = 300
@@ -50,13 +51,13 @@ _KEY = ("bucket_at", "session_id", "model_id", "kind")
 _SUMS = ("tokens", "requests", "device_s")
 
 
-def _upsert(insert: Any) -> Any:
-    added = insert(UsageRow)
+def _upsert(database: str) -> Any:
+    added = (sqlite.insert if database == "sqlite" else postgresql.insert)(UsageRow)
     sums = {name: getattr(UsageRow, name) + getattr(added.excluded, name) for name in _SUMS}
     return added.on_conflict_do_update(index_elements=list(_KEY), set_=sums)
 
 
-_UPSERT = {"sqlite": _upsert(sqlite.insert), "postgresql": _upsert(postgresql.insert)}
+_UPSERT = Prepared(_upsert, (*_KEY, "owner", *_SUMS))
 
 
 def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: float, work: Sequence[Work]) -> None:
@@ -78,7 +79,7 @@ def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: floa
 
 def _add_rows(tx: Session, rows: list[dict[str, Any]]) -> None:
     if rows:
-        execute(tx, _UPSERT[tx.connection().dialect.name], rows if len(rows) > 1 else rows[0])
+        _UPSERT.execute(tx, rows if len(rows) > 1 else rows[0])
 
 
 def totals(

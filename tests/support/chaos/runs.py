@@ -55,7 +55,7 @@ class Outcome:
     """Number of models with duplicate or missing log sequence numbers."""
     changed_results: int = 0
     history: Counter[str] = field(default_factory=Counter[str])
-    """What people read about the run, without times: points, usage, kept samples, steps of runs and checkpoints."""
+    """The history that people read, without times: points, usage, kept samples, steps of runs and checkpoints."""
     done: Counter[tuple[Victim, str]] = field(default_factory=Counter[tuple[Victim, str]])
 
 
