@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
 from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Metric
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -27,9 +28,11 @@ from skyrl_tx import models
 from skyrl_tx.api import routes
 from skyrl_tx.api.app import create_app
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
@@ -52,6 +55,7 @@ def generate() -> dict[str, str]:
         "losses.md": losses_page(),
         "models.md": models_page(),
         "recipes.md": recipes_page(),
+        "metrics.md": metrics_page(),
     }
     return {name: _page(blocks) for name, blocks in pages.items()}
 
@@ -365,6 +369,29 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
         "dense" if family.read_experts is None else "mixture of experts",
         ", ".join(attention) or "plain",
     )
+
+
+# Metrics
+
+
+def metrics_page() -> Iterator[str]:
+    """Yield the page of all metrics, by process."""
+    yield "# Metrics"
+    yield reference_text.METRIC_FAMILIES_INTRO
+    for title, registry in ("API", ApiMetrics().registry), ("Engine", EngineMeters().registry):
+        yield f"## {title}"
+        rows = [_family_row(each, family) for each in set(_collectors(registry)) for family in each.collect()]
+        yield _table(("Metric", "Type", "Labels", "Meaning"), sorted(rows))
+
+
+def _collectors(registry: CollectorRegistry) -> Iterable[Any]:
+    return registry._collector_to_names  # the library has no public way to learn the labels of a family
+
+
+def _family_row(collector: object, family: Metric) -> tuple[str, ...]:
+    suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", None) or ()
+    return f"`{family.name}{suffix}`", family.type, _codes(labels) or "–", _sentence(family.documentation)
 
 
 # Recipes

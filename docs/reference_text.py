@@ -71,6 +71,11 @@ scale is {alpha:g} / rank.
 
 A family that is missing is one file: [adding a model family](../internals/adding_a_model_family.md)."""
 
+METRIC_FAMILIES_INTRO = """\
+`/metrics` serves these in the text format of Prometheus, or in OpenMetrics. How to scrape and draw them is in
+[Monitoring](../guides/monitoring.md). A histogram has the suffixes `_bucket`, `_sum` and `_count`. What a backend does
+not tell, such as the memory of a CPU, has no sample."""
+
 RECIPES_INTRO = """\
 These parts of `tinker-cookbook` {cookbook} run unmodified, with their own defaults and offline, in the slow tests
 (`tests/recipes`). The tests serve a tiny model under public names, replace data sets by small ones of the same form,

@@ -4,7 +4,7 @@ The gauges are set by `ServerSampler`, so that a scrape reads neither the databa
 """
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, GCCollector, Histogram, Info, ProcessCollector
 
@@ -17,7 +17,6 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0, 45.0)
 _WAKEUPS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _WRITES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 _GROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
-_K = TypeVar("_K")
 
 _PATHS: Mapping[str, tuple[str, ...]] = {
     "poll": ("retrieve_future", "retrieve_futures"),
@@ -35,25 +34,14 @@ _FIRST_PARTS: Mapping[str, str] = {
 """The group of other paths, by their first part; the rest are `other`: pages and unknown paths."""
 
 
-class Counts(dict[_K, Callable[[], None]]):
-    """What counts one more of each label. Labels are looked up once, because that takes longer than counting."""
-
-    def __init__(self, find: Callable[[_K], Counter]) -> None:
-        super().__init__()
-        self._find = find
-
-    def __missing__(self, label: _K) -> Callable[[], None]:
-        self[label] = count = self._find(label).inc
-        return count
-
-
 class HttpGroup:
     """The metrics of one group of routes, with their labels looked up."""
 
     def __init__(self, name: str, requests: Counter, seconds: Histogram, num_bytes: Counter) -> None:
-        self.count_of_status = Counts[int](lambda status: requests.labels(name, str(status)))
+        # Labels are looked up once, because that takes longer than counting.
         self.observe_seconds: Callable[[float], None] = seconds.labels(name).observe
         self.count_bytes: Callable[[float], None] = num_bytes.labels(name).inc
+        self.of_status = cache(partial(requests.labels, name))
 
 
 class HttpGroups:
@@ -90,9 +78,9 @@ class ApiMetrics:
         self.poll_wakeup_s = histogram(
             "poll_wakeup_seconds", "From a result's commit to the wake-up of its long poll.", _WAKEUPS_S
         )
-        self._submitted = counter("requests_submitted", "Requests that were stored, repeated ones included.", "kind")
-        self.count_submitted = Counts[str](self._submitted.labels)
-        self._backpressure = counter("backpressure", "Requests that were told to come later.", "reason")
+        submitted = counter("requests_submitted", "Requests that were stored, repeated ones included.", "kind")
+        self.submitted = cache(submitted.labels)
+        self._backpressure = counter("backpressure", "Requests that were refused until later.", "reason")
         self._auth_failures = counter("auth_failures", "Calls without a key that allows them.", "reason")
         self.store_write_s = histogram("store_write_seconds", "Commits of the API to the store.", _WRITES_S)
         self.store_group_size = histogram("store_group_size", "Writes that one commit contained.", _GROUPS)

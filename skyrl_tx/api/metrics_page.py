@@ -11,7 +11,7 @@ from skyrl_tx import exposition
 from skyrl_tx.api.connections import plain_address
 from skyrl_tx.api.context import ApiContext, get_context
 from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.request_guard import SUSPECT
+from skyrl_tx.api.request_guard import UNTRUSTED
 
 router = APIRouter()
 _ENGINE_TIMEOUT_S = 0.8
@@ -42,7 +42,7 @@ async def _check_access(request: Request, context: ApiContext) -> None:
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     credential = request.headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
     address = "" if request.client is None else request.client.host
-    if not credential and _is_loopback(address) and SUSPECT not in request.scope:
+    if not credential and _is_loopback(address) and UNTRUSTED not in request.scope:
         return
     principal = await run_in_threadpool(context.authenticator.authenticate, credential, address)
     if principal.scope not in _SCOPES:

@@ -34,7 +34,7 @@ _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b
 _CHECKED = _FORWARDED | {b"host", b"origin", b"sec-fetch-site"}
 _OWN_SITE = frozenset({b"same-origin", b"none"})
 """`none`: the user entered the address (W3C, Fetch Metadata Request Headers)."""
-SUSPECT = "skyrl_tx.suspect"
+UNTRUSTED = "skyrl_tx.untrusted"
 """Key in the ASGI scope of a request that may come from a web page or through a proxy, on a server with keys."""
 _CREATE_KEYS = "create API keys with `skyrl-tx keys create`"
 
@@ -171,7 +171,7 @@ class RequestGuard:
             response = await self._handle_error(request, error)
             await response(scope, receive, send)
         else:
-            scope[SUSPECT] = problem
+            scope[UNTRUSTED] = problem
             await app(scope, receive, send)
 
 
@@ -183,7 +183,7 @@ def _counted(groups: HttpGroups, path: str, send: Send) -> Send:
     async def send_and_count(message: Message) -> None:
         await send(message)
         if message["type"] == "http.response.start":
-            group.count_of_status[message["status"]]()
+            group.of_status(str(message["status"])).inc()
         elif not message.get("more_body"):
             group.observe_seconds(time.monotonic() - started)
 

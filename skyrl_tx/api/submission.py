@@ -151,7 +151,7 @@ def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHa
     """Queue a request for a model, completed with its recorded samples."""
     complete = with_recorded_samples(call.store, call.caller, submission)
     handle = call.store.write(lambda tx: to_model(tx, call, ids, complete))
-    call.context.metrics.count_submitted[complete.kind]()
+    call.context.metrics.submitted(complete.kind).inc()
     return handle
 
 

@@ -28,7 +28,7 @@ _GOOD = frozenset({"ready"})
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `status`."""
     parser.description = (
-        "Show what a server does: the engine, who waits for what, speed, memory and the last failures. Reads the "
+        "Show what a server does: the engine, open requests by owner, speed, memory and the last failures. Reads the "
         "database alone, so it also describes a server that is dead. The exit status is 1 unless the engine is ready."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -37,7 +37,7 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_top_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `top`."""
-    parser.description = "Show the screen of `skyrl-tx status` anew each second, until Ctrl-C."
+    parser.description = "Show the screen of `skyrl-tx status` again each second, until Ctrl-C."
     parser.add_argument("--times", type=int, metavar="N", help="end after N screens (default: never)")
     finish_parser(parser, _run_top)
 

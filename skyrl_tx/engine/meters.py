@@ -9,6 +9,7 @@ import time
 from collections import Counter as Totals
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -26,6 +27,8 @@ _TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _WRITES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 _GROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
 _FILES_S = (0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 300.0)
+
+_PASSES = {"forward": "forward", "forward_backward": "backward"}
 
 Work = Literal["train", "optim", "sample", "state"]
 _WORK_OF_CALL: Mapping[str, Work] = {
@@ -97,14 +100,19 @@ class EngineMeters:
         self.registry.register(self._backend)
         ProcessCollector(namespace="skyrl_tx_engine", registry=self.registry)
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
-        self._completed = counter("requests_completed", "Requests with a committed result.", "kind", "outcome")
-        self._queue_s = histogram("request_queue_seconds", "From arrival to the first start.", _WAITS_S, "kind")
-        self._run_s = histogram("request_run_seconds", "From the last start to the result.", _WAITS_S, "kind")
+        completed = counter("requests_completed", "Requests with a committed result.", "kind", "outcome")
+        queue_s = histogram("request_queue_seconds", "From arrival to the first start.", _WAITS_S, "kind")
+        run_s = histogram("request_run_seconds", "From the last start to the result.", _WAITS_S, "kind")
+        # Labels are looked up once, because that takes longer than counting.
+        self._completed = cache(completed.labels)
+        self._queue_s = cache(queue_s.labels)
+        self._run_s = cache(run_s.labels)
         self._waiting = gauge("requests_waiting", "Requests that have not started.", "queue")
         self._running = gauge("requests_running", "Requests that have started.", "queue")
         self._backlog = gauge("backlog_bytes", "Memory of waiting requests.", "queue")
         self._backlog_limit = gauge("backlog_limit_bytes", "Memory for waiting requests.", "queue")
-        self._tokens = counter("training_tokens", "Tokens of completed passes.", "pass")
+        tokens = counter("training_tokens", "Tokens of completed passes.", "pass")
+        self._tokens = {kind: tokens.labels(label) for kind, label in _PASSES.items()}
         self._datums = counter("training_datums", "Datums of completed passes.")
         self._optim_steps = counter("optim_steps", "Completed optimizer steps.")
         self._nonfinite = counter("nonfinite", "Losses and gradient norms that were NaN or infinite.", "what")
@@ -139,6 +147,12 @@ class EngineMeters:
         self.store_group_size = histogram("engine_store_group_size", "Writes that one commit contained.", _GROUPS)
         self._owner_tokens = counter("owner_tokens", "Tokens by owner (--metrics-owners).", "owner", "kind")
 
+        # A rate cannot see the first event of a series that begins with it.
+        for child in "loss", "gradient":
+            self._nonfinite.labels(child)
+        for child in "ok", "failed":
+            self._snapshots.labels(child)
+
     def completed(
         self, kind: str, owner: str, request: Request | None, result: Result, *, created_at: float, started_at: float
     ) -> None:
@@ -146,11 +160,11 @@ class EngineMeters:
         now = time.time()
         kind, failure = _label(kind, request), isinstance(result, Failure)
         outcome = f"{result.category}_error" if isinstance(result, Failure) else "ok"
-        self._completed.labels(kind, outcome).inc()
+        self._completed(kind, outcome).inc()
         self.totals["requests_failed" if failure else "requests_completed"] += 1
         if started_at >= created_at > 0:
-            self._queue_s.labels(kind).observe(started_at - created_at)
-            self._run_s.labels(kind).observe(max(now - started_at, 0.0))
+            self._queue_s(kind).observe(started_at - created_at)
+            self._run_s(kind).observe(max(now - started_at, 0.0))
         match result:
             case ForwardBackwardOutput():
                 self._count_pass(kind, owner, result)
@@ -167,11 +181,10 @@ class EngineMeters:
 
     def _count_pass(self, kind: str, owner: str, result: ForwardBackwardOutput) -> None:
         num_tokens = result.metrics.get("num_tokens:sum", 0.0)
-        is_backward = kind == "forward_backward"
-        self._tokens.labels("backward" if is_backward else "forward").inc(num_tokens)
+        self._tokens[kind].inc(num_tokens)
         self._datums.inc(result.metrics.get("num_datums:sum", 0.0))
         self.totals["training_tokens"] += int(num_tokens)
-        self._count_owner(owner, "training" if is_backward else "forward", num_tokens)
+        self._count_owner(owner, "training" if kind == "forward_backward" else kind, num_tokens)
         if not math.isfinite(result.metrics.get("loss:sum", 0.0)):
             self.count_nonfinite("loss")
 
@@ -250,13 +263,13 @@ class EngineMeters:
             self._backlog_limit.labels(queue).set(values["backlog_limit_bytes"])
         for name, value in places.items():
             self._places[name].set(value)
-        told = {name: value for name, value in asdict(backend).items() if value is not None}
+        known = {name: value for name, value in asdict(backend).items() if value is not None}
         return {
             "totals": dict(self.totals),
             "device_seconds": seconds,
             "queues": queues,
             "places": places,
-            "backend": told,
+            "backend": known,
         }
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -93,7 +93,7 @@ _FAILED = (
 
 
 def open_work(tx: Session, limit: int = 100) -> list[OpenWork]:
-    """Return who waits for what, those with running requests first. Reads all open requests."""
+    """Return the open requests by owner, model and kind, those with running requests first. Reads all open requests."""
     return [
         OpenWork(owner, model_id, kind, count - int(running), int(running), oldest_at)
         for owner, model_id, kind, count, running, oldest_at in execute(tx, _OPEN_WORK, {"limit": limit})

@@ -93,7 +93,7 @@ def _queue_sample(call: Call) -> FutureHandle:
     owner, sample, submitted = queue()
     while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
         owner, sample, submitted = queue()
-    call.context.metrics.count_submitted["sample"]()
+    call.context.metrics.submitted("sample").inc()
     if submitted.position is not None:
         call.context.admission.record(owner, submitted.position, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
