@@ -69,7 +69,9 @@ def key_of(stack: LiveStack, scope: KeyScope) -> str:
 def routes(stack: LiveStack) -> set[str]:
     paths = stack.server.api.app.openapi()["paths"]
     return {
-        f"{method.upper()} {path.removeprefix('/api/v1').lstrip('/')}" for path, methods in paths.items() for method in methods
+        f"{method.upper()} {path.removeprefix('/api/v1').lstrip('/')}"
+        for path, methods in paths.items()
+        for method in methods
     }
 
 

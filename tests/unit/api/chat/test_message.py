@@ -98,7 +98,12 @@ def test_calls_of_llama3_are_found(text: str, cuts: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    [("… <tool_call> …", "hermes"), ("… <|python_tag|> …", "llama3"), ("role == 'ipython'", "llama3"), ("plain", "none")],
+    [
+        ("… <tool_call> …", "hermes"),
+        ("… <|python_tag|> …", "llama3"),
+        ("role == 'ipython'", "llama3"),
+        ("plain", "none"),
+    ],
 )
 def test_parser_follows_from_the_template(template: str, name: str) -> None:
     assert tool_calls.parser_of(template) == name

@@ -20,7 +20,7 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "find",
-            "description": "Find a city's <weather> & \"more\" – ü",
+            "description": 'Find a city\'s <weather> & "more" – ü',
             "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
         },
     }
