@@ -79,7 +79,7 @@ def test_stop_sequence_of_anthropic_is_named(stack: LiveStack) -> None:
     made = answer(stack, MESSAGES, messages=TALK, stop_sequences=[stop])
     assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", stop)
     assert "".join(block["text"] for block in made["content"]) == whole[:end]
-    last = [event for event in events(stack, MESSAGES, messages=TALK, stop_sequences=[stop])][-2]
+    last = events(stack, MESSAGES, messages=TALK, stop_sequences=[stop])[-2]
     assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 

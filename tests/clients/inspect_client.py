@@ -5,16 +5,16 @@ import os
 import sys
 import tempfile
 
-URL, MODEL = sys.argv[1:]
-os.environ |= {"SKYRL_BASE_URL": f"{URL}/oai/api/v1", "SKYRL_API_KEY": "tml-local"}
-
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate
 
+URL, MODEL = sys.argv[1:]
+
 
 def main() -> None:
+    os.environ |= {"SKYRL_BASE_URL": f"{URL}/oai/api/v1", "SKYRL_API_KEY": "tml-local"}
     task = Task(dataset=[Sample(input="How many clips?", target="7")] * 3, solver=generate(), scorer=includes())
     with tempfile.TemporaryDirectory() as folder:
         (log,) = eval(

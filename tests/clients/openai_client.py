@@ -1,4 +1,4 @@
-"""Completions and chat through the `openai` package, sync and async: `python openai_client.py URL MODEL`; prints JSON."""
+"""Completions and chat through the `openai` package: `python openai_client.py URL MODEL`; prints JSON."""
 
 import asyncio
 import json
@@ -23,7 +23,8 @@ def main() -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices], texts
-    assert usage == whole.usage and usage.completion_tokens == 40, usage
+    assert usage.completion_tokens == whole.usage.completion_tokens == 40, usage
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
     content = whole.choices[0].logprobs.content
     assert len(content) == 20 and all(2 <= len(each.top_logprobs) <= 3 for each in content)
 

@@ -32,9 +32,9 @@ def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: s
     flags = ("--base-model", "tiny", "--backend-config.decode-slice-tokens", "4")
     with (
         LiveServer(tmp_path / "data", flags=flags, ready_within_s=120.0) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
-        body = {"model": "tiny", "max_tokens": 600, "seed": 3, **BODIES[path]}
+        body = {"model": "tiny", "max_tokens": 240, "seed": 3, **BODIES[path]}
         whole = client.post(path, json=body).json()
         texts, num_events = ["", ""], 0
         token_ids: list[list[int]] = [[], []]
@@ -53,7 +53,7 @@ def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: s
                     os.kill(server.engine_pid, signal.SIGKILL)
                     num_events += 1
         server.wait_for(ENGINE_STARTED, times=2)
-    assert num_events > 30, "most of the text came after the kill"
+    assert num_events > 20, "most of the text came after the kill"
     if path.startswith("/v1"):
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert token_ids == [choice["token_ids"] for choice in whole["choices"]]
