@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,29 @@ def test_failure_has_the_form_of_each_api(served: tuple[Server, Player]) -> None
     assert post(server, MESSAGES, messages=TALK).json()["error"] == {"type": "api_error", "message": "out of memory"}
     *_, last = streamed(server, MESSAGES, messages=TALK)
     assert last == {"type": "error", "error": {"type": "api_error", "message": "out of memory"}}
+
+
+def test_full_queue_is_reported_with_retry_after(served: tuple[Server, Player]) -> None:
+    server, player = served
+
+    def publish(load: engine_state.SampleLoad | None) -> None:
+        def work(tx: Any) -> None:
+            row = engine_state.get(tx)
+            assert row is not None
+            row.load = None if load is None else asdict(load)
+
+        player.store.write(work)
+        time.sleep(0.3)  # the API reads the load that often
+
+    publish(engine_state.SampleLoad(position=0, num_bytes=10**6, max_bytes=10**6, by_owner={"local": 10**6}))
+    try:
+        for path, kind in ((CHAT, "rate_limit_error"), (MESSAGES, "rate_limit_error")):
+            for stream in (False, True):
+                response = post(server, path, messages=TALK, stream=stream)
+                assert response.status_code == HTTPStatus.TOO_MANY_REQUESTS, response.text
+                assert int(response.headers["retry-after"]) > 0 and response.json()["error"]["type"] == kind
+    finally:
+        publish(None)
 
 
 def test_engine_that_is_away_is_reported(tmp_path: Path) -> None:
