@@ -27,6 +27,10 @@ from docs import reference_text
 from skyrl_tx import models
 from skyrl_tx.api import routes
 from skyrl_tx.api.app import create_app
+from skyrl_tx.api.chat import routes as chat_routes
+from skyrl_tx.api.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
+from skyrl_tx.api.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
+from skyrl_tx.api.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
@@ -206,6 +210,7 @@ def endpoints_page() -> Iterator[str]:
                 requests = _request_schemas(route.endpoint)
                 schemas |= {schema.__name__: schema for schema in requests}
                 yield from _endpoint(route, operations[PREFIX + route.path_format], requests)
+    yield from _chat_endpoints(schemas)
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
     yield "\n".join(f"- `{name}`: {_fields_of(schemas[name])}" for name in sorted(schemas))
@@ -218,6 +223,19 @@ def endpoints_page() -> Iterator[str]:
         if PREFIX + route.path_format not in operations
     )
     yield reference_text.UNSUPPORTED
+
+
+def _chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
+    """Yield the OpenAI and Anthropic endpoints, and add the schemas of their requests."""
+    yield "## OpenAI and Anthropic"
+    yield reference_text.CHAT_ENDPOINTS
+    for prefix, router in ((OPENAI_PREFIXES[0], chat_routes.openai), (ANTHROPIC_PREFIX, chat_routes.anthropic)):
+        for route in (route for route in router.routes if isinstance(route, APIRoute)):
+            (method,) = route.methods
+            yield f"### `{method} {prefix}{route.path_format}`"
+            yield _first_line(route.endpoint)
+    described = CompletionRequest, ChatCompletionRequest, MessagesRequest, CountTokensRequest
+    schemas.update({schema.__name__: schema for schema in described})
 
 
 def _openapi_paths() -> Mapping[str, Any]:

@@ -8,12 +8,17 @@ A name that does not exist is an error. Names that end in `_s` are seconds, in `
 `skyrl-tx api` and `skyrl-tx engine` take the same flags."""
 
 ENDPOINTS_INTRO = """\
-All paths are below `/api/v1`. A request carries its key, or a token made for it, in the header `X-API-Key`.
+All paths are below `/api/v1`, except those of the OpenAI and Anthropic APIs. A request carries its key, or a token
+made for it, in the header `X-API-Key`, or as `Authorization: Bearer`.
 The bodies of `forward_backward` and `asample`, and their results, are protobuf or JSON, by `Content-Type` and `Accept`;
 all other bodies are JSON. A running server describes itself at `/openapi.json`.
 
 A request that the engine executes is answered at once with a future. `retrieve_future` waits for its result.
 An endpoint that is not listed responds with 404."""
+
+CHAT_ENDPOINTS = """\
+The OpenAI paths are also served below `/v1`. Errors have the form of each API. The [guide](../guides/openai.md) says
+what each field means; other fields that would change the result are refused by name."""
 
 UNSUPPORTED = """\
 Of the endpoints above:

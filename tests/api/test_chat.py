@@ -91,7 +91,9 @@ def test_completion_equals_the_sdks_sample_streamed_or_not(stack: LiveStack) -> 
     events = streamed(stack, COMPLETIONS, prompt="Hello there", stream_options=options, return_token_ids=True)
     assert completion_text(events) == choice["text"]
     assert events[-1]["choices"] == [] and events[-1]["usage"] == made["usage"] and events[0]["usage"] is None
-    assert [token for event in events for each in event["choices"] for token in each["token_ids"]] == choice["token_ids"]
+    assert [token for event in events for each in event["choices"] for token in each["token_ids"]] == choice[
+        "token_ids"
+    ]
     assert [each["finish_reason"] for event in events for each in event["choices"]][-1] == "length"
 
 
@@ -220,7 +222,12 @@ ERRORS: dict[str, tuple[str, dict[str, Any], HTTPStatus, str]] = {
         HTTPStatus.BAD_REQUEST,
         "messages[0].content[0].type 'image'",
     ),
-    "length": (CHAT, {"messages": TALK, "max_tokens": CONTEXT}, HTTPStatus.BAD_REQUEST, f"context has {CONTEXT} tokens"),
+    "length": (
+        CHAT,
+        {"messages": TALK, "max_tokens": CONTEXT},
+        HTTPStatus.BAD_REQUEST,
+        f"context has {CONTEXT} tokens",
+    ),
     "long prompt": (
         MESSAGES,
         {"messages": [{"role": "user", "content": "ha" * CONTEXT}]},
@@ -259,7 +266,9 @@ def test_echo_without_new_tokens_scores_a_prompt(stack: LiveStack) -> None:
     assert made["usage"]["completion_tokens"] == 0 and made["choices"][0]["text"] == TOKENIZER.decode([5, 6, 7])
     assert scored["tokens"] == [TOKENIZER.decode([token]) for token in (5, 6, 7)]
     assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
-    for token, logprob, top in list(zip(*(scored[n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True))[1:]:
+    for token, logprob, top in list(
+        zip(*(scored[n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+    )[1:]:
         assert top[token] == logprob < 0
 
 

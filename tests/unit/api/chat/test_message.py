@@ -1,6 +1,7 @@
 """Reasoning and tool calls, found in any division of the text."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName
     parser = MessageParser(ReasoningSplit(inside=inside), tool_calls.make(tools))
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts: list[Part] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         parts += parser.feed(text[start:end])
     parts += parser.finish()
     joined: list[tuple[str, str]] = []
@@ -42,7 +43,7 @@ REASONED = {
     "\n<think></think>Yes.": [("content", "Yes.")],
     "<think>\n\n</think>\n\nYes.": [("content", "Yes.")],
     "<thin is no tag": [("content", "<thin is no tag")],
-    "<think>cut off </thi": [("reasoning", "cut off </thi")],
+    "<think>cut off </": [("reasoning", "cut off </")],
     "Yes <think>later</think>": [("content", "Yes <think>later</think>")],
     "": [],
 }
@@ -98,7 +99,12 @@ def test_calls_of_llama3_are_found(text: str, cuts: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    [("… <tool_call> …", "hermes"), ("… <|python_tag|> …", "llama3"), ("role == 'ipython'", "llama3"), ("plain", "none")],
+    [
+        ("… <tool_call> …", "hermes"),
+        ("… <|python_tag|> …", "llama3"),
+        ("role == 'ipython'", "llama3"),
+        ("plain", "none"),
+    ],
 )
 def test_parser_follows_from_the_template(template: str, name: str) -> None:
     assert tool_calls.parser_of(template) == name

@@ -20,7 +20,7 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "find",
-            "description": "Find a city's <weather> & \"more\" – ü",
+            "description": 'Find a city\'s <weather> & "more" – ü',
             "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
         },
     }
@@ -89,7 +89,7 @@ def test_final_message_can_be_continued(tmp_path: Path, family: str, content: st
 
 def test_refusal_of_a_template_names_the_messages(tmp_path: Path) -> None:
     template = text_of(model_directory(tmp_path, "llama3")).template
-    with pytest.raises(UserError, match="messages: .*only the first message may be of the system"):
+    with pytest.raises(UserError, match=r"messages: .*only the first message may be of the system"):
         template.render([TALK[1], TALK[0]])
     with pytest.raises(UserError, match="no text to continue"):
         template.render([{"role": "assistant", "content": None}], continue_final_message=True)
