@@ -44,6 +44,7 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET sessions": _READ,
     "POST sessions/search": _READ,
     "GET sessions/{session_id}": _READ,
+    "GET sessions/{session_id}/trace_export": _READ,
     "POST get_info": _READ,
     "GET training_runs": _READ,
     "GET training_runs/{run_id}": _READ,
@@ -58,7 +59,6 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET billing/usage/checkpoints/current": _READ,
     # Refused with 404 whatever the key, which newer clients understand
     "GET audit": _CLIENT,
-    "GET sessions/{session_id}/trace_export": _CLIENT,
     **{f"{method} {{path:path}}": _CLIENT for method in ("GET", "POST", "PUT", "DELETE", "PATCH")},
     # Monitoring; `healthz` and `livez` need no key
     "GET metrics": _METRICS,
