@@ -42,9 +42,9 @@ class User:
             f"/trackio/api/{name}", json={"args": [], "kwargs": {**arguments, "hf_token": None}}, headers=headers
         )
 
-    def run(self, rank: int = 8) -> str:
+    def run(self, rank: int = 8, display_name: str | None = None) -> str:
         """Create a model in a session of its own and wait for it."""
-        session = self.call("POST", "create_session", tags=[]).json()["session_id"]
+        session = self.call("POST", "create_session", tags=[], display_name=display_name).json()["session_id"]
         lora = {"rank": rank}
         made = self.call(
             "POST", "create_model", session_id=session, model_seq_id=0, base_model=PUBLIC_NAME, lora_config=lora
@@ -250,6 +250,13 @@ def test_rank_and_name_in_the_config_decide(ann: User) -> None:
     ann.log(1, run_id="r4", config={"lora_rank": 4})
     ann.log(1, run_id="named", config={"lora_rank": 4, "training_run_id": large})
     assert (len(ann.logged_of(small)), len(ann.logged_of(large))) == (1, 1)
+
+
+def test_recipes_at_the_same_time_are_kept_apart_by_their_names(ann: User) -> None:
+    runs = {name: ann.run(display_name=name) for name in ("lr-1", "lr-2")}
+    for name in runs:
+        ann.log(1, run=name, run_id=f"id-{name}", metrics={"reward": len(name)})
+    assert [ann.logged_of(run) for run in runs.values()] == [[(1, {"reward": 4.0})]] * 2
 
 
 def test_trackio_run_waits_for_its_model(ann: User) -> None:
