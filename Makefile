@@ -53,10 +53,10 @@ format:  ## format the code and fix what ruff can fix
 	ruff format .
 	ruff check --fix .
 
-proto:  ## generate the protobuf module, with an old compiler whose output runs on every supported runtime
+proto:  ## generate the protobuf modules, with an old compiler whose output runs on every supported runtime
 	python -m venv build/protoc
 	build/protoc/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<80"
-	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/api/proto/wire.proto
+	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/api/proto/wire.proto skyrl_tx/api/proto/trace.proto
 
 vendor:  ## fetch the vendored scripts of the console from npm again, and check their hashes
 	python -m tests.support.fetch_vendored

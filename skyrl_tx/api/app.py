@@ -40,6 +40,7 @@ from skyrl_tx.api.routes import (
     sampling,
     service,
     sessions,
+    traces,
     trackio,
     training,
     weights,
@@ -62,7 +63,7 @@ _TICKS_PER_LOOK = 5
 _TICK_S = 0.1
 """Interval at which uvicorn calls `on_tick`."""
 # Matched in this order, the most frequently called first.
-_ROUTERS = futures, sampling, training, service, sessions, weights, runs, metrics, downloads, account
+_ROUTERS = futures, sampling, training, service, sessions, weights, runs, metrics, traces, downloads, account
 
 
 def create_context(settings: ApiSettings, store: Store) -> ApiContext:

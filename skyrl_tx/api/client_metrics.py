@@ -11,9 +11,9 @@ from skyrl_tx.api.access import spec_of
 from skyrl_tx.api.schemas.metrics import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import logged, models
-from skyrl_tx.store.database import Store
+from skyrl_tx.store.database import Store, existing
 from skyrl_tx.store.logged import Logged, LoggedRun
-from skyrl_tx.store.tables import ModelRow
+from skyrl_tx.store.tables import ModelRow, SessionRow
 
 ACTIVE_S = 600.0
 """The time since a model's last request for which new metrics may be its own."""
@@ -58,7 +58,7 @@ def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
             seeks_model=metrics.seeks_model,
         )
         if row.seeks_model:
-            found = candidates(tx, metrics.run.owner, row.config, now)
+            found = candidates(tx, metrics.run, row.config, now)
             if found:
                 logged.set_model(tx, row, found[0].model_id if len(found) == 1 else None)
         return logged.add_points(tx, row, points, now)
@@ -66,19 +66,21 @@ def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
     return sum(store.write(lambda tx, part=part: work(tx, part)) for part in _parts(metrics.points))
 
 
-def candidates(tx: Session, owner: str, config: Mapping[str, object], now: float) -> list[ModelRow]:
-    """Return the models of an owner that a logged run with this config may train.
+def candidates(tx: Session, run: LoggedRun, config: Mapping[str, object], now: float) -> list[ModelRow]:
+    """Return the models of its owner that a logged run with this config may train.
 
-    A config that names a model of the owner decides. Otherwise these are the active ones, without those of another
-    LoRA rank than the config has.
+    A config that names a model of the owner decides. Otherwise these are the active ones, without those of another LoRA
+    rank than the config has; of these, the ones whose session has the run's name, if there are such.
     """
     for name in _MODEL_NAMES:
         value = config.get(name)
-        if isinstance(value, str) and models.owner(tx, ModelId(value)) == owner:
+        if isinstance(value, str) and models.owner(tx, ModelId(value)) == run.owner:
             row = models.get(tx, ModelId(value))
             return [] if row is None else [row]
     rank = config.get("lora_rank")
-    return [row for row in models.active(tx, owner, now - ACTIVE_S) if rank in (None, spec_of(row).lora.rank)]
+    found = [row for row in models.active(tx, run.owner, now - ACTIVE_S) if rank in (None, spec_of(row).lora.rank)]
+    # The cookbook names the session and the logged run alike if it gets a `wandb_name`.
+    return [row for row in found if existing(tx, SessionRow, row.session_id).display_name == run.name] or found
 
 
 def as_object(value: object) -> Mapping[str, object]:

@@ -54,6 +54,7 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET sessions": _READ,
     "POST sessions/search": _READ,
     "GET sessions/{session_id}": _READ,
+    "GET sessions/{session_id}/trace_export": _READ,
     "POST get_info": _READ,
     "GET training_runs": _READ,
     "GET training_runs/{run_id}": _READ,
@@ -68,7 +69,6 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET billing/usage/checkpoints/current": _READ,
     # Refused with 404 whatever the key, which newer clients understand
     "GET audit": _CLIENT,
-    "GET sessions/{session_id}/trace_export": _CLIENT,
     **{
         f"{method} {prefix}{{path:path}}": _CLIENT
         for prefix in ("", *(f"{each}/" for each in _OTHER_PREFIXES))

@@ -7,6 +7,7 @@ from functools import partial
 
 from sqlmodel import Session, col, select
 
+from skyrl_tx.commands import run_report
 from skyrl_tx.commands.common import (
     CommandError,
     Record,
@@ -22,11 +23,13 @@ from skyrl_tx.commands.common import (
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
-from skyrl_tx.store import checkpoints, futures, models
+from skyrl_tx.store import checkpoints, futures, models, run_series
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
+_LAST = 64
+"""Passes from which the list computes a run's last loss."""
 _LIVE = ("creating", "ready")
 _UNLOAD_TIMEOUT_S = 60.0
 _RESTORE = "the files stay for a day, or for the server's --deletion-undo-s; until then restore with `skyrl-tx "
@@ -39,6 +42,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--owner", help="only runs of this owner")
     listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
     finish_list_parser(listing, _runs, nothing="no runs")
+    showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints", allow_abbrev=False)
+    showing.add_argument("run_id", metavar="RUN", help="id of a run, as `list` shows it")
+    showing.add_argument("--json", action="store_true", help="print JSON, with all points")
+    finish_parser(showing, run_report.show)
     deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
@@ -73,6 +80,8 @@ def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
                 "rank": spec.lora.rank,
                 "owner": owner,
                 "status": row.status,
+                "step": row.num_steps,
+                "loss": run_report.last_loss(run_series.last_points(tx, row.model_id, kinds=("train",), limit=_LAST)),
                 "last_used": when(row.last_request_at),
                 "checkpoints": len(saved),
                 "bytes": sum(checkpoint.size_bytes for checkpoint in saved),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from matplotlib.figure import Figure
 from tinker import SamplingClient, ServiceClient, TinkerError, TrainingClient
 
@@ -39,7 +40,7 @@ def run(settings: QuickstartSettings) -> int:
         return 2
     try:
         _serve_and_train(settings, questions)
-    except (ServerFailed, TinkerError) as error:
+    except (ServerFailed, TinkerError, httpx.HTTPError) as error:
         print(f"skyrl-tx quickstart: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -59,7 +60,9 @@ def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> No
         print(f"Server: {url}, ready after {time.monotonic() - started:.1f} s", flush=True)
         with ServiceClient(base_url=url, api_key=ANY_KEY, display_name="quickstart") as service:
             client = service.create_lora_training_client(MODEL_NAME, rank=RANK, seed=settings.seed).result()
-            trainer = _Trainer(client, questions, settings.seed)
+            page = f"{url}/training_runs/{client.model_id}"
+            print(f"Watch it live: {page} (curves of loss and reward, samples, checkpoints)", flush=True)
+            trainer = _Trainer(client, questions, settings.seed, url)
             nll, reward = trainer.train_supervised(settings.steps), trainer.train_by_reward(settings.rl_steps)
             draw_curves(curves, nll, reward)
             checkpoint = client.save_state("quickstart").result().path
@@ -88,8 +91,10 @@ class Curve:
 class _Trainer:
     """Runs both kinds of training of a model and prints their progress."""
 
-    def __init__(self, client: TrainingClient, questions: QuestionSet, seed: int):
+    def __init__(self, client: TrainingClient, questions: QuestionSet, seed: int, url: str):
         self._client = client
+        self._metrics_url = f"{url}/api/v1/training_runs/{client.model_id}/metrics"
+        self._num_steps = 0
         self._questions = questions
         self._seed = seed
         self._chat = training.Chat(client.get_tokenizer())
@@ -106,9 +111,13 @@ class _Trainer:
         losses: list[float] = []
         for step, nll in enumerate(training.train_sft(self._client, train, num_steps, self._seed), start=1):
             losses.append(nll)
+            self._log(step, train_nll=nll)
             if step % PRINT_EVERY == 1 or step == num_steps:
                 self._print(f"  step {step:4d}/{num_steps}  loss {nll:.3f}")
         after = training.held_out_nll(self._client, held_out)
+        self._num_steps = num_steps
+        self._log(0, held_out_nll=before)
+        self._log(num_steps, held_out_nll=after)
         self._print(f"  held-out loss after   {after:.3f}")
         self._print_answers("after supervised training", self._sampler())
         return Curve(batches=losses, before=before, after=after)
@@ -126,12 +135,20 @@ class _Trainer:
         steps = training.train_rl(self._client, self._chat, self._questions.train, num_steps, self._seed)
         for step, (reward, num_trained) in enumerate(steps, start=1):
             rewards.append(reward)
+            self._log(self._num_steps + step, reward=reward, answers_trained_on=num_trained)
             self._print(f"  step {step:4d}/{num_steps}  reward {reward:.3f}  {num_trained} answers trained on")
         sampler = self._sampler()
         after = training.mean_reward(sampler, self._chat, held_out, self._seed)
+        self._log(self._num_steps, held_out_reward=before)
+        self._log(self._num_steps + num_steps, held_out_reward=after)
         self._print(f"  held-out reward after   {after:.3f}")
         self._print_answers("after reinforcement", sampler)
         return Curve(batches=rewards, before=before, after=after)
+
+    def _log(self, step: int, **metrics: float) -> None:
+        """Send what only the client knows to the run's page; raises the client's errors."""
+        body = {"step": step, "metrics": metrics}
+        httpx.post(self._metrics_url, json=body, headers={"X-API-Key": ANY_KEY}).raise_for_status()
 
     def _sampler(self) -> SamplingClient:
         return self._client.save_weights_and_get_sampling_client().result()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import Label, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import Executable, Label, bindparam, delete, exists, func, insert, select, update
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
@@ -26,6 +26,14 @@ MAX_BYTES = 32 * 2**20
 MAX_RUNS = 10_000
 """Logged runs of an owner."""
 _NEW_POINTS = insert(LoggedPointRow)
+_POINTS = select(
+    col(LoggedPointRow.position),
+    col(LoggedRunRow.project),
+    col(LoggedRunRow.name),
+    col(LoggedPointRow.step),
+    col(LoggedPointRow.at),
+    col(LoggedPointRow.values),
+).join(LoggedRunRow, col(LoggedRunRow.logged_run_id) == col(LoggedPointRow.logged_run_id))
 _KNOWN = select(col(LoggedPointRow.log_id)).where(
     col(LoggedPointRow.logged_run_id) == bindparam("run_id"), is_in_batch(col(LoggedPointRow.log_id))
 )
@@ -171,24 +179,19 @@ def list_runs(
 
 def read_points(tx: Session, logged_run_ids: Sequence[int], *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
     """Return points of these runs after a position, in order of arrival."""
-    if not logged_run_ids:
-        return []
-    wanted = (
-        select(
-            col(LoggedPointRow.position),
-            col(LoggedRunRow.project),
-            col(LoggedRunRow.name),
-            col(LoggedPointRow.step),
-            col(LoggedPointRow.at),
-            col(LoggedPointRow.values),
-        )
-        .join(LoggedRunRow, col(LoggedRunRow.logged_run_id) == col(LoggedPointRow.logged_run_id))
-        .where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids), col(LoggedPointRow.position) > after)
-        .order_by(col(LoggedPointRow.position))
-        .limit(limit)
-    )
+    wanted = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids), col(LoggedPointRow.position) > after)
+    return _points(tx, wanted.order_by(col(LoggedPointRow.position)).limit(limit))
+
+
+def last_points(tx: Session, logged_run_ids: Sequence[int], *, limit: int) -> list[LoggedPoint]:
+    """Return the last points of these runs, in order of arrival."""
+    wanted = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids))
+    return _points(tx, wanted.order_by(col(LoggedPointRow.position).desc()).limit(limit))[::-1]
+
+
+def _points(tx: Session, wanted: Executable) -> list[LoggedPoint]:
     return [
-        LoggedPoint(position=position or 0, project=project, run=name, step=step, at=at, values=values)
+        LoggedPoint(position=position, project=project, run=name, step=step, at=at, values=values)
         for position, project, name, step, at, values in execute(tx, wanted)
     ]
 

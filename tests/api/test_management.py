@@ -286,10 +286,10 @@ def test_session_lists_its_runs_and_samplers(client_of: ClientOf, rest_of: RestO
     ("call", "text"),
     [
         (lambda rest: tinker.AdminClient(_holder=rest.holder).get_audit_log(), "audit log is not offered"),
-        (lambda rest: rest.export_session_trace("session-x"), "trace export is not offered"),
+        (lambda rest: rest.export_session_trace("session-x"), "session 'session-x' does not exist"),
     ],
 )
-def test_unsupported_endpoints_return_404_with_the_reason(
+def test_unsupported_and_unknown_things_return_404_with_the_reason(
     rest_of: RestOf, call: Callable[[tinker.RestClient], tinker.APIFuture], text: str
 ) -> None:
     with pytest.raises(tinker.NotFoundError, match=text):

@@ -75,6 +75,7 @@ OPEN = {
     "GET healthz",
     "GET livez",
     "GET trackio/version",
+    "GET traces/{session_id}",  # the URL is signed
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
 }
 PAGES = {
@@ -86,7 +87,7 @@ COMMON = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),
     *("POST create_session", "GET billing/usage/events", "GET audit", "POST create_custom_loss"),
-    *("GET sessions/{session_id}/trace_export", "GET {path:path}", "POST {path:path}", "PUT {path:path}"),
+    *("GET {path:path}", "POST {path:path}", "PUT {path:path}"),
     *("DELETE {path:path}", "PATCH {path:path}", "POST trackio/api/{name}"),
 }
 """Routes that give the same response to every caller with a key."""
@@ -108,6 +109,7 @@ CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 THINGS = [
     Thing("POST session_heartbeat", body={"session_id": "{session}"}),
     Thing("GET sessions/{session_id}", "sessions/{session}"),
+    Thing("GET sessions/{session_id}/trace_export", "sessions/{session}/trace_export"),
     Thing("PUT sessions/{session_id}/project", "sessions/{session}/project", {"project_id": "p"}),
     Thing(
         "POST create_model",

@@ -14,7 +14,13 @@ from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
-OPEN = {"GET healthz", "GET livez", "GET trackio/version", "GET downloads/{run_id}/{kind}/{name}/{form}/{file}"}
+OPEN = {
+    "GET healthz",
+    "GET livez",
+    "GET trackio/version",
+    "GET traces/{session_id}",
+    "GET downloads/{run_id}/{kind}/{name}/{form}/{file}",
+}
 CLIENT = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me", "POST telemetry"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities"),
@@ -36,6 +42,7 @@ READING = {
     *("GET training_runs/{run_id}", "GET training_runs/{run_id}/checkpoints", "GET checkpoints"),
     *(f"GET {CHECKPOINT}/external_weights_urls", f"GET {CHECKPOINT}/archive"),
     *("GET billing/usage/events", "GET billing/usage/checkpoints/current"),
+    *("GET sessions/{session_id}/trace_export",),
     *("GET training_runs/{run_id}/metrics", "GET logged_runs", "GET logged_runs/{logged_run_id}/metrics"),
 }
 CHANGING = {

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+import httpx
 import pytest
 import tinker
 from click.testing import CliRunner
 from huggingface_hub import HfApi
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 
@@ -226,8 +228,13 @@ def billing_checkpoint_storage(place: Place) -> None:
 
 
 def session_export_trace(place: Place) -> None:
-    refused = place.tinker("session", "export-trace", place.session_id, "--url-only", succeeds=False)
-    assert "trace export is not offered" in refused.error
+    file = place.folder / "out" / "session.pftrace"
+    place.tinker("session", "export-trace", place.session_id, "--output", str(file))
+    trace = Trace.FromString(file.read_bytes())
+    names = {packet.track_event.name for packet in trace.packet}
+    assert {"create_model", "save_weights"} <= names
+    url = place.tinker("session", "export-trace", place.session_id, "--url-only").out.strip()
+    assert httpx.get(url).status_code == 200 and httpx.get(url.replace("session-", "session-0")).status_code == 403
 
 
 COMMANDS: dict[str, Callable[[Place], None]] = {

@@ -98,7 +98,9 @@ class WorkingDirectory:
 
     def run_program(self, program: str, url: str, *arguments: str, stdin: str = "") -> str:
         """Run a program of tests/recipes in the directory; return its standard output."""
-        variables = OFFLINE | {
+        variables = {
+            **OFFLINE,
+            **self.environment.variables,
             "HF_HOME": str(self.root / "cache"),
             "TINKER_BASE_URL": url,
             "TINKER_COOKBOOK_RUNS_DIR": str(self.root / "runs"),

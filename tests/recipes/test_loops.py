@@ -1,8 +1,12 @@
 """The cookbook's sl_loop and rl_loop run unmodified against a server."""
 
+from dataclasses import replace
+
+import httpx
 import pytest
 
 from skyrl_tx.quickstart.questions import load_excerpt
+from tests.support.client_environments import COOKBOOK_WITH_TRACKIO
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +55,23 @@ def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, serve
         trained = [row for row in steps if "unclipped_grad_l2:mean" in row]
         assert trained and all(row["unclipped_grad_l2:mean"] > 0 for row in trained)
         assert working_directory.last_checkpoint(log) != checkpoint
+
+
+def test_rl_loop_logs_its_reward_to_the_server(working_directory, server, client_environment, tmp_path):
+    """Two variables and the recipe's own argument are all that trackio needs; the run finds its model by its name."""
+    variables = {
+        "TRACKIO_SERVER_URL": f"{server.url}/trackio",
+        "TRACKIO_WRITE_TOKEN": "tml-local",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+    }
+    environment = replace(client_environment(COOKBOOK_WITH_TRACKIO), variables=variables)
+    place = replace(working_directory, environment=environment)
+    place.write_questions(load_excerpt().train[:8])
+    names = ("wandb_project=gsm8k", "wandb_name=first")
+    metrics = place.run("rl_loop", server.url, "batch_size=4", "group_size=2", "max_tokens=8", *names)
+    rewards = [row["reward/total"] for row in metrics if "reward/total" in row]
+    (run,) = httpx.get(f"{server.url}/api/v1/logged_runs").json()["logged_runs"]
+    assert (run["project"], run["name"], run["config"]["lora_rank"]) == ("gsm8k", "first", 32)
+    assert run["training_run_id"] is not None
+    series = httpx.get(f"{server.url}/api/v1/training_runs/{run['training_run_id']}/metrics").json()["logged"]
+    assert [point["metrics"]["reward/total"] for point in series] == rewards and len(rewards) == 2

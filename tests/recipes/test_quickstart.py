@@ -6,8 +6,12 @@ import sys
 
 import pytest
 
+from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.quickstart.questions import load_excerpt
+from skyrl_tx.store import logged
+from skyrl_tx.store.database import Store
 
+CURVES = ("train_nll", "held_out_nll", "reward", "held_out_reward")
 pytestmark = pytest.mark.slow
 
 
@@ -33,6 +37,18 @@ def test_quickstart_trains_plots_curves_and_saves_a_checkpoint(tmp_path):
     assert load_excerpt().held_out[0].text in done.stdout
     assert (tmp_path / "skyrl-tx-quickstart" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
+
+
+def test_quickstart_logs_its_reward_to_its_run(tmp_path):
+    done = quickstart("--steps", "2", "--rl-steps", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    link = re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/training_runs/(\S+) ", done.stdout, re.MULTILINE)
+    assert link and done.stdout.index(link[0]) < done.stdout.index("Supervised:"), "the link comes first"
+    store = Store.open(tmp_path / "skyrl-tx-quickstart" / "server", role="tool")
+    points = store.read(lambda tx: logged.read_points_of_model(tx, ModelId(link[1])))
+    store.close()
+    curves = {name: sorted(point.step for point in points if name in point.values) for name in CURVES}
+    assert curves == {"train_nll": [1, 2], "held_out_nll": [0, 2], "reward": [3], "held_out_reward": [2, 3]}
 
 
 def test_error_message_names_a_missing_data_file(tmp_path):

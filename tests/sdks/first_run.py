@@ -6,6 +6,7 @@ test to check.
 
 import importlib
 import json
+import logging
 import os
 import pickle
 import pkgutil
@@ -23,6 +24,15 @@ ADAM = types.AdamParams(learning_rate=0.01)
 NUM_MANY = 1100  # a chunk holds 1024
 
 results: dict[str, Any] = {"version": tinker.__version__}
+
+
+class Links(logging.Handler):
+    """Records the address that the SDK logs for its session, as a program that configures logging shows it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text.startswith("live: "):
+            results.setdefault("links", []).append(text)
 
 
 def now(value: Any) -> Any:
@@ -184,6 +194,7 @@ def manage(service: Any, training: Any, path: str) -> None:
 
 def main(url: str) -> None:
     note_fields()
+    logging.basicConfig(level=logging.INFO, handlers=[Links()])
     service = tinker.ServiceClient(base_url=url, user_metadata={"a": "b"})
     (served,) = service.get_server_capabilities().supported_models
     results["served"] = served.model_name
@@ -194,6 +205,7 @@ def main(url: str) -> None:
     send_unusual_data(training)
     cause_errors(training)
     manage(service, training, path)
+    results["session_id"] = training.model_id.partition(":")[0]
     if hasattr(service, "close"):
         now(service.close("success"))
         results["closed"] = True

@@ -41,7 +41,7 @@ LOST_RESPONSES = {
     ("retrieve_future", "Sample"): [500, 410],
 }
 # Results that differ by release.
-OWN = ("version", "fields", "image", "image_step", "recovered", "closed")
+OWN = ("version", "fields", "image", "image_step", "recovered", "closed", "links", "session_id")
 # Request types of the run by their names in the SDK. A unit test checks all types of the installed release.
 SCHEMAS = {
     "AdamParams": training.AdamParams,
@@ -194,6 +194,14 @@ def test_errors_name_the_invalid_field(run: Callable[[str], Run], version: str) 
     else:  # the client refuses the image, and its sequence number is a gap
         assert results["image"]["kind"] == "ValueError" and "image_step" not in results
     assert results["recovered"] > 0
+
+
+@pytest.mark.parametrize("version", SDKS)
+def test_every_release_logs_the_address_of_its_session(
+    stack: LiveStack, run: Callable[[str], Run], version: str
+) -> None:
+    results = run(version).results
+    assert results["links"] == [f"live: {stack.url}/sessions/{results['session_id']}"]
 
 
 @pytest.mark.parametrize("version", SDKS)

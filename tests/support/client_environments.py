@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 CACHE_VARIABLE = "SKYRL_TX_TEST_ENVIRONMENTS"
@@ -123,6 +123,11 @@ COOKBOOK = ClientEnvironment(
 )
 """The recipes and evaluations of tinker-cookbook, with the SDK."""
 
+COOKBOOK_WITH_TRACKIO = replace(
+    COOKBOOK, name="cookbook-trackio", requirements=(*COOKBOOK.requirements, "trackio==0.43.0")
+)
+"""The recipes with the logger that sends their metrics to a server of one's own."""
+
 SDKS = {
     version: ClientEnvironment(name=f"sdk-{version}", requirements=(f"tinker=={version}",), over=TORCH)
     for version in ("0.16.1", "0.18.2", "0.22.7", "0.25.0", "0.26.2", "0.30.4", "0.36.0", "0.38.0")
@@ -144,7 +149,7 @@ INSPECT = ClientEnvironment(name="inspect", requirements=("inspect-ai==0.3.285",
 LM_EVAL = ClientEnvironment(name="lm-eval", requirements=("lm-eval[api]==0.4.13",), over=TORCH)
 """The evaluation harness, whose log-likelihoods need `echo` and `logprobs`."""
 
-ALL = (TORCH, COOKBOOK, *SDKS.values(), CHAT_CLIENTS, LITELLM, INSPECT, LM_EVAL)
+ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, INSPECT, LM_EVAL)
 
 
 def is_required() -> bool:

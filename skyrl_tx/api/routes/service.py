@@ -82,12 +82,6 @@ def audit(call: Incoming) -> None:
     raise not_found("the audit log is not offered by this server; see its log on standard error")
 
 
-@router.get("/sessions/{session_id}/trace_export", include_in_schema=False)
-def trace_export(session_id: str, call: Incoming) -> None:
-    """Refuse: there are no traces."""
-    raise not_found("trace export is not offered by this server")
-
-
 @router.post("/create_custom_loss", include_in_schema=False)
 def create_custom_loss(call: Incoming) -> None:
     """Refuse: custom losses run in the client; the flag that would upload them is off."""
