@@ -184,7 +184,7 @@ def test_keys_for_programs_do_not_admit(world: ConsoleWorld, scope: str) -> None
         assert answer.status_code == 403 and scope in answer.text and not answer.cookies
 
 
-def test_a_wrong_key_is_refused_in_words_and_nothing_of_it_returns(world: ConsoleWorld) -> None:
+def test_a_wrong_key_is_refused_with_the_reason_and_nothing_of_it_returns(world: ConsoleWorld) -> None:
     with world.browser() as browser:
         answer = browser.post("/login", {"key": "tml-wrong", "next": "/keys"})
         assert answer.status_code == 401 and "unknown or revoked" in answer.text and "tml-wrong" not in answer.text
