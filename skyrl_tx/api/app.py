@@ -96,7 +96,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
-    if settings.console:
+    if not settings.no_console:
         app.router.routes.extend(create_routes(context))
     app.add_middleware(
         LongPollMiddleware,

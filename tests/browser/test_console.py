@@ -57,7 +57,7 @@ def train(client: tinker.TrainingClient, steps: int) -> None:
 
 
 def wait_for_points(page: Any, number: int) -> None:
-    """Wait until the first chart has a number of points. The page's policy forbids `wait_for_function`, which evaluates."""
+    """Wait until the first chart has a number of points; the page forbids `wait_for_function`, which evaluates."""
     chart = page.locator("section.chart").first
     end = time.monotonic() + WITHIN_MS / 1000
     while (found := int(chart.get_attribute("data-points") or 0)) < number:
