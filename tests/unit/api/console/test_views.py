@@ -53,7 +53,7 @@ def test_rates_of_the_server_come_before_those_of_usage() -> None:
     history = [(at, {"training_tokens_per_s": float(at)}) for at in range(0, 1300, 10)]
     training, sampling, _ = rate_tiles([(1200, "sampled", 450)], history, 1300.0)
     assert training.value == "1.3k tok/s" and training.detail == "last 21 min 30 s" and training.spark.count(",") == 60
-    assert sampling.value == "1 tok/s"
+    assert sampling.value == "1.1 tok/s"
 
 
 def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
