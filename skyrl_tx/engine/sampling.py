@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from sqlmodel import Session
 
@@ -273,8 +274,9 @@ class SamplingExecutor:
 
         def rows(tx: Session) -> None:
             name, now = queued.sampling_session_id, time.time()
-            if name is not None and samplers.get(tx, name) is not None:
-                samplers.touch(tx, name, now)
+            if name is not None:
+                with suppress(LookupError):  # it was pruned
+                    samplers.touch(tx, name, now)
             if request.is_recorded:
                 stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
