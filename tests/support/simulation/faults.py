@@ -20,7 +20,7 @@ KINDS = {
     "network": "calls and responses are lost, repeated and delayed",
     "artifact_errors": "writing an artifact fails with ENOSPC or EIO, after a part of a file",
     "power_loss": "the machine loses its power, and files what was not flushed",
-    "full_database": "commits fail for a while, because the disk is full",
+    "full_database": "commits fail for a while, because the disk is full: at some time, and after files were written",
     "database_errors": "one read or commit fails with an I/O error; the commit may have happened",
     "watch_errors": "one look for commits of the other process fails with an I/O error",
     "bad_requests": "a pass raises an error, or crashes the engine, whenever it runs",
@@ -90,6 +90,8 @@ def draw_plan(draw: random.Random, kinds: tuple[str, ...]) -> Plan:
         plan.engine |= {"max_queued_sample_bytes": 40_000}
     if plan.has("crowd"):
         plan.device |= {"sample_slots": 1}
+    if plan.has("full_database"):
+        plan.fault_s += 1.0  # first saves come later than most faults
     if plan.has("hangs"):
         plan.fault_s = 2.0
     return plan
@@ -152,6 +154,8 @@ class Faults:
             self._countdowns["disk"] = draw.randrange(1, 14)
         if self._plan.has("database_errors"):
             self._countdowns[draw.choice(("read", "commit", "committed"))] = draw.randrange(1, 50)
+        if self._plan.has("full_database"):
+            self._countdowns["fill"] = draw.randrange(1, 5)
         if self._plan.has("watch_errors"):
             self._countdowns["look"] = draw.randrange(1, 30)
         if self._plan.has("kills") and draw.random() < 0.6:
@@ -236,6 +240,17 @@ class Faults:
     def _empty(self) -> None:
         self._is_full = False
 
+    def _fill_for_a_while(self) -> None:
+        """Fill the disk until an operator has made space. The files of a save or snapshot took what was left."""
+        self._fill()
+        self._countdowns["fill"] = self._draw.randrange(1, 5)
+
+        def make_space() -> None:
+            self._scheduler.sleep(self._draw.uniform(0.05, 0.5))
+            self._empty()
+
+        self._scheduler.spawn(make_space, process=self._scheduler.world, name="operator")
+
     def _step_clock(self) -> None:
         seconds = self._draw.choice((-20.0, 30.0, 400.0, 3600.0, 8 * 86_400.0))
         self._world.trace(f"FAULT the wall clock steps by {seconds} s")
@@ -262,6 +277,8 @@ class Faults:
         """Fail a write or a flush of an artifact, or do nothing."""
         if self._scheduler.current.process.is_dead:
             raise Killed(self._scheduler.current.process.name)
+        if point == "write" and self._strikes("fill"):
+            self._fill_for_a_while()
         if self._strikes("disk"):
             self.num_disk_errors += 1
             error = self._draw.choice((disk.no_space, disk.failing))()
