@@ -45,6 +45,8 @@ class Plan:
     device: dict[str, Any] = field(default_factory=dict[str, Any])
     fault_s: float
     """Faults happen in this time from the start."""
+    call_s: float = 0.05
+    """The longest time of a call of the device."""
 
     def has(self, kind: str) -> bool:
         """Whether the history has faults of this kind."""
@@ -88,6 +90,8 @@ def draw_plan(draw: random.Random, kinds: tuple[str, ...]) -> Plan:
         plan.fault_s = 25.0
     if plan.has("greedy_owner"):
         plan.engine |= {"max_queued_sample_bytes": 40_000}
+        plan.device |= {"slice_tokens": 1}  # long samples in few slices
+        plan.call_s = 0.5
     if plan.has("crowd"):
         plan.device |= {"sample_slots": 1}
     if plan.has("full_database"):
@@ -289,7 +293,7 @@ class Faults:
 
     def use_device(self, call: str) -> None:
         """Take the time of one call of the backend. It may fail, or not return."""
-        self._scheduler.sleep(self._draw.random() ** 2 * 0.05)
+        self._scheduler.sleep(self._draw.random() ** 2 * self._plan.call_s)
         process = self._scheduler.current.process
         if self._strikes("device"):
             self._world.trace(f"FAULT the device is lost in {call}")
