@@ -28,7 +28,7 @@ from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
-from skyrl_tx.store import completions, engine_state, futures, identity
+from skyrl_tx.store import cancellations, completions, engine_state, futures, identity
 from skyrl_tx.store.database import Store
 from skyrl_tx.threads import ServiceThread
 
@@ -85,7 +85,7 @@ class Engine:
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
             context = self._context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
-            self.store.write(futures.forget_cancellations)  # cancelled requests have results, so they will not be read
+            self.store.write(cancellations.forget)  # cancelled requests have results, so they will not be read
             self.store.write(lambda tx: futures.record_end(tx, is_crash=False))  # a supervisor has counted a crash
             attempts.is_alone = True
             self.store.write(lambda tx: completions.skip_seen(tx, time.time()))

@@ -20,7 +20,7 @@ from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.failpoints import failpoint
-from skyrl_tx.store import futures, partials, samplers, stability
+from skyrl_tx.store import cancellations, partials, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -163,11 +163,11 @@ class SamplingExecutor:
         """Drop cancelled requests. The API has already stored their results."""
         if not self._running and not self._queue:
             return
-        cancelled = self._context.store.read(lambda tx: futures.cancelled_since(tx, self._last_cancellation))
+        cancelled = self._context.store.read(lambda tx: cancellations.cancelled_since(tx, self._last_cancellation))
         if not cancelled:
             return
         self._last_cancellation = position = cancelled[-1][0]
-        self._context.store.write_soon(lambda tx: futures.forget_cancellations(tx, position))
+        self._context.store.write_soon(lambda tx: cancellations.forget(tx, position))
         for queued in self._remove({request_id for _, request_id in cancelled}):
             self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
 

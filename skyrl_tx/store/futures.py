@@ -22,7 +22,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
-    delete,
     func,
     insert,
     literal_column,
@@ -35,7 +34,7 @@ from sqlmodel import Session, col
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.prepared import Prepared
-from skyrl_tx.store.tables import AnswerCounterRow, CancellationRow, PrunedRow, RequestRow
+from skyrl_tx.store.tables import AnswerCounterRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")
 CLONE_STRIDE = 1_000_000_000
@@ -469,42 +468,3 @@ _MARK_FETCHED = (
 def mark_fetched(tx: Session, request_ids: Iterable[RequestId], now: float) -> None:
     """Record the time at which clients first fetched the results."""
     execute_in_batches(tx, _MARK_FETCHED, request_ids, now=now)
-
-
-def cancel(
-    tx: Session, request_id: RequestId, owner: str | None, failure: bytes, now: float
-) -> Literal["cancelled", "over", "no sample"]:
-    """Complete an open sample with the encoded `failure` and queue the cancellation for the engine.
-
-    Returns "over" if the request is complete or unknown, and "no sample" for a request of another kind.
-    """
-    state = result(tx, request_id, owner)
-    if state.status == "unknown":
-        return "over"
-    if state.kind != "sample":
-        return "no sample"
-    if not complete(tx, request_id, failure, failed=True, effect_order=None, now=now):
-        return "over"
-    tx.add(CancellationRow(request_id=request_id))
-    return "cancelled"
-
-
-_CANCELLED_SINCE = (
-    select(col(CancellationRow.position), col(CancellationRow.request_id))
-    .where(col(CancellationRow.position) > bindparam("after"))
-    .order_by(col(CancellationRow.position))
-)
-
-
-def cancelled_since(tx: Session, position: int) -> list[tuple[int, RequestId]]:
-    """Return position and request of the cancellations after a position."""
-    rows = execute(tx, _CANCELLED_SINCE, {"after": position})
-    return [(int(found or 0), request_id) for found, request_id in rows]
-
-
-def forget_cancellations(tx: Session, position: int | None = None) -> None:
-    """Delete the cancellations up to a position that the engine has read; None deletes all, for an engine's start."""
-    read = delete(CancellationRow)
-    if position is not None:
-        read = read.where(col(CancellationRow.position) <= position)
-    execute(tx, read)

@@ -23,7 +23,7 @@ from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput, TopK
-from skyrl_tx.store import futures, partials
+from skyrl_tx.store import cancellations, futures, partials
 
 _LOOK_EVERY_S = 20.0
 """Notifications are not lost; this bounds the wait should one be."""
@@ -194,7 +194,7 @@ class Generation:
         failure, store, owner = codec.encode(_CANCELLED), self._context.store, self._caller.owner
 
         def cancel(tx: Session) -> None:
-            futures.cancel(tx, self.request_id, owner, failure, time.time())
+            cancellations.cancel(tx, self.request_id, owner, failure, time.time())
             futures.mark_fetched(tx, [self.request_id], time.time())  # no one will
             partials.delete_of(tx, self.request_id)
 

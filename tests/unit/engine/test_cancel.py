@@ -12,7 +12,7 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.store import futures
+from skyrl_tx.store import cancellations
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, EngineHarness, sample
@@ -55,7 +55,7 @@ class Cancelling(FakeBackend):
 
 
 def cancel(harness, request_id):
-    return harness.api.write(lambda tx: futures.cancel(tx, request_id, OWNER, codec.encode(OVER), time.time()))
+    return harness.api.write(lambda tx: cancellations.cancel(tx, request_id, OWNER, codec.encode(OVER), time.time()))
 
 
 def long(**params):
@@ -89,7 +89,7 @@ def test_next_engine_does_not_run_a_cancelled_sample(harness):
     backend = Cancelling(harness, [], at_slice=0)
     harness.run(other, backend=backend)
     assert backend.started == [other] and harness.result(doomed) == OVER
-    assert harness.api.read(lambda tx: futures.cancelled_since(tx, 0)) == []
+    assert harness.api.read(lambda tx: cancellations.cancelled_since(tx, 0)) == []
 
 
 def test_sample_that_the_backend_cannot_end_fails_alone(harness, caplog):

@@ -12,7 +12,7 @@ from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, SampledSpan, SaveWeights
-from skyrl_tx.store import checkpoints, futures, kept_samples, models, points, samplers, usage
+from skyrl_tx.store import cancellations, checkpoints, futures, kept_samples, models, points, samplers, usage
 from skyrl_tx.store.points import Point
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import (
@@ -221,7 +221,7 @@ def test_no_samples_are_kept_if_switched_off_or_too_large(tmp_path: Path, settin
 
 def test_cancelled_sample_is_no_usage(harness: EngineHarness) -> None:
     cancelled, other = harness.submit(sample()), harness.submit(sample())
-    harness.api.write(lambda tx: futures.cancel(tx, cancelled, OWNER, b"x", 1.0))
+    harness.api.write(lambda tx: cancellations.cancel(tx, cancelled, OWNER, b"x", 1.0))
     harness.run(other)
     assert work(harness)["", "sampled"] == (8, 1)
 
