@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help check lint types contracts test test-fast test-slow chaos simulate fuzz fuzz-amplification soak format proto release docs \
-	reference
+	reference vendor
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -57,6 +57,9 @@ proto:  ## generate the protobuf modules, with an old compiler whose output runs
 	python -m venv build/protoc
 	build/protoc/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<80"
 	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/api/proto/wire.proto skyrl_tx/api/proto/trace.proto
+
+vendor:  ## fetch the vendored scripts of the console from npm again, and check their hashes
+	python -m tests.support.fetch_vendored
 
 release:  ## build and check the distributions, then print how to tag and publish
 	python -m venv --clear build/release

@@ -3,13 +3,18 @@
 The SDK calls `forward(...).result()` for one short datum, alternating between `skyrl-tx serve` with the fake backend
 and an HTTP stub that replies immediately with the same bytes. The difference of each pair is the added latency.
 Targets: median at most 10 ms, 95th percentile at most 30 ms.
+
+With `--against DIRECTORY`, another checkout, both servers run at once and serve blocks of the same calls in turns. The
+CPU time of API and engine per call, and the latency of a call, are compared block by block.
 """
 
 import argparse
+import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tinker
 
@@ -88,12 +93,97 @@ def measure_waiting(url: str, num_calls: int, max_tokens: int) -> dict[str, Any]
     }
 
 
+class Calls(Protocol):
+    """Makes a block of calls; returns the latency of each in milliseconds, empty if they overlap."""
+
+    def __call__(self, url: str, count: int) -> list[float]: ...
+
+
+class Blocks:
+    """Blocks of calls, with one client for each server."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self._training = {url: training_client(url) for url in urls}
+        self._sampling = {
+            url: tinker.ServiceClient(base_url=url, api_key="tml-local")
+            .create_sampling_client(base_model=BASE_MODEL)
+            .result()
+            for url in urls
+        }
+
+    def passes(self, url: str, count: int) -> list[float]:
+        data = [one_datum()]
+        return [forward_ms(self._training[url], data) for _ in range(count)]
+
+    def samples(self, url: str, count: int) -> list[float]:
+        params = tinker.SamplingParams(max_tokens=32, temperature=1.0)
+        prompt = tinker.ModelInput.from_ints(list(range(1, 65)))
+        for future in [self._sampling[url].sample(prompt, 4, params) for _ in range(count)]:
+            future.result()
+        return []
+
+
+def cpu_s(server: LiveServer) -> float:
+    """Return the CPU time of API and engine so far."""
+    ticks = 0
+    for pid in (server.pid, server.engine_pid):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def compare(servers: list[LiveServer], calls: Calls, num_blocks: int, count: int) -> dict[str, Any]:
+    """Return CPU milliseconds per call of the servers, the ratio to the first one, and their latencies."""
+    spent: list[list[float]] = [[], []]
+    latencies: list[list[float]] = [[], []]
+    for server in servers:
+        calls(server.url, count)
+    for block in range(num_blocks):
+        for index in (0, 1) if block % 2 else (1, 0):
+            before = cpu_s(servers[index])
+            latencies[index] += calls(servers[index].url, count)
+            spent[index].append((cpu_s(servers[index]) - before) / count * 1e3)
+    ratios = [new / old for old, new in zip(*spent, strict=True)]
+    return {
+        "cpu_ms": [summary(each) for each in spent],
+        "ratio": {**summary(ratios), "of_sums": round(sum(spent[1]) / sum(spent[0]), 4)},
+        "median_of_differences_ms": round(statistics.median(n - o for o, n in zip(*spent, strict=True)), 4),
+        "latency_ms": [summary(each) for each in latencies if each],
+    }
+
+
+def compare_with(checkout: Path, num_blocks: int, count: int) -> dict[str, Any]:
+    """Compare this checkout with another one."""
+    flags = ["--base-model", BASE_MODEL, "--backend", "fake"]
+    here = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as directory:
+        environments = [{**os.environ, "PYTHONPATH": str(tree)} for tree in (checkout, here)]
+        with (
+            LiveServer(Path(directory) / "other", flags=flags, environment=environments[0]) as other,
+            LiveServer(Path(directory) / "here", flags=flags, environment=environments[1]) as ours,
+        ):
+            servers = [other, ours]
+            blocks = Blocks([server.url for server in servers])
+            return {
+                "passes": compare(servers, blocks.passes, num_blocks, count),
+                "samples": compare(servers, blocks.samples, num_blocks, count),
+            }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=300, help="forward calls to the server and to the stub each")
     parser.add_argument("--calls", type=int, default=1000, help="sampling calls that wait at the same time")
+    parser.add_argument("--against", type=Path, help="checkout to compare the CPU time of requests with")
+    parser.add_argument("--blocks", type=int, default=15, help="blocks of calls of each server, with --against")
+    parser.add_argument("--block-calls", type=int, default=200, help="calls of a block, with --against")
     options = parser.parse_args()
     raise_file_limit()
+    packages = ("skyrl_tx", "tinker", "uvicorn", "fastapi")
+    if options.against is not None:
+        results = compare_with(options.against, options.blocks, options.block_calls)
+        report("api", options, results, packages)
+        return
     with tempfile.TemporaryDirectory() as directory:
         flags = ["--base-model", BASE_MODEL, "--backend", "fake"]
         with LiveServer(Path(directory) / "latency", flags=flags) as server:
@@ -102,7 +192,6 @@ def main() -> None:
         flags += ["--backend-config.step-delay-s", "1.0", "--backend-config.max-sample-tokens", "10000000"]
         with LiveServer(Path(directory) / "waiting", flags=flags) as server:
             waiting = measure_waiting(server.url, options.calls, max_tokens=128)
-    packages = ("skyrl_tx", "tinker", "uvicorn", "fastapi")
     report("api", options, {"latency": latency, "waiting": waiting}, packages)
 
 

@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
 from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Metric
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -26,10 +27,16 @@ from docs import reference_text
 from skyrl_tx import models
 from skyrl_tx.api import routes
 from skyrl_tx.api.app import create_app
+from skyrl_tx.api.chat import routes as chat_routes
+from skyrl_tx.api.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
+from skyrl_tx.api.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
+from skyrl_tx.api.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
@@ -52,6 +59,7 @@ def generate() -> dict[str, str]:
         "losses.md": losses_page(),
         "models.md": models_page(),
         "recipes.md": recipes_page(),
+        "metrics.md": metrics_page(),
     }
     return {name: _page(blocks) for name, blocks in pages.items()}
 
@@ -201,7 +209,8 @@ def endpoints_page() -> Iterator[str]:
             for route in offered:
                 requests = _request_schemas(route.endpoint)
                 schemas |= {schema.__name__: schema for schema in requests}
-                yield from _endpoint(route, operations[PREFIX + route.path_format], requests)
+                yield from _endpoint(route, operations[_served_at(route, operations)], requests)
+    yield from _chat_endpoints(schemas)
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
     yield "\n".join(f"- `{name}`: {_fields_of(schemas[name])}" for name in sorted(schemas))
@@ -211,9 +220,22 @@ def endpoints_page() -> Iterator[str]:
         for endpoints in _routers(list(operations)).values()
         for route in endpoints
         for method in sorted(route.methods)
-        if PREFIX + route.path_format not in operations
+        if _served_at(route, operations) not in operations
     )
     yield reference_text.UNSUPPORTED
+
+
+def _chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
+    """Yield the OpenAI and Anthropic endpoints, and add the schemas of their requests."""
+    yield "## OpenAI and Anthropic"
+    yield reference_text.CHAT_ENDPOINTS
+    for prefix, router in ((OPENAI_PREFIXES[0], chat_routes.openai), (ANTHROPIC_PREFIX, chat_routes.anthropic)):
+        for route in (route for route in router.routes if isinstance(route, APIRoute)):
+            (method,) = route.methods
+            yield f"### `{method} {prefix}{route.path_format}`"
+            yield _first_line(route.endpoint)
+    described = CompletionRequest, ChatCompletionRequest, MessagesRequest, CountTokensRequest
+    schemas.update({schema.__name__: schema for schema in described})
 
 
 def _openapi_paths() -> Mapping[str, Any]:
@@ -227,6 +249,11 @@ def _openapi_paths() -> Mapping[str, Any]:
     return app.openapi()["paths"]
 
 
+def _served_at(route: APIRoute, paths: Collection[str]) -> str:
+    """Return the path of a route: below the prefix of all, unless its router has its own."""
+    return route.path_format if route.path_format in paths else PREFIX + route.path_format
+
+
 def _routers(paths: Sequence[str]) -> Mapping[str, list[APIRoute]]:
     """Return the routes of each module of `skyrl_tx.api.routes`, in the order of the OpenAPI document."""
     found: dict[str, list[APIRoute]] = {}
@@ -235,7 +262,8 @@ def _routers(paths: Sequence[str]) -> Mapping[str, list[APIRoute]]:
         found[module.__name__] = [route for route in module.router.routes if isinstance(route, APIRoute)]
 
     def position(module: str) -> int:
-        return min((paths.index(PREFIX + r.path_format) for r in found[module] if r.include_in_schema), default=10**6)
+        offered = [route for route in found[module] if route.include_in_schema]
+        return min((paths.index(_served_at(route, paths)) for route in offered), default=10**6)
 
     return {module: found[module] for module in sorted(found, key=position)}
 
@@ -365,6 +393,29 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
         "dense" if family.read_experts is None else "mixture of experts",
         ", ".join(attention) or "plain",
     )
+
+
+# Metrics
+
+
+def metrics_page() -> Iterator[str]:
+    """Yield the page of all metrics, by process."""
+    yield "# Metrics"
+    yield reference_text.METRIC_FAMILIES_INTRO
+    for title, registry in ("API", ApiMetrics().registry), ("Engine", EngineMeters().registry):
+        yield f"## {title}"
+        rows = [_family_row(each, family) for each in set(_collectors(registry)) for family in each.collect()]
+        yield _table(("Metric", "Type", "Labels", "Meaning"), sorted(rows))
+
+
+def _collectors(registry: CollectorRegistry) -> Iterable[Any]:
+    return registry._collector_to_names  # the library has no public way to learn the labels of a family
+
+
+def _family_row(collector: object, family: Metric) -> tuple[str, ...]:
+    suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", None) or ()
+    return f"`{family.name}{suffix}`", family.type, _codes(labels) or "–", _sentence(family.documentation)
 
 
 # Recipes

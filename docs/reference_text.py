@@ -8,12 +8,17 @@ A name that does not exist is an error. Names that end in `_s` are seconds, in `
 `skyrl-tx api` and `skyrl-tx engine` take the same flags."""
 
 ENDPOINTS_INTRO = """\
-All paths are below `/api/v1`. A request carries its key, or a token made for it, in the header `X-API-Key`.
+All paths are below `/api/v1`, except those of the OpenAI and Anthropic APIs. A request carries its key, or a token
+made for it, in the header `X-API-Key`, or as `Authorization: Bearer`.
 The bodies of `forward_backward` and `asample`, and their results, are protobuf or JSON, by `Content-Type` and `Accept`;
 all other bodies are JSON. A running server describes itself at `/openapi.json`.
 
 A request that the engine executes is answered at once with a future. `retrieve_future` waits for its result.
 An endpoint that is not listed responds with 404."""
+
+CHAT_ENDPOINTS = """\
+The OpenAI paths are also served below `/v1`. Errors have the form of each API. The [guide](../guides/openai.md) says
+what each field means; other fields that would change the result are refused by name."""
 
 UNSUPPORTED = """\
 Of the endpoints above:
@@ -70,6 +75,11 @@ unembedding (`train_unembed`). Models with different ranks train and sample at t
 scale is {alpha:g} / rank.
 
 A family that is missing is one file: [adding a model family](../internals/adding_a_model_family.md)."""
+
+METRIC_FAMILIES_INTRO = """\
+`/metrics` serves these in the text format of Prometheus, or in OpenMetrics. How to scrape and draw them is in
+[Monitoring](../guides/monitoring.md). A histogram has the suffixes `_bucket`, `_sum` and `_count`. What a backend does
+not tell, such as the memory of a CPU, has no sample."""
 
 RECIPES_INTRO = """\
 These parts of `tinker-cookbook` {cookbook} run unmodified, with their own defaults and offline, in the slow tests

@@ -52,10 +52,15 @@ _COMMANDS = {
     "recover": "restore checkpoints that the database lost, or that are in the trash",
     "backup": "copy the database and the weights, also while a server runs",
     "restore": "create a data directory from a backup",
+    "status": "show what a server does, also one that is dead",
+    "top": "show the status of a server continuously",
     "stacks": "write the stacks of a running server's threads to its log",
 }
 _DATA_COMMANDS = frozenset(
-    {"keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore", "stacks"}
+    {
+        *("keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore"),
+        *("status", "top", "stacks"),
+    }
 )
 _QUICKSTART_PACKAGES = frozenset({"matplotlib", "tinker"})
 _FIRST_FLAGS = (
@@ -202,7 +207,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def _run_server(command: str, settings: ServerSettings) -> int:
     from skyrl_tx import supervisor  # late, because its imports would slow down --help
 
-    configure_logging(command, settings.log_level)
+    configure_logging(command, settings.log_level, settings.log_format)
     enable_stack_dumps()
     end_process_on_failure()
     raise_file_limit()

@@ -24,9 +24,12 @@ from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
+from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.exposition import MetricsSocket, render
 from skyrl_tx.process_setup import (
     CannotServe,
+    LogFormat,
     LogLevel,
     configure_logging,
     enable_huge_pages,
@@ -36,6 +39,7 @@ from skyrl_tx.process_setup import (
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
+from skyrl_tx.store.notices import recorded_notices
 from skyrl_tx.store.writer import RetryPolicy
 from skyrl_tx.threads import EXIT_STATUS, ServiceThread, end_process_on_failure
 
@@ -78,6 +82,7 @@ class EngineLaunch:
     backend: str
     backend_config: BaseModel
     log_level: LogLevel
+    log_format: LogFormat = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +199,7 @@ def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], N
 
 def _run_child(launch: EngineLaunch, parent: Connection) -> None:
     """Run the engine as a child; the entry point of its process."""
-    configure_logging("engine", launch.log_level)
+    configure_logging("engine", launch.log_level, launch.log_format)
     enable_stack_dumps()
     end_process_on_failure()
     ServiceThread("follow-parent", lambda: _follow_parent(parent)).start()
@@ -323,10 +328,26 @@ def run_engine(
         try:
             backend = spec.load()(settings.base_model, backend_config)
             artifacts = ArtifactStore(settings.data_dir / "artifacts", min_free_bytes=settings.min_free_disk_bytes)
-            engine = Engine(settings, backend, store, artifacts)
-            engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
+            engine = Engine(settings, backend, store, artifacts, EngineMeters(with_owners=settings.metrics_owners))
+            with _served_metrics(settings.data_dir, engine.meters), recorded_notices(store, "engine"):
+                engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
         except (BackendLost, StoreError) as error:
             raise EngineLost(f"backend or database lost: {error}") from error
+
+
+@contextmanager
+def _served_metrics(data_dir: Path, meters: EngineMeters) -> Generator[None]:
+    """Serve the engine's metrics to the API. An engine that cannot runs without."""
+    try:
+        served = MetricsSocket(data_dir, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
+    except OSError as error:
+        _log.warning("the metrics of the engine cannot be served: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        served.close()
 
 
 def open_store(settings: EngineSettings, stop: threading.Event) -> Store:

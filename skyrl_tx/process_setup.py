@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import json
 import logging
 import os
 import resource
@@ -17,7 +18,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
+LOG_FIELDS = "request_id", "session_id", "model_id", "owner"
+"""Names in `extra` of a log line that concerns one of them."""
 _OPEN_FILES = 65_536
 """Enough for tens of thousands of long polls. A higher limit would slow the start of child processes."""
 
@@ -47,15 +51,42 @@ class CommonSettings(BaseModel):
         return None if self.database_url is None else self.database_url.get_secret_value()
 
 
-def configure_logging(role: str, level: LogLevel = "info") -> None:
+class JsonFormatter(logging.Formatter):
+    """Writes one JSON object a line: `ts` in UTC, `level`, `process`, `logger`, `message`, and what it is about.
+
+    `LOG_FIELDS` of the record are added, which callers pass as `extra`, and the traceback as `exception`.
+    """
+
+    converter = time.gmtime
+
+    def __init__(self, role: str) -> None:
+        super().__init__(datefmt="%Y-%m-%dT%H:%M:%S")
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        line = {
+            "ts": f"{self.formatTime(record, self.datefmt)}.{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "process": self._role,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in LOG_FIELDS if getattr(record, name, None) is not None}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logging(role: str, level: LogLevel = "info", log_format: LogFormat = "text") -> None:
     """Send this process's log to stderr; other libraries log warnings and errors only.
 
-    A line is `2026-01-31T12:00:00.123Z INFO engine message`.
+    A line of text is `2026-01-31T12:00:00.123Z INFO engine message`, for JSON see `JsonFormatter`.
     """
-    formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {role} %(message)s", "%Y-%m-%dT%H:%M:%S")
-    formatter.converter = time.gmtime
+    text = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {role} %(message)s", "%Y-%m-%dT%H:%M:%S")
+    text.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    handler.setFormatter(JsonFormatter(role) if log_format == "json" else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

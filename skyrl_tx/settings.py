@@ -14,7 +14,7 @@ from skyrl_tx import failpoints
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.process_setup import LogLevel
+from skyrl_tx.process_setup import LogFormat, LogLevel
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
@@ -63,9 +63,11 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     """Abandon the models of earlier starts; their named checkpoints can still be loaded."""
     log_level: LogLevel = "info"
     """Least severity of log messages."""
+    log_format: LogFormat = "text"
+    """Form of log lines: text, or one JSON object a line for log collectors."""
     backend_config: BaseModel
 
-    @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile")
+    @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile", "chat_template")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path else None

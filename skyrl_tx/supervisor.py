@@ -20,6 +20,7 @@ from skyrl_tx.settings import ServerSettings
 from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 from skyrl_tx.store.errors import StoreBlocked, StoreUnreachable
+from skyrl_tx.store.notices import recorded_notices
 
 _log = logging.getLogger(__name__)
 
@@ -199,7 +200,8 @@ def serve(settings: ServerSettings) -> int:
             record_end=lambda end, since: store.write(lambda tx: _record_end(tx, end, since)),
         )
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-        asyncio.run(run_servers(SupervisedApi(settings, store), listener, engine))
+        with recorded_notices(store, "api"):
+            asyncio.run(run_servers(SupervisedApi(settings, store), listener, engine))
     return 0
 
 
@@ -219,7 +221,8 @@ def serve_api(settings: ServerSettings) -> int:
         url = url_of(listener, settings.scheme)
         _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-        asyncio.run(run_servers(SupervisedApi(settings, store), listener, None))
+        with recorded_notices(store, "api"):
+            asyncio.run(run_servers(SupervisedApi(settings, store), listener, None))
     return 0
 
 
@@ -237,6 +240,7 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
         backend=settings.backend,
         backend_config=settings.backend_config,
         log_level=settings.log_level,
+        log_format=settings.log_format,
     )
 
 

@@ -19,12 +19,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from skyrl_tx import __version__
-from skyrl_tx.api.authentication import Authenticator, Caller, SigningKey
+from skyrl_tx.api import metrics_page
+from skyrl_tx.api.authentication import OWNER, Authenticator, Caller, SigningKey
+from skyrl_tx.api.chat import errors as chat_errors
+from skyrl_tx.api.chat import routes as chat_routes
 from skyrl_tx.api.connections import Connections, HttpProtocol, Listener, max_connections
+from skyrl_tx.api.console.site import create_routes
 from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import LongPollMiddleware, ResultWatcher
+from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.api.routes import (
     account,
@@ -41,6 +46,7 @@ from skyrl_tx.api.routes import (
     weights,
 )
 from skyrl_tx.api.scopes import API_PREFIX as _PREFIX
+from skyrl_tx.api.server_sampler import ServerSampler
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import shown
 from skyrl_tx.api.wire import BodyBudget
@@ -62,7 +68,10 @@ _ROUTERS = futures, sampling, training, service, sessions, weights, runs, metric
 
 def create_context(settings: ApiSettings, store: Store) -> ApiContext:
     """Build the components of an API process."""
-    signing_key = SigningKey.of(settings.data_dir)
+    signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
+    metrics.polls_waiting.set_function(lambda: results.num_waiting)
+    results.observe_wakeup = metrics.poll_wakeup_s.observe
+    store.observe_commits(metrics.store_write_s.observe, metrics.store_group_size.observe)
     return ApiContext(
         settings=settings,
         store=store,
@@ -73,7 +82,8 @@ def create_context(settings: ApiSettings, store: Store) -> ApiContext:
         admission=AdmissionControl(store),
         received_bodies=BodyBudget(settings.max_inflight_bytes // 2),
         decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
-        results=ResultWatcher(store),
+        results=results,
+        metrics=metrics,
     )
 
 
@@ -94,6 +104,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     app.state.authenticator = context.authenticator
     for routes in _ROUTERS:
         app.include_router(routes.router, prefix=_PREFIX)
+    app.include_router(metrics_page.router)
     app.include_router(trackio.router)
     app.add_api_route(
         _PREFIX + "/{path:path}",
@@ -101,6 +112,10 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
+    chat_routes.install(app, context)
+    handle_error = chat_errors.by_path(_handle_error)
+    if settings.console:
+        app.router.routes.extend(create_routes(context))
     app.add_middleware(
         LongPollMiddleware,
         path=_PREFIX + "/retrieve_future",
@@ -112,11 +127,12 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
         RequestGuard,
         settings=settings,
         requires_key=context.authenticator.requires_key,
-        handle_error=_handle_error,
+        handle_error=handle_error,
+        groups=context.metrics.http,
     )
     refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
     for kind in (*refusals, StoreError, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _handle_error)
+        app.add_exception_handler(kind, handle_error)
     return app
 
 
@@ -132,6 +148,8 @@ async def _handle_error(request: Request, error: Exception) -> Response:
             _log.info("%s %s: the client disconnected while sending the body", request.method, request.url.path)
             return Response(status_code=HTTPStatus.BAD_REQUEST)
         case ApiError():
+            if error.reason is not None:
+                cast(ApiContext, request.app.state.context).metrics.refused(error.reason)
             return _detail(error.status, error.detail, error.headers)
         case HTTPException():
             return _detail(error.status_code, str(error.detail))
@@ -142,11 +160,14 @@ async def _handle_error(request: Request, error: Exception) -> Response:
         case UserError() | ValueRefused():
             return _detail(HTTPStatus.BAD_REQUEST, str(error))
         case StoreError():
-            _log.error("%s %s: %s", request.method, request.url.path, error)
+            owner = {"owner": request.scope.get(OWNER)}
+            _log.error("%s %s: %s", request.method, request.url.path, error, extra=owner)
             return _detail(HTTPStatus.SERVICE_UNAVAILABLE, f"the database is not available: {error}")
         case _:
             reference = secrets.token_hex(4)
-            _log.error("%s %s failed (reference %s)", request.method, request.url.path, reference, exc_info=error)
+            owner = {"owner": request.scope.get(OWNER)}
+            failed = "%s %s failed (reference %s)"
+            _log.error(failed, request.method, request.url.path, reference, exc_info=error, extra=owner)
             return _detail(
                 HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error; the server's log has it under reference {reference}"
             )
@@ -161,6 +182,8 @@ class ApiServer(uvicorn.Server):
 
     def __init__(self, settings: ApiSettings, store: Store) -> None:
         self.app = create_app(settings, store)
+        context = cast(ApiContext, self.app.state.context)
+        self.sampler = ServerSampler(settings, store, context.metrics, context.results)
         most = max_connections()
         # A quarter is left to others. 10,000 polls of one address need 14,400 open files.
         default = max(1, most * 3 // 4)
@@ -171,6 +194,7 @@ class ApiServer(uvicorn.Server):
             body_timeout_s=settings.body_timeout_s,
             is_exempt=TrustedProxies(settings.trusted_proxies).__contains__,
         )
+        context.metrics.connections.set_function(lambda: self.connections.num_open)
         super().__init__(
             uvicorn.Config(
                 self.app,
@@ -201,6 +225,8 @@ class ApiServer(uvicorn.Server):
         await super().startup([Listener(listener, self.connections) for listener in given])
         if not sockets:
             given[0].close()
+        if self.started:
+            self.sampler.start()
 
     async def on_tick(self, counter: int) -> bool:
         """End connections of slow clients, twice a second."""
@@ -212,3 +238,4 @@ class ApiServer(uvicorn.Server):
         """Release the long polls, then shut down."""
         cast(ApiContext, self.app.state.context).results.release()
         await super().shutdown(sockets)
+        await asyncio.to_thread(self.sampler.close)

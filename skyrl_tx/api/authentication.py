@@ -28,7 +28,7 @@ from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
-from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.errors import ApiError, Refusal
 from skyrl_tx.api.scopes import FULL_SCOPES, check_scope
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store import keys
@@ -51,6 +51,8 @@ _FORGIVE_S = 3.0
 _MAX_NETWORKS = 10_000
 _IPV6_PREFIX = 64
 """A customer gets at least that many IPv6 addresses."""
+OWNER = "skyrl_tx.owner"
+"""Key of the caller's owner in the ASGI scope of an authenticated request, for the log."""
 USER_URN = "tml:user:"
 ORGANIZATION = "self-hosted"
 """The organization name in tokens and key descriptions."""
@@ -207,6 +209,7 @@ class Authenticator:
                 HTTPStatus.TOO_MANY_REQUESTS,
                 "X-API-Key: too many wrong keys came from this address",
                 headers={"Retry-After": str(math.ceil(wait_s))},
+                reason="throttled",
             )
         valid_until = time.monotonic() + _CACHE_S  # counted from before the query, and never prolonged without one
         try:
@@ -262,7 +265,10 @@ class Authenticator:
         if self._is_disabled(tx):
             return LOCAL_ADMIN
         if not credential:
-            raise _unauthorized("X-API-Key: missing; this server asks for a key, made with `skyrl-tx keys create`")
+            raise _unauthorized(
+                "X-API-Key: missing; this server asks for a key, made with `skyrl-tx keys create`",
+                reason="missing_key",
+            )
         if credential.startswith("tml-"):
             row = keys.find(tx, credential)
             if row is None:
@@ -270,7 +276,9 @@ class Authenticator:
         else:
             row = keys.get(tx, self._key_id(credential))
             if row is None:
-                raise _unauthorized("X-API-Key: the key of this token has been revoked", is_token=True)
+                raise _unauthorized(
+                    "X-API-Key: the key of this token has been revoked", is_token=True, reason="ended_key"
+                )
         return self._usable(row, is_token=not credential.startswith("tml-"))
 
     def find_key(self, tx: Session, key_id: int | None) -> Principal | None:
@@ -290,7 +298,9 @@ class Authenticator:
         now = time.time()
         if row.expires_at is not None and keys.status(row, now) == "expired":
             at = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            raise _unauthorized(f"X-API-Key: this key expired at {at}; ask for a new one", is_token=is_token)
+            raise _unauthorized(
+                f"X-API-Key: this key expired at {at}; ask for a new one", is_token=is_token, reason="ended_key"
+            )
         assert row.key_id is not None
         if keys.is_use_due(row, now):
             self._store.write_soon(lambda tx, used=row.key_id: keys.record_use(tx, used, now)).add_done_callback(
@@ -322,15 +332,17 @@ def _log_failure(written: Future[None]) -> None:
         _log.warning("the use of an API key was not recorded: %s", error)
 
 
-def _unauthorized(detail: str, *, is_token: bool = False) -> ApiError:
+def _unauthorized(detail: str, *, is_token: bool = False, reason: Refusal = "wrong_key") -> ApiError:
     """Return a 401. `invalid_token` makes the SDK fetch a new token (RFC 6750, section 3)."""
     challenge = 'Bearer error="invalid_token"' if is_token else "Bearer"
-    return ApiError(HTTPStatus.UNAUTHORIZED, detail, headers={"WWW-Authenticate": challenge})
+    return ApiError(HTTPStatus.UNAUTHORIZED, detail, headers={"WWW-Authenticate": challenge}, reason=reason)
 
 
 async def authenticate_request(request: Request) -> Principal:
     """Authenticate the caller of a request. Raises ApiError 401, 429 or, if its key's scope is too narrow, 403."""
-    return await authenticate_credential(request, request.headers.get("x-api-key", ""))
+    return await authenticate_credential(
+        request, request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
+    )
 
 
 async def authenticate_credential(request: Request, credential: str) -> Principal:
@@ -340,9 +352,16 @@ async def authenticate_credential(request: Request, credential: str) -> Principa
     if principal is None:
         address = "" if request.client is None else request.client.host
         principal = await run_in_threadpool(authenticator.authenticate, credential, address)
+    request.scope[OWNER] = principal.owner
     if not principal.has_full_scope:
         check_scope(principal.scope, request)
     return principal
+
+
+def _bearer(authorization: str) -> str:
+    """Return the credential of an Authorization header, as clients of OpenAI's API send it; "" if there is none."""
+    scheme, _, credential = authorization.partition(" ")
+    return credential.strip() if scheme.lower() == "bearer" else ""
 
 
 Caller = Annotated[Principal, Depends(authenticate_request)]

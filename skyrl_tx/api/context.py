@@ -13,6 +13,7 @@ from skyrl_tx.api.authentication import Authenticator, Caller, Principal, Signin
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import ResponsePriority, ResultWatcher
+from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import UnknownFields
@@ -40,6 +41,7 @@ class ApiContext:
     admission: AdmissionControl
     received_bodies: BodyBudget
     decoded_bodies: BodyBudget
+    metrics: ApiMetrics
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
     result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))
@@ -117,6 +119,13 @@ async def read_control(request: Request, caller: Caller) -> AsyncGenerator[Call]
 
 async def read_data(request: Request, caller: Caller) -> AsyncGenerator[Call]:
     """Receive a pass or a sample, which may be large."""
+    async with data_call(request, caller) as call:
+        yield call
+
+
+@asynccontextmanager
+async def data_call(request: Request, caller: Principal) -> AsyncGenerator[Call]:
+    """Receive a request that may be large; its memory is held in the context."""
     settings = (await get_context(request)).settings
     limits = BodyLimits.of_data(settings.max_request_bytes, request.headers.get("content-type", ""))
     async with held_call(request, caller, limits) as call:
@@ -149,10 +158,13 @@ def _announced_bytes(request: Request, limits: BodyLimits) -> int:
 
 
 async def _read(request: Request, caller: Principal, limits: BodyLimits) -> Call:
+    context, body, path = await get_context(request), await read_body(request, limits), request.scope["path"]
+    groups = context.metrics.http
+    (groups.known.get(path) or groups.of_other(path)).count_bytes(len(body.raw))
     return Call(
-        context=await get_context(request),
+        context=context,
         caller=caller,
-        body=await read_body(request, limits),
+        body=body,
         sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
         idempotency_key=request.headers.get("x-idempotency-key"),
         weights_access_token=request.headers.get("x-tinker-weights-access-token"),

@@ -127,7 +127,7 @@ class AdmissionControl:
         share = load.max_bytes // len({owner, *load.by_owner, *(+self._num_bytes)})
         if own + size > min(share, 2 * load.max_bytes - queued - size):
             detail = f"queued samples take {queued} of {load.max_bytes} bytes, {own} of them yours: send this one later"
-            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS)
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS, reason="queue_full")
 
     def record(self, owner: str, position: int, num_bytes: int) -> None:
         """Count a submitted sample until the engine's published load includes it."""

@@ -82,13 +82,25 @@ class ResultWatcher:
         self._marked_at = self._heartbeat_at = self._keys_checked_at = time.monotonic()
         self._random = random.Random()
         self._is_closed = False
+        self._readers: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.observe_wakeup: Callable[[float], object] = lambda _: None
+        """Called for each woken poll with the seconds since its result was written."""
         self._thread = ServiceThread("result-watcher", self._run)
 
     @property
     def is_closed(self) -> bool:
         """Whether the process shuts down and no poll may be held."""
         return self._is_closed
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests and sampling sessions with an open poll."""
+        return len(self._waiting)
+
+    def add_reader(self, read: Callable[[], None]) -> None:
+        """Call a function on the watcher's thread after each commit of the engine. Called before `start`."""
+        self._readers.append(read)
 
     def start(self) -> None:
         """Start the thread."""
@@ -164,6 +176,8 @@ class ResultWatcher:
             started_at = time.monotonic()
             try:
                 self._check_new_polls()
+                for read in self._readers:
+                    read()
                 self._notify_completed()
                 self._release_polls_of_ended_keys()
                 self._write_fetched()
@@ -194,8 +208,17 @@ class ResultWatcher:
         while page := self._store.read(lambda tx: completions.completed_since(tx, self._seen, _PAGE)):
             self._seen = page[-1][0]
             with self._lock:
-                waiting = [each for _, *names in page for name in names if name for each in self._waiting.get(name, ())]
-            self._wake(waiting)
+                due = [
+                    (notification, completed_at)
+                    for _, request_id, session_id, completed_at in page
+                    for name in (request_id, session_id)
+                    if name
+                    for notification in self._waiting.get(name, ())
+                ]
+            self._wake(notification for notification, _ in due)
+            now = time.time()
+            for _, completed_at in due:
+                self.observe_wakeup(max(now - completed_at, 0.0))
 
     def _release_polls_of_ended_keys(self) -> None:
         """End the polls whose key was revoked or expired; their next call is refused."""

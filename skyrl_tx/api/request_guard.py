@@ -2,11 +2,14 @@
 
 While no API key is required, everyone who can send a request is an admin. That must not include web pages that the
 user visits, which reach loopback by DNS rebinding or cross-site requests, nor the clients of a reverse proxy.
+
+As the outermost layer it also counts all responses.
 """
 
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from http import HTTPStatus
@@ -16,11 +19,13 @@ from urllib.parse import urlsplit
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from skyrl_tx.api.connections import ThrottledWarning, plain_address
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.metrics import HttpGroups
+from skyrl_tx.api.scopes import API_PREFIX
 from skyrl_tx.api.settings import ApiSettings
 
 _log = logging.getLogger(__name__)
@@ -29,6 +34,8 @@ _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b
 _CHECKED = _FORWARDED | {b"host", b"origin", b"sec-fetch-site"}
 _OWN_SITE = frozenset({b"same-origin", b"none"})
 """`none`: the user entered the address (W3C, Fetch Metadata Request Headers)."""
+UNTRUSTED = "skyrl_tx.untrusted"
+"""Key in the ASGI scope of a request that may come from a web page or through a proxy, on a server with keys."""
 _CREATE_KEYS = "create API keys with `skyrl-tx keys create`"
 
 
@@ -93,6 +100,7 @@ class RequestGuard:
         settings: ApiSettings,
         requires_key: Callable[[], bool],
         handle_error: Callable[[Request, Exception], Awaitable[Response]],
+        groups: HttpGroups,
     ) -> None:
         """`requires_key()` returns whether API keys are required now; it may read the database."""
         self._app = app
@@ -102,6 +110,7 @@ class RequestGuard:
         self._always_checks_host = bool(settings.allowed_hosts)
         self._requires_key = requires_key
         self._handle_error = handle_error
+        self._groups = groups
         self._warn = ThrottledWarning(_log)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -111,19 +120,21 @@ class RequestGuard:
         """
         if scope["type"] != "http":
             return self._app(scope, receive, send)
+        send = _counted(self._groups, scope["path"], send)
         app, is_proxied = self._app, False
         if self._proxies and (client := scope.get("client")):
             address = plain_address(client[0])
             if address in self._proxies:
                 scope["client"] = address, client[1]
                 app, is_proxied = self._proxied, True
-        problem = self._problem(scope["headers"], is_proxied=is_proxied)
+        problem = self._problem(scope, is_proxied=is_proxied)
         if problem is None:
             return app(scope, receive, send)
         return self._refuse_without_keys(problem, app, scope, receive, send)
 
-    def _problem(self, headers: Iterable[tuple[bytes, bytes]], *, is_proxied: bool) -> str | None:
+    def _problem(self, scope: Scope, *, is_proxied: bool) -> str | None:
         """Return why a request may not be an admin's without a key; None for the requests of ordinary clients."""
+        headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
         checked = [header for header in headers if header[0] in _CHECKED]
         if len(checked) == 1 and checked[0][0] == b"host" and checked[0][1] in self._hosts:
             return None
@@ -139,7 +150,7 @@ class RequestGuard:
         for name, value in checked:
             if name == b"host" and value not in self._hosts:
                 return _unknown_host(value)
-        if site not in _OWN_SITE:
+        if site not in _OWN_SITE and not _opens_page(scope):
             return f"Sec-Fetch-Site {_shown(site)}: a web page of another site sent this request; {_CREATE_KEYS}"
         if origin and origin.partition(b"://")[2].lower() != values.get(b"host", b"").lower():
             return f"Origin {_shown(origin)}: a web page of another site sent this request; {_CREATE_KEYS}"
@@ -160,7 +171,33 @@ class RequestGuard:
             response = await self._handle_error(request, error)
             await response(scope, receive, send)
         else:
+            scope[UNTRUSTED] = problem
             await app(scope, receive, send)
+
+
+def _counted(groups: HttpGroups, path: str, send: Send) -> Send:
+    """Return a `send` that counts a response and observes its time."""
+    group = groups.known.get(path) or groups.of_other(path)
+    started = time.monotonic()
+
+    async def send_and_count(message: Message) -> None:
+        await send(message)
+        if message["type"] == "http.response.start":
+            group.of_status(str(message["status"])).inc()
+        elif not message.get("more_body"):
+            group.observe_seconds(time.monotonic() - started)
+
+    return send_and_count
+
+
+def _opens_page(scope: Scope) -> bool:
+    """Return whether the user follows a link to a page of the console.
+
+    The site with the link cannot read the page, and no GET has an effect (W3C, Fetch Metadata Request Headers).
+    """
+    headers = dict(scope["headers"])
+    is_page = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
+    return is_page and scope["method"] == "GET" and not scope["path"].startswith(API_PREFIX + "/")
 
 
 def _shown(value: bytes) -> str:

@@ -19,6 +19,13 @@ _READ: frozenset[KeyScope] = frozenset({"read"})
 _CLIENT = _SAMPLE | _READ
 _METRICS: frozenset[KeyScope] = frozenset({"metrics"})
 
+_OTHER_PREFIXES = ("oai/api/v1", "v1", "anthropic/api/v1")
+"""Prefixes of the OpenAI and Anthropic endpoints."""
+_OPENAI = (
+    *(("POST", "completions"), ("POST", "chat/completions")),
+    *(("GET", "models"), ("GET", "models/{model_id:path}")),
+)
+
 _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     # What an SDK client calls before its first request
     "POST auth/token": _CLIENT,
@@ -40,6 +47,9 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "POST cancel_future": _SAMPLE,
     "GET samplers/{sampler_id}": _CLIENT,
     "POST weights_info": _CLIENT,
+    **{f"{method} {prefix}/{path}": _SAMPLE for prefix in _OTHER_PREFIXES[:2] for method, path in _OPENAI},
+    "POST anthropic/api/v1/messages": _SAMPLE,
+    "POST anthropic/api/v1/messages/count_tokens": _SAMPLE,
     # Lists, descriptions and downloads
     "GET sessions": _READ,
     "POST sessions/search": _READ,
@@ -59,7 +69,11 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET billing/usage/checkpoints/current": _READ,
     # Refused with 404 whatever the key, which newer clients understand
     "GET audit": _CLIENT,
-    **{f"{method} {{path:path}}": _CLIENT for method in ("GET", "POST", "PUT", "DELETE", "PATCH")},
+    **{
+        f"{method} {prefix}{{path:path}}": _CLIENT
+        for prefix in ("", *(f"{each}/" for each in _OTHER_PREFIXES))
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH")
+    },
     # Monitoring; `healthz` and `livez` need no key
     "GET metrics": _METRICS,
 }
@@ -76,10 +90,13 @@ def check_scope(scope: KeyScope, request: Request) -> None:
         return
     route = request.scope.get("route")  # None for the long poll, which is served before routing
     path: str = request.scope["path"] if route is None else route.path
-    name = f"{request.method} {path.removeprefix(API_PREFIX).lstrip('/')}"
+    prefix = next((each for each in _OTHER_PREFIXES if request.scope["path"].startswith(f"/{each}/")), "")
+    rest = path.removeprefix(API_PREFIX).lstrip("/").removeprefix(prefix).lstrip("/")  # some FastAPI releases omit it
+    name = f"{request.method} {prefix}/{rest}" if prefix else f"{request.method} {rest}"
     admitted = scopes_of(name)
     if scope not in admitted:
         raise ApiError(
             HTTPStatus.FORBIDDEN,
             f"X-API-Key: a key of scope {scope} does not allow {name}; it takes scope {', '.join(sorted(admitted))}",
+            reason="scope",
         )

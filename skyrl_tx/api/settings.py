@@ -2,6 +2,7 @@
 
 import ipaddress
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -24,6 +25,13 @@ class ApiSettings(CommonSettings):
     """Additional names of the model, separated by commas; runs are listed under the first name."""
     tokenizer_id: str | None = None
     """Hub id or directory from which clients load the tokenizer; default: base_model."""
+    chat_template: Path | None = None
+    """Jinja file with the chat template of the OpenAI and Anthropic endpoints; default: the model's own."""
+    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    """Form in which the model writes tool calls; 'auto': by the chat template."""
+    max_streams: int = Field(default=64, ge=0)
+    """Streamed responses of the OpenAI and Anthropic endpoints that get tokens while they are decoded.
+    Those above this number get all of them at the end."""
     max_request_bytes: int = Field(default=256 * 2**20, ge=1024)
     """Largest pass or sample in bytes, before and after decompression; a quarter of it in JSON. Other bodies: 1 MiB."""
     max_inflight_bytes: int = Field(default=2**30, ge=2**20)
@@ -60,6 +68,10 @@ class ApiSettings(CommonSettings):
     """Seconds in which a client must send the head of a request, TLS handshake included."""
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest pause in a request body in seconds; a slow client must send 1 KiB/s on average."""
+
+    metrics_open: bool = False
+    """Let everyone who can reach the server read `/metrics`.
+    Default: programs on this machine, and keys of scope metrics or admin."""
 
     @field_validator("trusted_proxies")
     @classmethod

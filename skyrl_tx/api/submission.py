@@ -150,7 +150,9 @@ def submit_json(
 def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
     """Queue a request for a model, completed with its recorded samples."""
     complete = with_recorded_samples(call.store, call.caller, submission)
-    return call.store.write(lambda tx: to_model(tx, call, ids, complete))
+    handle = call.store.write(lambda tx: to_model(tx, call, ids, complete))
+    call.context.metrics.submitted(complete.kind).inc()
+    return handle
 
 
 def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
@@ -196,9 +198,16 @@ def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) 
 
 
 def to_sampler(
-    tx: Session, row: SamplingSessionRow, owner: str, seq_id: int | None, key: str, submission: Submission
+    tx: Session,
+    row: SamplingSessionRow,
+    owner: str,
+    seq_id: int | None,
+    key: str,
+    submission: Submission,
+    *,
+    is_streamed: bool = False,
 ) -> futures.Submitted | None:
-    """Queue a prompt for a sampling session. `key` is its `sampling_key`.
+    """Queue a prompt for a sampling session. `key` is its `sampling_key`; `is_streamed`: it is read while decoded.
 
     Returns None, and queues nothing, if the session has another sampler than `row`, or is gone.
     """
@@ -207,7 +216,9 @@ def to_sampler(
     current = samplers.get(tx, name)
     if current is None or current.sampler_id != row.sampler_id:
         return None
-    submitted = _insert(tx, submission, key, owner, row.session_id, seq_id, sampling_session_id=name)
+    submitted = _insert(
+        tx, submission, key, owner, row.session_id, seq_id, sampling_session_id=name, is_streamed=is_streamed
+    )
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
         samplers.touch(tx, name, now)
     return submitted
@@ -235,6 +246,7 @@ def _insert(
     *,
     model_id: ModelId | None = None,
     sampling_session_id: SamplingSessionId | None = None,
+    is_streamed: bool = False,
 ) -> futures.Submitted:
     new = futures.NewRequest(
         key=key,
@@ -246,6 +258,7 @@ def _insert(
         model_id=model_id,
         seq_id=seq_id,
         sampling_session_id=sampling_session_id,
+        is_streamed=is_streamed,
     )
     try:
         return futures.submit(tx, new, time.time())

@@ -190,7 +190,9 @@ class BodyBudget:
             self._admit()
             if isinstance(error, TimeoutError):
                 detail = f"requests of {owner!r} already hold {self._held.get(owner, 0)} bytes: send this one later"
-                raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_BACKPRESSURE) from error
+                raise ApiError(
+                    HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_BACKPRESSURE, reason="bodies_full"
+                ) from error
             raise
 
     def _admit(self) -> None:

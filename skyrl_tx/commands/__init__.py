@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing
-from skyrl_tx.commands import adapters, backup, doctor, keys, recover, runs, stacks
+from skyrl_tx.commands import adapters, backup, doctor, keys, recover, runs, stacks, status
 from skyrl_tx.commands.common import CommandError
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store.errors import StoreError
@@ -20,6 +20,8 @@ _PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "recover": recover.add_arguments,
     "backup": backup.add_backup_arguments,
     "restore": backup.add_restore_arguments,
+    "status": status.add_status_arguments,
+    "top": status.add_top_arguments,
     "stacks": stacks.add_arguments,
 }
 

@@ -16,6 +16,7 @@ from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatc
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 
@@ -201,6 +202,14 @@ class AbstractBackend(ABC):
         Compilation may take much longer than a computation and has a time limit of its own. The default is False.
         """
         return False
+
+    def meters(self) -> Meters:
+        """Return what this backend holds and did, for people.
+
+        The engine calls this about once a second between other calls, so it must be fast and must not wait for a
+        device. The default tells nothing.
+        """
+        return Meters()
 
     def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
         """Compute one result per example, in batch order, and no gradient."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from skyrl_tx.contract.arrays import Cells, Int32Array, Int64Array, NumberArray
 from skyrl_tx.contract.ids import ArtifactId, SamplerId, SamplingSessionId
 
@@ -66,13 +68,28 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSpan:
+    """Targets [first, first + length) of a datum that are tokens of one sampled sequence."""
+
+    datum: int
+    first: int
+    length: int
+    sequence_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPass:
-    """A `forward` request, or with `backward` a `forward_backward` request."""
+    """A `forward` request, or with `backward` a `forward_backward` request.
+
+    `sampled` says which targets the client sampled here; it is for people to read and changes no number. Unset it takes
+    no byte, so that a pass without it has the same bytes and the same idempotency digest as in earlier releases.
+    """
 
     data: tuple[Datum, ...]
     loss: str
     loss_config: Mapping[str, LossConfigValue]
     backward: bool
+    sampled: tuple[SampledSpan, ...] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The activity of the engine's loop: its name and start. Every call of the backend passes through here."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class LoopActivity:
     def __init__(self) -> None:
         self.current: Activity | None = None
         """None while the loop waits for requests."""
+        self.call_seconds: defaultdict[str, float] = defaultdict(float)
+        """The seconds so far in calls of the backend, by the name of the call."""
 
     def start(self, name: str) -> None:
         """Make `name` the activity until the next one starts."""
@@ -130,6 +133,7 @@ class _Monitored:
             self._check_after(error)
             raise
         finally:
+            activity.call_seconds[call.name] += time.monotonic() - call.started_at
             activity.resume(before)
         return _Monitored(result, activity, self._check_devices, call) if isinstance(result, Pass) else result
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.history import History
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
@@ -27,16 +29,24 @@ FATAL_ERRORS = (BackendLost, StoreError)
 """Errors that end the engine, because the device or the database is lost."""
 
 
-def internal_error(what: str, error: Exception) -> ServerError:
+def internal_error(what: str, error: Exception, about: QueuedRequest | None = None) -> ServerError:
     """Log an unexpected error; return what its client gets: a reference to the log, without paths or device messages.
 
-    The text of a system error number, such as "No space left on device", is part of it.
+    The text of a system error number, such as "No space left on device", is part of it. `about` is the request.
     """
     reference = secrets.token_hex(4)
-    _log.error("%s failed (reference %s)", what, reference, exc_info=error)
+    _log.error("%s failed (reference %s)", what, reference, exc_info=error, extra=log_fields(about))
     number = error.errno if isinstance(error, OSError) else None
     cause = "" if number is None else f": {os.strerror(number)}"
     return ServerError(f"internal error{cause}; the server's log has it under reference {reference}")
+
+
+def log_fields(queued: QueuedRequest | None) -> Mapping[str, str]:
+    """Return what a line of the log in JSON says about its request."""
+    if queued is None:
+        return {}
+    fields = {"request_id": queued.request_id, "session_id": queued.session_id, "owner": queued.owner}
+    return fields if queued.model_id is None else {**fields, "model_id": queued.model_id}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +64,7 @@ class EngineContext:
     models: Models
     samplers: Samplers
     ephemeral_samplers: EphemeralSamplers
+    history: History
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:
         """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""
@@ -61,7 +72,7 @@ class EngineContext:
             raise error
         if not isinstance(error, RequestError):
             self.backend.check_devices()  # the background thread may have met a lost device
-            error = internal_error(f"{queued.kind} request {queued.request_id}", error)
+            error = internal_error(f"{queued.kind} request {queued.request_id}", error, queued)
         failure = Failure(message=error.message, category=error.category)
         request, model_id, rows = queued.request, queued.model_id, None
         if model_id is not None and isinstance(request, ModelPass | Rejected) and request.backward:

@@ -3,18 +3,21 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.meters import Meters
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.history import History
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
+from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
@@ -33,6 +36,7 @@ _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0
 _MIN_WAIT_S = 0.05
 _PRUNE_PERIOD_S = 0.2
+_MEASURE_PERIOD_S = 1.0
 _BATCH_MICRO_BATCHES = 4  # per batch of passes: enough to keep a device busy, few to wait for
 
 
@@ -44,6 +48,7 @@ class Engine:
     backend: AbstractBackend
     store: Store
     artifacts: ArtifactStore
+    meters: EngineMeters = field(default_factory=EngineMeters)
 
     def run(
         self,
@@ -67,6 +72,7 @@ class Engine:
         backend = monitored(self.backend, activity)
         watchdog = Watchdog(activity, self.backend, self.settings, on_stuck)
         watchdog.start()
+        self.store.observe_commits(self.meters.store_write_s.observe, self.meters.store_group_size.observe)
         status = StatusPublisher(self.store, self.settings.base_models, watchdog)
         status.start()
         background_writer = BackgroundWriter(self.store.wake, activity)
@@ -96,8 +102,12 @@ class Engine:
             replay_quarantined(context, loop.training, loop.sampling, is_stopping)
             attempts.is_alone = False
             status.set_status("ready", capabilities)
+            measured_at = 0.0
             while not is_stopping():
                 status.sample_load = loop.sample_load()
+                if time.monotonic() - measured_at >= _MEASURE_PERIOD_S:
+                    measured_at = time.monotonic()
+                    status.meters = loop.measure(self.backend, activity)
                 activity.start(HOST_WORK)
                 if not loop.turn():
                     activity.idle()
@@ -137,11 +147,11 @@ class Engine:
         """Make the components that depend on the started backend."""
         settings, store = self.settings, self.store
         metadata = artifact_metadata(capabilities)
-        request_log = RequestLog(store, attempts)
+        request_log = RequestLog(store, attempts, self.meters)
         ephemeral_samplers = EphemeralSamplers(
             background_writer, store, self.artifacts, metadata, settings.max_pending_sampler_writes
         )
-        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers)
+        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, self.meters)
         recovery.check_base(settings.base_models[0])
         return EngineContext(
             settings=settings,
@@ -157,6 +167,7 @@ class Engine:
             ),
             samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers),
             ephemeral_samplers=ephemeral_samplers,
+            history=History(store, settings),
         )
 
 
@@ -178,7 +189,7 @@ class _Loop:
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
-        self._is_busy = self._is_turn_of_passes = False
+        self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def turn(self) -> bool:
@@ -200,6 +211,7 @@ class _Loop:
             worked |= self._intake.read(self._is_busy)  # the artifacts of requests in memory are not collected
             self._housekeeping.collect_garbage(self._intake.complete_position, now)
             context.ephemeral_samplers.retry_failed_writes()
+            self._housekeeping.bound_history()
         if time.monotonic() >= self._pruning_at:
             pause_s = settings.housekeeping_interval_s
             if self._housekeeping.prune(time.time()):
@@ -215,6 +227,48 @@ class _Loop:
             max_bytes=self._context.settings.max_queued_sample_bytes,
             by_owner=engine_state.largest_owners(self.sampling.num_held_bytes),
         )
+
+    def measure(self, backend: AbstractBackend, activity: LoopActivity) -> Mapping[str, object]:
+        """Set the gauges of the metrics; return what is published of them."""
+        context, schedule, sampling = self._context, self._schedule, self.sampling
+        try:
+            held = backend.meters()
+        except Exception as error:  # what people see is no reason to end an engine
+            self._warn_of_meters(error)
+            held = Meters()
+        resident = context.models.resident()
+        return context.request_log.meters.measured(
+            held,
+            activity.call_seconds,
+            queues={
+                "training": {
+                    "waiting": schedule.num_waiting,
+                    "running": self.training.num_running_requests,
+                    "backlog_bytes": schedule.num_bytes,
+                    "backlog_limit_bytes": context.settings.max_backlog_bytes,
+                },
+                "sampling": {
+                    "waiting": sampling.num_waiting,
+                    "running": sampling.num_running,
+                    "backlog_bytes": sampling.num_held_bytes.total(),
+                    "backlog_limit_bytes": context.settings.max_queued_sample_bytes,
+                },
+            },
+            places={
+                "models_resident": len(resident),
+                "models_places": context.capabilities.max_models,
+                "samplers_resident": context.samplers.num_resident,
+                "samplers_places": context.capabilities.max_samplers,
+                "effects_since_snapshot": max(
+                    (each.effect_order - each.snapshot_order for each in resident), default=0
+                ),
+            },
+        )
+
+    def _warn_of_meters(self, error: Exception) -> None:
+        if not self._has_warned:
+            _log.warning("the backend cannot tell its meters", exc_info=error)
+        self._has_warned = True
 
     def max_wait_s(self) -> float:
         """Return how long the loop may wait for a wake-up: until the next gap timeout, a second at most."""

@@ -21,6 +21,7 @@ from skyrl_tx.contract.requests import CreateModel, LoadWeights, OptimStep, Reje
 from skyrl_tx.engine import validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
+from skyrl_tx.engine.history import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.store import checkpoints, manifests, models, samplers
@@ -78,6 +79,7 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
 
     def rows(tx: Session) -> None:
         models.set_ready(tx, model_id, context.capabilities.base_model_hash)
+        models.set_loaded_from(tx, model_id, request.path)
         models.set_incomplete_gradient(tx, model_id, None)
 
     result = results.LoadWeightsOutput(path=request.path, model_id=model_id)
@@ -112,14 +114,19 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
         _drop_gradient(context, queued, model, f"the gradient {cause}")
         return
     validate.check_optim(request.params)
+    started_at, began = time.time(), time.perf_counter()
     norm = context.backend.gradient_norm(model_id)
     if norm is not None and not math.isfinite(norm):
         cause = f"the norm of the gradient is {norm}, not a finite number: the model has diverged, or a loss overflowed"
+        context.request_log.meters.count_nonfinite("gradient")
         _drop_gradient(context, queued, model, f"{cause}; the gradient was dropped, the weights are unchanged")
         return
     metrics = context.backend.optim_step(model_id, request.params)
+    taken = DeviceTime(started_at, time.perf_counter() - began)
     result = results.OptimStepOutput(metrics=dict(metrics))
-    context.request_log.commit(queued, result, effect_order=model.next_effect_order())
+    model.num_steps += 1
+    history = context.history.of_step(queued, model, result, taken)
+    context.request_log.commit(queued, result, effect_order=model.next_effect_order(), history=history)
 
 
 def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveModel, message: str) -> None:
@@ -146,7 +153,7 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
         raise UserError(f"path {path.name!r}: {path} exists already; choose another name or {way_out}")
     context.models.ensure_resident([model_id])
     parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.kind == "weights" else {StatePart.WEIGHTS}
-    snapshot = context.backend.capture(model_id, parts)
+    snapshot, step = context.backend.capture(model_id, parts), model.num_steps
     write = snapshot.write
     if request.kind == "external_weights":
         write = partial(_write_external, snapshot, context.settings.base_models[0], request.age_recipients)
@@ -154,8 +161,9 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     def on_written(written: Future[Artifact]) -> None:
         try:
             artifact = written.result()
+            context.request_log.meters.checkpoint_written(time.time() - now)
             context.request_log.wait_for_commits()
-            _record_checkpoint(context, queued, request, path, artifact)
+            _record_checkpoint(context, queued, request, path, artifact, step)
             if request.kind == "sampler_weights":
                 context.samplers.preload(SamplerId(artifact.artifact_id), snapshot, queued.session_id)
         except checkpoints.CheckpointExists as error:
@@ -188,7 +196,8 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
     sampler = sampler_of(queued.request_id)
     snapshot = context.backend.capture(model_id, {StatePart.WEIGHTS})
     context.samplers.preload(sampler, snapshot, queued.session_id)
-    effect_order = context.models.get(model_id).next_effect_order()
+    model = context.models.get(model_id)
+    effect_order, step = model.next_effect_order(), model.num_steps
     now = time.time()
 
     def rows(tx: Session) -> None:
@@ -202,13 +211,15 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
             last_used_at=now,
             request_id=queued.request_id,
             is_inflight=request.is_inflight,
+            step=step,
         )
         samplers.create_session(tx, session)
         if request.is_inflight:
-            samplers.update_inflight(tx, model_id, sampler)
+            samplers.update_inflight(tx, model_id, sampler, step)
 
     result = results.SaveWeightsOutput(kind=request.kind, sampling_session_id=name)
     context.request_log.commit(queued, result, rows, effect_order=effect_order)
+    context.history.note_sampler(sampler, model)
     context.ephemeral_samplers.add(sampler, model_id, effect_order, snapshot)
 
 
@@ -224,7 +235,12 @@ def _write_external(snapshot: Snapshot, base_model: str, age_recipients: Collect
 
 
 def _record_checkpoint(
-    context: EngineContext, queued: QueuedRequest, request: SaveWeights, path: CheckpointPath, artifact: Artifact
+    context: EngineContext,
+    queued: QueuedRequest,
+    request: SaveWeights,
+    path: CheckpointPath,
+    artifact: Artifact,
+    step: int,
 ) -> None:
     now = time.time()
 
@@ -239,11 +255,12 @@ def _record_checkpoint(
             expires_at=None if request.ttl_s is None else now + request.ttl_s,
             size_bytes=artifact.size_bytes,
             user_metadata=request.user_metadata,
+            step=step,
         )
         checkpoints.put(tx, checkpoint, request.overwrite)
 
     result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
-    context.request_log.commit_and_wait(queued, result, rows)
+    context.request_log.commit_and_wait(queued, result, rows, context.history.of_save(queued, path.model_id))
 
 
 def _rejected(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: Rejected) -> None:

@@ -3,9 +3,11 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from sqlmodel import Session
 
@@ -14,15 +16,36 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import checkpoints, futures, identity, logged, models, pruning, samplers, sessions, stability
+from skyrl_tx.store import (
+    checkpoints,
+    futures,
+    identity,
+    kept_samples,
+    logged,
+    models,
+    partials,
+    points,
+    pruning,
+    samplers,
+    sessions,
+    stability,
+    usage,
+)
 from skyrl_tx.store.database import Store
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _CHECK_PERIOD_S = 0.05
 _MAX_CLOCK_STEP_S = 5.0
 """Difference between the progress of the two clocks that is a suspend or a clock step, not an adjustment."""
+_BATCH_ROWS = 500
+"""Points or groups of samples that one transaction removes."""
 _MAX_CHECK_GAP_S = 60.0
 """Uptime that one check adds to `continuous_s` at most: an engine that was busy for longer cannot know more."""
+
+
+def _batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (keys[start : start + _BATCH_ROWS] for start in range(0, len(keys), _BATCH_ROWS))
 
 
 class ApiUptime:
@@ -112,6 +135,7 @@ class Housekeeping:
             before = now - self._timeout_s(settings.sampler_retention_s)
             samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
             stability.expire(tx, now)
+            partials.prune(tx)
             sessions.finish_timed_out(tx, now - retention_s, reason, now)
             return purged + models.expire(tx, now - retention_s)
 
@@ -176,11 +200,40 @@ class Housekeeping:
             num_samplers = pruning.delete_sampling_sessions(tx, now - session_retention_s)
             num_models = pruning.delete_ended_models(tx, now - run_retention_s)
             num_sessions = pruning.delete_finished_sessions(tx, now - run_retention_s)
+            num_kept = kept_samples.expire(tx, now - settings.kept_sample_retention_s)
+            num_hours = usage.prune(tx, now)
             num_logged = logged.prune(tx, now - logged.RETENTION_S, limit=pruning.MAX_ROWS)
-            return max(num_results, num_requests, num_samplers, num_models, num_sessions, num_logged)
+            counts = num_results, num_requests, num_samplers, num_models, num_sessions, num_kept, num_hours, num_logged
+            return max(counts)
 
         is_full = self.context.store.write(drop) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full
+
+    def bound_history(self) -> None:
+        """Start to thin the points of long runs, and to remove the oldest kept samples beyond their space."""
+        history, store = self.context.history, self.context.store
+        runs, samples = history.grown_runs, history.grown_samples
+        history.grown_runs, history.grown_samples = set(), set()
+        max_bytes = self.context.settings.max_kept_sample_bytes
+
+        def bound() -> None:
+            for model_id in runs:
+                dropped = store.read(partial(points.superfluous, model_id=model_id))
+                for batch in _batches(dropped):
+                    store.write(partial(points.remove, positions=batch))
+            for model_id, owner in samples:
+                old = partial(kept_samples.superfluous, model_id=model_id, owner=owner, max_bytes=max_bytes)
+                for batch in _batches(store.read(old)):
+                    store.write(partial(kept_samples.remove, request_ids=batch))
+
+        def on_bounded(bounded: Future[None]) -> None:
+            if (error := bounded.exception()) is not None:  # they only take disk space
+                _log.error("cannot remove old points and samples; retrying later", exc_info=error)
+                history.grown_runs |= runs
+                history.grown_samples |= samples
+
+        if runs or samples:
+            self.context.background_writer.submit(bound, on_bounded)
 
     def _end_of(self, session_id: SessionId, now: float) -> str | None:
         """Return how a session ended or that its heartbeat timed out; None while it is open."""

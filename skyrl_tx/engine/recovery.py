@@ -7,7 +7,7 @@ depend on its own requests only. Named saves and forward passes change no model 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.request_log import BARRIER_KINDS, QueuedRequest
 from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.failpoints import failpoint
@@ -52,6 +53,7 @@ class Recovery:
     artifacts: ArtifactStore
     metadata: Mapping[str, str]
     ephemeral_samplers: EphemeralSamplers
+    meters: EngineMeters = field(default_factory=EngineMeters)
 
     def check_base(self, base_model: str) -> None:
         """Raise UserError if the database has models that were trained on other base weights."""
@@ -97,6 +99,7 @@ class Recovery:
         except Exception:
             self.backend.delete_model(model_id)  # discard the partially restored model
             raise
+        self.meters.replayed.inc(num_replayed)
         if row is not None or num_replayed:
             elapsed = time.monotonic() - started
             _log.info("restored model %s: replayed %d requests, %.2f s", model_id, num_replayed, elapsed)

@@ -18,7 +18,8 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, ModelSpec, Rejected, Request, Sample
-from skyrl_tx.contract.results import Failure, Result
+from skyrl_tx.contract.results import Failure, OptimStepOutput, Result
+from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.failpoints import failpoint
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store, StoreError
@@ -32,6 +33,8 @@ DEFERRED_BYTES = 1024
 """Estimated memory of a request whose body has not been read."""
 Rows = Callable[[Session], object]
 """Writes further rows in the transaction of a result."""
+HistoryRows = Callable[[Session, float], object]
+"""Writes what people read about a completed request, at a time, in the transaction of its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,7 @@ class DeliveryAttempts:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()  # held until a write is queued, so that writes are in the order of decisions
-        self._counted: set[RequestId] = set()
+        self._counted: dict[RequestId, float] = {}  # when the attempt began, in seconds since the epoch
         self._is_counting = True
         self.is_alone = False
 
@@ -104,7 +107,7 @@ class DeliveryAttempts:
         with self._lock:
             if not self._is_counting:
                 return
-            self._counted.update(request_ids)
+            self._counted.update(dict.fromkeys(request_ids, time.time()))
             is_alone = self.is_alone
             written = self._store.write_soon(
                 lambda tx: futures.count_delivery_attempt(tx, request_ids, is_alone=is_alone)
@@ -115,15 +118,21 @@ class DeliveryAttempts:
     def forget(self, request_ids: Collection[RequestId]) -> None:
         """Forget requests that have a result: its commit reset their counts."""
         with self._lock:
-            self._counted.difference_update(request_ids)
+            for request_id in request_ids:
+                self._counted.pop(request_id, None)
+
+    def started_at(self, request_id: RequestId) -> float:
+        """Return when the counted attempt of a request began, in seconds since the epoch; 0 if none is counted."""
+        return self._counted.get(request_id, 0.0)
 
     def undo(self, request_ids: Collection[RequestId]) -> None:
         """Uncount requests that were stopped cleanly and will run again."""
         with self._lock:
-            undone = self._counted.intersection(request_ids)
+            undone = self._counted.keys() & set(request_ids)
             if not undone:
                 return
-            self._counted -= undone
+            for request_id in undone:
+                del self._counted[request_id]
             written = self._store.write_soon(lambda tx: futures.undo_delivery_attempt(tx, undone))
         written.result()
 
@@ -137,7 +146,7 @@ class DeliveryAttempts:
         with self._lock:
             self._is_counting = False
         try:
-            self.undo(self._counted)
+            self.undo(list(self._counted))
         except StoreError as error:
             _log.error("cannot reset the delivery attempts of running requests: %s", error)
 
@@ -154,26 +163,46 @@ class RequestLog:
 
     store: Store
     attempts: DeliveryAttempts
+    meters: EngineMeters = field(default_factory=EngineMeters)
     _pending: deque[Future[None]] = field(default_factory=deque[Future[None]])
     _touched: dict[ModelId, float] = field(default_factory=dict[ModelId, float])
 
     def commit(
-        self, queued: QueuedRequest, result: Result, rows: Rows | None = None, *, effect_order: int | None = None
+        self,
+        queued: QueuedRequest,
+        result: Result,
+        rows: Rows | None = None,
+        *,
+        effect_order: int | None = None,
+        history: HistoryRows | None = None,
     ) -> None:
         """Commit a request's result and `rows` in one transaction, without waiting for the disk.
 
-        `effect_order` is the request's log sequence number; None if it did not change its model.
+        `effect_order` is the request's log sequence number; None if it did not change its model. `history` is left out
+        if the request was completed before, by a cancellation.
         """
         failpoint("engine.result")
-        written = self.store.write_soon(self._transaction(queued, result, rows, effect_order))
+        written = self.store.write_soon(self._transaction(queued, result, rows, history, effect_order))
+        self._count(queued, result)
         written.add_done_callback(lambda _: None if written.exception() else self.attempts.forget([queued.request_id]))
         self._pending.append(written)
         failpoint("engine.answer")
 
-    def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows) -> None:
+    def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, history: HistoryRows) -> None:
         """Like `commit`, but wait. Raises what `rows` raises; nothing is committed then."""
-        self.store.write(self._transaction(queued, result, rows))
+        self.store.write(self._transaction(queued, result, rows, history))
+        self._count(queued, result)
         self.attempts.forget([queued.request_id])
+
+    def _count(self, queued: QueuedRequest, result: Result) -> None:
+        self.meters.completed(
+            queued.kind,
+            queued.owner,
+            queued.request,
+            result,
+            created_at=queued.created_at,
+            started_at=self.attempts.started_at(queued.request_id),
+        )
 
     def check_commits(self) -> None:
         """Raise the error of a finished commit, if any."""
@@ -186,9 +215,15 @@ class RequestLog:
             self._pending.popleft().result()
 
     def _transaction(
-        self, queued: QueuedRequest, result: Result, rows: Rows | None, effect_order: int | None = None
+        self,
+        queued: QueuedRequest,
+        result: Result,
+        rows: Rows | None,
+        history: HistoryRows | None,
+        effect_order: int | None = None,
     ) -> Callable[[Session], None]:
         data, failed, model_id = codec.encode(result), isinstance(result, Failure), queued.model_id
+        is_step = isinstance(result, OptimStepOutput)
 
         def write(tx: Session) -> None:
             now = time.time()
@@ -196,9 +231,12 @@ class RequestLog:
                 _log.debug("%s %s failed: %s", queued.kind, queued.request_id, result)
             if effect_order is not None:
                 assert model_id is not None
-                counted = models.next_effect_order(tx, model_id)
+                counted = models.next_effect_order(tx, model_id, is_step=is_step)
                 assert counted == effect_order, f"log record {effect_order} of {model_id} is no. {counted} on disk"
-            if not futures.complete(tx, queued.request_id, data, failed=failed, effect_order=effect_order, now=now):
+            if futures.complete(tx, queued.request_id, data, failed=failed, effect_order=effect_order, now=now):
+                if history is not None:
+                    history(tx, now)
+            else:
                 level = logging.DEBUG if isinstance(queued.request, Sample) else logging.WARNING  # samples: cancelled
                 _log.log(level, "%s request %s already has a result or was removed", queued.kind, queued.request_id)
             if model_id is not None and now - self._touched.get(model_id, 0.0) >= _TOUCH_PERIOD_S:

@@ -49,6 +49,8 @@ class LiveModel:
     effect_order: int
     gradient_error: str | None
     """Why the gradient is incomplete; None if it is complete."""
+    num_steps: int = 0
+    """Optimizer steps since the run began, committed or being written."""
     is_resident: bool = False
     snapshot_order: int = 0
     """Log sequence number of the newest snapshot, on disk or being written."""
@@ -93,6 +95,7 @@ class Models:
                 self.request_log.wait_for_commits()  # the log must be complete
                 model.snapshot_order = self.recovery.restore(model_id, model.spec)
                 model.is_resident = True
+                self.request_log.meters.restores.inc()
             self.mark_used(model)
 
     def mark_used(self, model: LiveModel) -> None:
@@ -117,7 +120,8 @@ class Models:
         self.snapshot_and_wait(model)
         self.backend.delete_model(model.model_id)
         model.is_resident = False
-        _log.info("evicted model %s", model.model_id)
+        self.request_log.meters.evictions.inc()
+        _log.info("evicted model %s", model.model_id, extra={"model_id": model.model_id, "owner": model.owner})
 
     def discard(self, model_id: ModelId) -> None:
         """Delete a model from memory and from the device. No effect if it is unknown."""
@@ -167,6 +171,7 @@ class Models:
             spec=spec,
             effect_order=row.effect_order,
             gradient_error=row.poisoned_by,
+            num_steps=row.num_steps,
         )
 
     def _start_snapshot(self, model: LiveModel) -> None:
@@ -175,7 +180,11 @@ class Models:
         before, model.snapshot_order, model.snapshot_at = model.snapshot_order, effect_order, started
 
         def on_failure(error: Exception) -> None:  # the log still has every request since the snapshot before
-            _log.error("snapshot of model %s after request %d failed", model_id, effect_order, exc_info=error)
+            extra = {"model_id": model_id, "owner": model.owner}
+            _log.error(
+                "snapshot of model %s after request %d failed", model_id, effect_order, exc_info=error, extra=extra
+            )
+            self.request_log.meters.snapshot_ended(0.0, failed=True)
             model.snapshot_order = min(before, model.snapshot_order)
             model.snapshot_took_s = math.inf
 
@@ -205,6 +214,7 @@ class Models:
             replaced = self.store.write(
                 lambda tx: models.put_snapshot(tx, model_id, artifact_id, effect_order, time.time())
             )
+            self.request_log.meters.snapshot_ended(time.monotonic() - started, failed=False)
             if replaced is not None:
                 self._start_removal(replaced)
 
@@ -257,6 +267,7 @@ class Samplers:
             snapshot = self.ephemeral_samplers.pending_snapshot(sampler) or self.recovery.open(ArtifactId(sampler))
             self.backend.load_sampler(sampler, snapshot)
             self._slots[sampler].is_loaded = True
+            self.recovery.meters.sampler_loads.inc()
 
     def release(self, sampler: SamplerId) -> None:
         """Undo one `acquire`."""
@@ -278,6 +289,12 @@ class Samplers:
             _log.warning("cannot preload sampler %s", sampler, exc_info=error)
         else:
             self._slots[sampler] = _SamplerSlot(is_loaded=True, used_by={session_id})
+            self.recovery.meters.sampler_loads.inc()
+
+    @property
+    def num_resident(self) -> int:
+        """The number of samplers on the device, or about to be loaded."""
+        return len(self._slots)
 
     def idle(self) -> dict[SamplerId, set[SessionId]]:
         """Samplers that no running sample pins, and the client sessions that used them."""
@@ -288,6 +305,7 @@ class Samplers:
         assert sampler not in self._pins
         self.backend.drop_sampler(sampler)
         del self._slots[sampler]
+        self.recovery.meters.sampler_evictions.inc()
 
     def _free_slot(self) -> bool:
         if len(self._slots) < self.max_samplers:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 
 from sqlmodel import Session
 
@@ -19,7 +20,7 @@ from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.failpoints import failpoint
-from skyrl_tx.store import futures, samplers, stability
+from skyrl_tx.store import futures, partials, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ class _Running:
         self.queued = queued
         self.assembler = assembler
         self.num_started = 0
+        self.clock_s = 0.0  # the device's clock at the ends of samples, less that at their starts
+        self.first_token_at = 0.0
+        self.num_streamed = Counter[int]()  # tokens of each sample
         request = assembler.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
 
@@ -46,6 +50,19 @@ class _Running:
     def num_open(self) -> int:
         """Number of samples that have started and not ended."""
         return self.assembler.num_open - self.num_left
+
+    def partial(self, delta: SampleDelta) -> partials.Partial:
+        """Return the new tokens of a streamed sample."""
+        start = self.num_streamed[delta.index]
+        self.num_streamed[delta.index] += delta.tokens.size
+        return partials.Partial(
+            request_id=delta.request_id,
+            sample_index=delta.index,
+            start=start,
+            tokens=delta.tokens,
+            logprobs=delta.logprobs,
+            topk=delta.topk,
+        )
 
 
 class SamplingExecutor:
@@ -61,6 +78,7 @@ class SamplingExecutor:
         self._max_open = slots + -(-slots // _SLOTS_PER_QUEUED) if slots else sys.maxsize
         self._max_per_turn = 1 if slots else sys.maxsize  # samples of one request that start in one turn
         self._last_cancellation = 0
+        self._clock_s, self._num_live = 0.0, 0  # device seconds of one sample that runs all the time
         self.num_bytes = 0
         """Memory of the waiting requests."""
         self.num_held_bytes: Counter[str] = Counter()
@@ -87,6 +105,16 @@ class SamplingExecutor:
         self.num_bytes += queued.num_bytes
         self.num_held_bytes[queued.owner] += queued.num_bytes + REQUEST_BYTES
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests with samples that have not started."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests with a started sample."""
+        return len(self._running)
+
     def sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""
         return {queued.session_id for queued in self._requests()}
@@ -107,6 +135,7 @@ class SamplingExecutor:
         self._admit()
         if not self._running:
             return False
+        began = time.perf_counter()
         try:
             deltas = self._context.backend.step_sample()
         except FATAL_ERRORS:
@@ -114,6 +143,8 @@ class SamplingExecutor:
         except Exception as error:
             self._on_slice_failure(error)
             return True
+        if self._num_live:
+            self._clock_s += (time.perf_counter() - began) / self._num_live
         failpoint("sample.slice")
         self._collect(deltas)
         return True
@@ -137,7 +168,8 @@ class SamplingExecutor:
             return
         self._last_cancellation = position = cancelled[-1][0]
         self._context.store.write_soon(lambda tx: futures.forget_cancellations(tx, position))
-        self._remove({request_id for _, request_id in cancelled})
+        for queued in self._remove({request_id for _, request_id in cancelled}):
+            self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
 
     def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
         """Drop requests, waiting or running, and return those that were here."""
@@ -214,6 +246,7 @@ class SamplingExecutor:
             self._context.attempts.count([queued.request_id for queued in started])
         for request_id, first in first_samples.items():
             running = self._running[request_id]
+            self._count_live(running, running.num_started - first)
             request = running.assembler.request
             part = prepare.sample_part(request, first, running.num_started)
             try:
@@ -224,6 +257,11 @@ class SamplingExecutor:
                 raise
             except Exception as error:
                 self._finish(running, error)
+
+    def _count_live(self, running: _Running, num_new: int) -> None:
+        """Count samples of a request that start in the backend, or with a negative number those that end."""
+        self._num_live += num_new
+        running.clock_s -= num_new * self._clock_s
 
     def _on_slice_failure(self, error: Exception) -> None:
         """Isolate the running requests: each runs again alone with its recorded seed, so that only one fails."""
@@ -240,6 +278,7 @@ class SamplingExecutor:
             self.num_bytes += running.queued.num_bytes
 
     def _collect(self, deltas: Sequence[SampleDelta]) -> None:
+        streamed: list[partials.Partial] = []
         for delta in deltas:
             running = self._running.get(delta.request_id)
             if running is None:
@@ -249,12 +288,21 @@ class SamplingExecutor:
                 self._finish(running, ServerError(delta.error))
                 continue
             try:
-                if running.assembler.add(delta):  # a stop string ended the sample: free its slot
+                if not running.first_token_at and delta.tokens.size:
+                    running.first_token_at = time.time()
+                is_stopped = running.assembler.add(delta)
+                if is_stopped or delta.stop_reason is not None:
+                    self._count_live(running, -1)
+                if is_stopped:  # by a stop string: free its slot
                     self._context.backend.end_sample(delta.request_id, delta.index)
+                elif running.queued.is_streamed and delta.tokens.size:  # the tokens of a stop are in the result
+                    streamed.append(running.partial(delta))
             except FATAL_ERRORS:
                 raise
             except Exception as error:
                 self._finish(running, error)
+        if streamed:
+            self._context.store.write_soon(lambda tx: partials.add(tx, streamed)).add_done_callback(_log_failure)
         for running in [running for running in self._running.values() if not running.assembler.num_open]:
             self._finish(running)
 
@@ -268,17 +316,25 @@ class SamplingExecutor:
             return
 
         request, output = sample_of(queued), running.assembler.output()
+        self._context.request_log.meters.sampled(
+            created_at=queued.created_at,
+            first_token_at=running.first_token_at,
+            num_steps=max(sequence.tokens.size for sequence in output.sequences),
+        )
         recorded = zip(request.sequence_ids, output.sequences, strict=request.is_recorded)
         logprobs = {sequence_id: sequence.logprobs for sequence_id, sequence in recorded}
 
         def rows(tx: Session) -> None:
             name, now = queued.sampling_session_id, time.time()
-            if name is not None and samplers.get(tx, name) is not None:
-                samplers.touch(tx, name, now)
+            if name is not None:
+                samplers.record_use(tx, name, now)
+            if queued.is_streamed:
+                partials.delete_of(tx, queued.request_id)
             if request.is_recorded:
                 stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
-        self._context.request_log.commit(queued, output, rows)
+        history = self._context.history.of_sample(queued, request, output, time.time(), running.clock_s)
+        self._context.request_log.commit(queued, output, rows, history=history)
 
     def _forget(self, queued: QueuedRequest) -> None:
         """Count a request no longer: it has a result."""
@@ -293,6 +349,7 @@ class SamplingExecutor:
     def _drop(self, running: _Running) -> None:
         """Remove a running request from the backend and from its queue, and release its sampler."""
         request = running.assembler.request
+        self._count_live(running, -running.num_open)
         del self._running[request.request_id]
         self._isolated.discard(request.request_id)
         if running.num_left:
@@ -301,3 +358,8 @@ class SamplingExecutor:
         self._context.backend.cancel_sample([request.request_id])  # no effect on samples that have ended
         if request.sampler is not None:
             self._context.samplers.release(request.sampler)
+
+
+def _log_failure(written: Future[None]) -> None:
+    if (error := written.exception()) is not None:  # the client gets these tokens with the result
+        _log.warning("new tokens of streamed samples were not written: %s", error)

@@ -156,6 +156,11 @@ class Schedule:
                 return Step(tuple(requests), is_long=is_long)
         return None
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that have not been taken."""
+        return sum(map(len, self._waiting.values()))
+
     def next_deadline(self) -> float | None:
         """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""
         return min(
@@ -230,6 +235,9 @@ class _ModelQueue:
         self._numbered: list[QueuedRequest] = []
         self._num_barriers = 0
         self._unnumbered: deque[QueuedRequest] = deque()
+
+    def __len__(self) -> int:
+        return len(self._numbered) + len(self._unnumbered)
 
     @property
     def is_waiting(self) -> bool:

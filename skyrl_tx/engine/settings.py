@@ -57,6 +57,14 @@ class EngineSettings(CommonSettings):
     """How long deleted and expired checkpoints, and the last snapshots of ended runs, stay in the trash."""
     max_trash_bytes: int = Field(default=32 * 2**30, ge=0)
     """Disk space for the trash, which also never takes more than is free; above it the oldest are removed."""
+    keep_samples: int = Field(default=32, ge=0)
+    """Sample requests of each step of a model whose prompts and completions are kept for their owner; 0: none."""
+    kept_sample_retention_s: float = Field(default=7 * 86_400.0, ge=0)
+    """How long samples are kept for their owner to read."""
+    max_kept_sample_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Database space for the kept samples of one owner from one model; above it the oldest are removed."""
+    metrics_owners: bool = False
+    """Count tokens by owner in `/metrics`: the first 50 owners since the engine started, then `other`."""
     housekeeping_interval_s: float = Field(default=60.0, gt=0)
     """Seconds between two removals of expired and unreferenced data."""
 

@@ -33,6 +33,8 @@ class StatusPublisher:
         self._capabilities: Mapping[str, object] = {}
         self.sample_load: engine_state.SampleLoad | None = None
         """Published with the next status."""
+        self.meters: Mapping[str, object] | None = None
+        """Published with the next status."""
         self._failure: StoreUnreachable | None = None
         self._ended = threading.Event()
         self._thread = ServiceThread("engine-status", self._repeat)
@@ -53,6 +55,9 @@ class StatusPublisher:
             "devices": list(capabilities.devices),
             "num_parameters": capabilities.num_parameters,
             "losses": sorted(capabilities.losses),
+            "eos_token_ids": list(capabilities.eos_token_ids),
+            "max_topk_logprobs": capabilities.max_topk_logprobs,
+            "fingerprint": dict(capabilities.fingerprint),
         }
         self._publish()
 
@@ -78,7 +83,7 @@ class StatusPublisher:
                 _log.error("cannot write the engine's status; retrying: %s", error)
 
     def _publish(self) -> None:
-        status, capabilities, load = self._status, self._capabilities, self.sample_load
+        status, capabilities, load, meters = self._status, self._capabilities, self.sample_load, self.meters
         activity, detail = self._watchdog.shown_activity(), self._watchdog.overdue
 
         def work(tx: Session) -> None:
@@ -90,6 +95,7 @@ class StatusPublisher:
                 capabilities=capabilities,
                 base_models=self._base_models,
                 load=None if load is None else asdict(load),
+                meters=meters,
                 detail=detail,
                 activity="" if activity is None else activity[0],
                 activity_since=None if activity is None else now - activity[1],

@@ -1,6 +1,7 @@
 """Runs the requests of models: passes in batches of many requests, other requests one by one."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from skyrl_tx.contract.results import Failure, PassResult
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.handlers import handle
+from skyrl_tx.engine.history import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import Step
 from skyrl_tx.failpoints import failpoint
@@ -43,6 +45,9 @@ class _Batch:
     is_long: bool
     groups: deque[Sequence[_PreparedPass]]
     on_device: Pass | None = None
+    started_at: float = 0.0
+    device_s: float = 0.0
+    """Seconds of the device that the first group has taken."""
 
 
 class TrainingExecutor:
@@ -59,6 +64,11 @@ class TrainingExecutor:
     def num_running(self) -> int:
         """Number of running batches."""
         return sum(map(len, self._batches.values()))
+
+    @property
+    def num_running_requests(self) -> int:
+        """Number of requests in running batches."""
+        return sum(len(group) for batches in self._batches.values() for batch in batches for group in batch.groups)
 
     @property
     def sessions_with_long(self) -> set[SessionId]:
@@ -110,10 +120,11 @@ class TrainingExecutor:
             self._batches.setdefault(first.owner, deque()).append(batch)
 
     def _advance(self, batch: _Batch) -> None:
-        requests = batch.groups[0]
+        requests, began = batch.groups[0], time.perf_counter()
         results: list[PassResult] | Exception
         try:
             if batch.on_device is None:
+                batch.started_at, batch.device_s = time.time(), 0.0
                 # After the attempts are counted, because restoring a model can crash the engine too.
                 self._context.models.ensure_resident({request.model_id for request in requests})
                 examples = tuple(example for request in requests for example in request.examples)
@@ -122,6 +133,7 @@ class TrainingExecutor:
             is_dispatched = batch.on_device.step()
             failpoint("engine.dispatched")
             if not is_dispatched:
+                batch.device_s += time.perf_counter() - began
                 return
             results = batch.on_device.results()
         except FATAL_ERRORS:
@@ -133,7 +145,8 @@ class TrainingExecutor:
         batch.on_device = None
         batch.groups.popleft()
         if not isinstance(results, Exception):
-            self._commit(requests, results)
+            device_s = batch.device_s + time.perf_counter() - began
+            self._commit(requests, results, DeviceTime(batch.started_at, device_s))
         elif len(requests) == 1:
             self._context.fail(requests[0].queued, results)
         else:
@@ -153,13 +166,18 @@ class TrainingExecutor:
             return None
         return _PreparedPass(queued, queued.model_id, request.backward, tuple(examples))
 
-    def _commit(self, requests: Sequence[_PreparedPass], results: list[PassResult]) -> None:
+    def _commit(self, requests: Sequence[_PreparedPass], results: list[PassResult], taken: DeviceTime) -> None:
         start = 0
-        for request in requests:
+        sizes = [request.queued.num_tokens for request in requests]
+        per_token_s = taken.device_s / sum(sizes)
+        for request, num_tokens in zip(requests, sizes, strict=True):
             end = start + len(request.examples)
-            output = prepare.pass_output(results[start:end], request.queued.num_tokens)
-            effect_order = self._context.models.get(request.model_id).next_effect_order() if request.backward else None
+            output = prepare.pass_output(results[start:end], num_tokens)
+            model = self._context.models.get(request.model_id)
+            effect_order = model.next_effect_order() if request.backward else None
+            share = DeviceTime(taken.started_at, per_token_s * num_tokens)
+            history = self._context.history.of_pass(request.queued, model, output, num_tokens, share)
             # One transaction each: in a common one the first client would wait for the last result.
-            self._context.request_log.commit(request.queued, output, effect_order=effect_order)
+            self._context.request_log.commit(request.queued, output, effect_order=effect_order, history=history)
             start = end
         assert start == len(results), f"the backend gave {len(results)} results for {start} examples"

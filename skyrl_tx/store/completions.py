@@ -42,7 +42,7 @@ def skip_seen(tx: Session, now: float) -> None:
 _ORDER = col(RequestRow.answer_order)
 _LAST_COMPLETION = select(col(AnswerCounterRow.value))
 _COMPLETED_SINCE = (
-    select(_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id))
+    select(_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id), col(RequestRow.completed_at))
     .where(bindparam("after") < _ORDER)
     .order_by(_ORDER)
     .limit(bindparam("limit"))
@@ -69,10 +69,12 @@ def last_completion(tx: Session) -> int:
     return execute(tx, _LAST_COMPLETION).scalar_one_or_none() or 0
 
 
-def completed_since(tx: Session, after: int, limit: int) -> list[tuple[int, RequestId, SamplingSessionId | None]]:
-    """Return position, request and sampling session of the completions of any kind after a position."""
+def completed_since(
+    tx: Session, after: int, limit: int
+) -> list[tuple[int, RequestId, SamplingSessionId | None, float]]:
+    """Return position, request, sampling session and time of the completions of any kind after a position."""
     rows = execute(tx, _COMPLETED_SINCE, {"after": after, "limit": limit})
-    return [(int(order or 0), request_id, sampling_session_id) for order, request_id, sampling_session_id in rows]
+    return [(int(order or 0), request_id, session_id, at or 0.0) for order, request_id, session_id, at in rows]
 
 
 def completions_of_client(

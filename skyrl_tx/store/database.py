@@ -163,6 +163,13 @@ class Store:
         failure = self._writer.failure
         return None if failure is None else str(failure)
 
+    def observe_commits(self, seconds: Callable[[float], object], size: Callable[[float], object]) -> None:
+        """Call `seconds` and `size` with the duration and the number of jobs of each later commit.
+
+        They run on the writer thread before the callers get their results, so they must be fast.
+        """
+        self._writer.observe_seconds, self._writer.observe_size = seconds, size
+
     def wake(self) -> None:
         """End this process's current or next `wait`."""
         self._notifier.wake()

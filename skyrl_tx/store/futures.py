@@ -8,6 +8,7 @@ import base64
 import hashlib
 import re
 import secrets
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.prepared import Prepared
 from skyrl_tx.store.tables import AnswerCounterRow, CancellationRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")
@@ -66,6 +68,7 @@ class NewRequest:
     seq_id: int | None = None
     sampling_session_id: SamplingSessionId | None = None
     digest: bytes | None = None
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,11 @@ class StoredRequest:
     sampling_session_id: SamplingSessionId | None
     attempts: int
     crashes: int = 0
+    created_at: float = 0.0
     is_damaged: bool = False
     """Whether the body's checksum does not match what was written."""
+    is_streamed: bool = False
+    """Whether the client reads the sample while it is decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +163,8 @@ def high_water_mark(tx: Session, scope: str) -> int:
 
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
 _INSERT = insert(RequestRow)
-_NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0, "is_streamed": False}
-_SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body")
+_NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0}
+_SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body", "is_streamed")
 
 
 def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
@@ -182,6 +188,8 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
             )
     values = {column: getattr(new, column) for column in _SUBMITTED_COLUMNS}
     values |= {"request_id": name, "digest": digest, "body_crc": crc32(new.body), "created_at": now}
+    # Not null: SQLite changes a row in place, and leaves a large body alone, only if the row's size stays the same.
+    values["started_at"] = now
     (position,) = execute(tx, _INSERT, {**values, **_NOT_STARTED}).inserted_primary_key or (None,)
     return Submitted(name, is_new=True, position=position)
 
@@ -195,7 +203,8 @@ _COLUMNS_WITHOUT_BODY = (
     col(RequestRow.position),
     *(col(RequestRow.request_id), col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.model_id)),
     *(col(RequestRow.kind), col(RequestRow.seq_id), col(RequestRow.sampling_session_id)),
-    *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.effect_order)),
+    *(col(RequestRow.attempts), col(RequestRow.crashes), col(RequestRow.created_at), col(RequestRow.effect_order)),
+    col(RequestRow.is_streamed),
     (col(RequestRow.status) == "failed").label("failed"),
     col(RequestRow.body_crc),
 )
@@ -301,14 +310,14 @@ def log_since(tx: Session, model_id: ModelId, effect_order: int, limit: int = 2*
 _COUNT_ATTEMPT, _COUNT_ATTEMPT_ALONE = (
     update(RequestRow)
     .where(is_in_batch(col(RequestRow.request_id)))
-    .values(attempts=col(RequestRow.attempts) + 1, is_alone=is_alone)
+    .values(attempts=col(RequestRow.attempts) + 1, is_alone=is_alone, started_at=bindparam("now"))
     for is_alone in (False, True)
 )
 
 
 def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId], *, is_alone: bool = False) -> None:
     """Count a delivery attempt of each request, before it starts. `is_alone`: nothing else runs on the device."""
-    execute_in_batches(tx, _COUNT_ATTEMPT_ALONE if is_alone else _COUNT_ATTEMPT, request_ids)
+    execute_in_batches(tx, _COUNT_ATTEMPT_ALONE if is_alone else _COUNT_ATTEMPT, request_ids, now=time.time())
 
 
 _IS_ALONE: ColumnElement[bool] = literal_column("is_alone", Boolean)  # a literal, so that the partial index is used
@@ -366,8 +375,8 @@ def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | N
     return max(execute(tx, wanted).scalar_one() or 0, deleted, 0)
 
 
-_COUNT_ANSWER = update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1)
-_COMPLETE = (
+_COUNT_ANSWER = Prepared(lambda _: update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1), ())
+_COMPLETION = (
     update(RequestRow)
     .where(col(RequestRow.request_id) == bindparam("name"), col(RequestRow.status) == "open")
     .values(
@@ -382,15 +391,16 @@ _COMPLETE = (
         answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
     )
 )
+_COMPLETE = Prepared(lambda _: _COMPLETION, ("name", "outcome", "data", "crc", "effect", "now"))
 
 
 def complete(
     tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
 ) -> bool:
     """Store the result of an open request; return False if the request is already complete or does not exist."""
-    execute(tx, _COUNT_ANSWER)
+    _COUNT_ANSWER.execute(tx, {})
     values = {"outcome": "failed" if failed else "done", "data": result, "crc": crc32(result), "effect": effect_order}
-    return execute(tx, _COMPLETE, {"name": request_id, "now": now, **values}).rowcount == 1
+    return _COMPLETE.execute(tx, {"name": request_id, "now": now, **values}).rowcount == 1
 
 
 _RESULT = select(

@@ -8,9 +8,10 @@ Columns that end in `_at` hold seconds since the epoch.
 # sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
-from sqlalchemy import JSON, BigInteger, Index, Integer, String, UniqueConstraint
+import msgspec
+from sqlalchemy import JSON, BigInteger, Dialect, Index, Integer, String, Text, TypeDecorator, UniqueConstraint, text
 from sqlmodel import Field, SQLModel
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
@@ -22,11 +23,36 @@ ProcessName = Literal["api", "engine", "supervisor"]
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
 
 
+def _partial(name: str, column: str, where: str) -> Index:
+    """Return a partial index, for both kinds of database."""
+    return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
+
+
+def numbers_text(values: Mapping[str, float | None] | None) -> str:
+    """Return numbers by name as JSON; those that are not finite become null."""
+    return msgspec.json.encode(values).decode()
+
+
+class NumbersText(TypeDecorator[Mapping[str, float | None]]):
+    """Numbers by name as JSON text, which takes a fraction of the time of a JSON column. Not finite: null."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Mapping[str, float | None] | None, dialect: Dialect) -> Any:
+        """Encode."""
+        return numbers_text(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Mapping[str, float | None]:
+        """Decode."""
+        return msgspec.json.decode(value)
+
+
 class RunPointRow(SQLModel, table=True):
-    """What one completed request did to its model; written in the transaction of the result."""
+    """The effect of one completed request on its model; written in the transaction of the result."""
 
     __tablename__ = "run_points"
-    __table_args__ = (Index("ix_run_points_model", "model_id", "position"),)
+    __table_args__ = (Index("ix_run_points_model", "model_id", "position", "step"),)
 
     position: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
     """The position of the request, whose row may be gone."""
@@ -45,7 +71,7 @@ class RunPointRow(SQLModel, table=True):
     """Seconds of the device that the request took: of a shared step, its share by tokens."""
     tokens: int = Field(default=0, sa_type=BigInteger)
     datums: int = 0
-    values: Mapping[str, float | None] = Field(default_factory=dict, sa_type=JSON)
+    values: Mapping[str, float | None] = Field(default_factory=dict, sa_type=NumbersText)
     """The metrics as the client got them, such as `loss:sum`; None for NaN and infinity."""
 
 
@@ -53,7 +79,10 @@ class UsageRow(SQLModel, table=True):
     """Work of one kind that took effect for one model, or for base weights, of one session within five minutes."""
 
     __tablename__ = "usage"
-    __table_args__ = (Index("ix_usage_session_id", "session_id"),)
+    __table_args__ = (
+        Index("ix_usage_session_id", "session_id"),
+        _partial("ix_usage_fine", "bucket_at", "bucket_at % 3600 <> 0"),
+    )
 
     bucket_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
     """Begin of the five minutes; of the hour for old rows."""
@@ -61,6 +90,8 @@ class UsageRow(SQLModel, table=True):
     model_id: str = Field(primary_key=True)
     """The trained model, or the one whose weights were sampled; empty for base weights."""
     kind: UsageKind = Field(primary_key=True, sa_type=String)
+    owner: str
+    """Repeated here, because a session may be removed before its usage."""
     tokens: int = Field(default=0, sa_type=BigInteger)
     requests: int = Field(default=0, sa_type=BigInteger)
     device_s: float = 0.0
@@ -84,26 +115,30 @@ class KeptSampleRow(SQLModel, table=True):
     sequence_id: str = Field(primary_key=True)
     request_id: RequestId = Field(index=True, sa_type=String)
     """The request of its group: samples of one prompt."""
+    sample_index: int
+    """Its place in the group."""
     model_id: str
     """The model whose weights were sampled; empty for base weights."""
     step: int | None = Field(default=None, sa_type=BigInteger)
     """Optimizer steps of the model in the weights that were sampled, if known."""
     owner: str
+    """The owner of the request, who alone may read it, with admins."""
     at: float
+    num_bytes: int
+    """Size of the arrays. It precedes them, so that SQLite reads it without them."""
+    stop_reason: str
+    trained_model_id: str | None = None
+    trained_step: int | None = Field(default=None, sa_type=BigInteger)
+    advantage: float | None = None
+    """Mean advantage of the sampled tokens, in the last pass that trained on the sequence."""
+    kl: float | None = None
+    """Mean difference between the sampled and the trained log-probability of the sampled tokens, in that pass."""
     prompt: bytes
-    """int32 [prompt length]."""
+    """int32 [prompt length] for the first sample of the group; empty for the others."""
     tokens: bytes
     """int32 [completion length]."""
     logprobs: bytes
     """float32 [completion length]."""
-    stop_reason: str
-    num_bytes: int
-    trained_model_id: str | None = None
-    trained_step: int | None = Field(default=None, sa_type=BigInteger)
-    advantage: float | None = None
-    """Mean advantage of the sampled tokens, once a pass has trained on the sequence."""
-    kl: float | None = None
-    """Mean difference between the sampled and the trained log-probability of the sampled tokens, in that pass."""
 
 
 class LoggedRunRow(SQLModel, table=True):
@@ -152,17 +187,25 @@ class LoggedPointRow(SQLModel, table=True):
 
 
 class PartialRow(SQLModel, table=True):
-    """The tokens so far of a sample whose client reads a stream."""
+    """New tokens of one decode slice, of a sample whose client reads a stream; arrays are little-endian."""
 
     __tablename__ = "partials"
+    __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep one as their cursor
 
-    request_id: RequestId = Field(primary_key=True, sa_type=String)
-    sample_index: int = Field(primary_key=True, sa_column_kwargs={"autoincrement": False})
+    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    """Order of writing. A request that an engine starts again begins again from its first token."""
+    request_id: RequestId = Field(index=True, sa_type=String)
+    sample_index: int
+    start: int
+    """Number of the sample's tokens before these."""
     tokens: bytes
-    """int32 [tokens so far]."""
+    """int32 [tokens of the slice]."""
     logprobs: bytes
-    """float32 [tokens so far]."""
-    updated_at: float
+    """float32 [tokens of the slice]."""
+    topk_token_ids: bytes | None = None
+    """int32 [tokens of the slice, k]; None if top-k log-probabilities were not requested."""
+    topk_logprobs: bytes | None = None
+    """float32 [tokens of the slice, k]."""
 
 
 class NoticeRow(SQLModel, table=True):

@@ -152,8 +152,11 @@ def _add_history() -> None:
     op.add_column("models", sa.Column("num_steps", sa.BigInteger, nullable=False, server_default="0"))
     op.add_column("requests", sa.Column("started_at", sa.Float))
     op.add_column("requests", sa.Column("is_streamed", sa.Boolean, nullable=False, server_default=sa.false()))
+    is_failed = sa.text("status = 'failed'")
+    op.create_index("ix_requests_failed", "requests", ["position"], sqlite_where=is_failed, postgresql_where=is_failed)
     op.add_column("checkpoints", sa.Column("step", sa.BigInteger))
     op.add_column("checkpoints", sa.Column("copied_from", sa.String))
+    op.add_column("sampling_sessions", sa.Column("step", sa.BigInteger))
     op.add_column("engine_state", sa.Column("meters", sa.JSON))
     # Their first form is their definition; a later change of one of these tables is a migration of its own.
     tables = [SQLModel.metadata.tables[name] for name in _HISTORY]

@@ -8,7 +8,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
-from skyrl_tx.store import checkpoints, logged, pruning, samplers
+from skyrl_tx.store import checkpoints, kept_samples, logged, points, pruning, samplers
 from skyrl_tx.store.database import execute, existing
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -61,7 +61,7 @@ _TOUCH = (
 _NEXT_EFFECT = (
     update(ModelRow)
     .where(col(ModelRow.model_id) == bindparam("name"))
-    .values(effect_order=col(ModelRow.effect_order) + 1)
+    .values(effect_order=col(ModelRow.effect_order) + 1, num_steps=col(ModelRow.num_steps) + bindparam("steps"))
     .returning(col(ModelRow.effect_order))
 )
 
@@ -93,6 +93,11 @@ def set_ready(tx: Session, model_id: ModelId, base_model_hash: str) -> None:
     """Set a model's status to `ready` and record its base weights. Raises LookupError if there is none."""
     row = existing(tx, ModelRow, model_id)
     row.status, row.base_model_hash = "ready", base_model_hash
+
+
+def set_loaded_from(tx: Session, model_id: ModelId, path: str) -> None:
+    """Record the checkpoint that a model has loaded. Raises LookupError if there is no model."""
+    existing(tx, ModelRow, model_id).loaded_from = path
 
 
 def list_on_other_base(tx: Session, base_model_hash: str) -> list[ModelRow]:
@@ -138,9 +143,12 @@ def touch(tx: Session, model_id: ModelId, now: float) -> None:
         existing(tx, ModelRow, model_id)  # it exists, with a later time
 
 
-def next_effect_order(tx: Session, model_id: ModelId) -> int:
-    """Return the next log sequence number of a model. Raises LookupError if there is none."""
-    number = execute(tx, _NEXT_EFFECT, {"name": model_id}).scalar_one_or_none()
+def next_effect_order(tx: Session, model_id: ModelId, *, is_step: bool = False) -> int:
+    """Return the next log sequence number of a model, and count an optimizer step. Raises LookupError if there is none.
+
+    `is_step`: the effect is an optimizer step.
+    """
+    number = execute(tx, _NEXT_EFFECT, {"name": model_id, "steps": int(is_step)}).scalar_one_or_none()
     if number is None:
         raise LookupError(f"no ModelRow has the key {model_id!r}")
     return number
@@ -246,7 +254,7 @@ def purge(tx: Session, before: float) -> list[ModelId]:
 
 
 def delete(tx: Session, model_id: ModelId) -> None:
-    """Remove a run with its checkpoints, requests, ephemeral samplers and logged metrics.
+    """Remove a run with its checkpoints, requests and samplers, and what was recorded for people, except its usage.
 
     Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
     """
@@ -257,6 +265,8 @@ def delete(tx: Session, model_id: ModelId) -> None:
     pruning.delete_sampling_marks(tx, samplers.ids_of_model(tx, model_id))
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
         execute(tx, delete_from(table).where(col(table.model_id) == model_id))
+    points.remove_runs(tx, [model_id])
+    kept_samples.remove_runs(tx, [model_id])
     logged.forget_model(tx, model_id)
     tx.delete(row)
     tx.flush()

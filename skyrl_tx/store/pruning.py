@@ -12,8 +12,10 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
+from skyrl_tx.store import kept_samples, points
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import high_water_mark, sequence_scope
+from skyrl_tx.store.sessions import SERVER_SESSIONS
 from skyrl_tx.store.tables import (
     CheckpointRow,
     ModelRow,
@@ -108,10 +110,14 @@ _DELETE_SAMPLING = delete(SamplingSessionRow).where(is_in_batch(col(SamplingSess
 def delete_sampling_sessions(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
     """Delete sampling sessions unused since a time whose sampler is released or whose client was gone by then.
 
-    Sessions with stored requests stay. Returns the number of deleted rows.
+    Those of the server's own sessions have no client that could return. Sessions with stored requests stay. Returns the
+    number of deleted rows.
     """
     finished = select(col(SessionRow.session_id)).where(
-        col(SessionRow.finished_at).is_not(None), col(SessionRow.last_heartbeat_at) < before
+        or_(
+            col(SessionRow.finished_at).is_not(None) & (col(SessionRow.last_heartbeat_at) < before),
+            col(SessionRow.display_name).in_(SERVER_SESSIONS),
+        )
     )
     is_released = (
         col(SamplingSessionRow.model_id).is_not(None)
@@ -172,6 +178,8 @@ def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) ->
     names: list[ModelId] = list(execute(tx, unused).scalars())
     execute_in_batches(tx, _DELETE_MODELS, names)
     delete_high_water_marks(tx, [f"model/{name}" for name in names])
+    points.remove_runs(tx, names)
+    kept_samples.remove_runs(tx, names)
     return len(names)
 
 

@@ -3,12 +3,13 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from sqlalchemy import update
+from sqlalchemy import Float, bindparam, case, update
+from sqlalchemy import select as select_columns
 from sqlmodel import Session, col, select
 
-from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import CheckpointPath, ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, existing
-from skyrl_tx.store.tables import SamplingSessionRow
+from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
 
 def create_session(tx: Session, row: SamplingSessionRow) -> bool:
@@ -63,6 +64,56 @@ def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> No
     row.last_used_at = max(now, row.last_used_at)
 
 
+_NOW = bindparam("now", type_=Float())
+_USE = (
+    update(SamplingSessionRow)
+    .where(col(SamplingSessionRow.sampling_session_id) == bindparam("name"))
+    .values(
+        last_used_at=case(
+            (col(SamplingSessionRow.last_used_at) < _NOW, _NOW), else_=col(SamplingSessionRow.last_used_at)
+        )
+    )
+)
+
+
+def record_use(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
+    """Record a use of a sampling session, if there is one; built once, because it runs for every sample."""
+    execute(tx, _USE, {"name": sampling_session_id, "now": now})
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The model whose weights a sampler has, and its optimizer steps then, None if unknown."""
+
+    model_id: str
+    step: int | None
+
+
+BASE_WEIGHTS = Origin("", None)
+
+
+def origin(tx: Session, sampling_session_id: SamplingSessionId, sampler: SamplerId) -> Origin:
+    """Return where the weights of a sampling session come from, `BASE_WEIGHTS` if that is unknown.
+
+    The session of an in-flight sampler may have other weights by now: then their step is unknown.
+    """
+    row = get(tx, sampling_session_id)
+    if row is None:
+        return BASE_WEIGHTS
+    if row.model_id is not None:
+        return Origin(row.model_id, row.step if row.sampler_id == sampler else None)
+    if row.model_path is None:
+        return BASE_WEIGHTS
+    path = CheckpointPath.parse(row.model_path)
+    saved = select_columns(col(CheckpointRow.step)).where(
+        col(CheckpointRow.model_id) == path.model_id,
+        col(CheckpointRow.kind) == path.kind,
+        col(CheckpointRow.name) == path.name,
+        col(CheckpointRow.artifact_id) == sampler,
+    )
+    return Origin(path.model_id, execute(tx, saved).scalar_one_or_none())
+
+
 @dataclass(frozen=True, slots=True)
 class EphemeralSampler:
     """The current sampler of an ephemeral save; an in-flight session has the latest one of its model."""
@@ -86,10 +137,10 @@ def set_size(tx: Session, model_id: ModelId, sampler: SamplerId, size_bytes: int
     execute(tx, update(SamplingSessionRow).where(*its_own).values(size_bytes=size_bytes))
 
 
-def update_inflight(tx: Session, model_id: ModelId, sampler: SamplerId) -> None:
-    """Give a new sampler to all in-flight sampling sessions of a model."""
+def update_inflight(tx: Session, model_id: ModelId, sampler: SamplerId, step: int | None = None) -> None:
+    """Give a new sampler, saved after `step` optimizer steps, to all in-flight sampling sessions of a model."""
     is_inflight = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.is_inflight)
-    execute(tx, update(SamplingSessionRow).where(*is_inflight).values(sampler_id=sampler, size_bytes=None))
+    execute(tx, update(SamplingSessionRow).where(*is_inflight).values(sampler_id=sampler, size_bytes=None, step=step))
 
 
 def release_unused(

@@ -13,6 +13,9 @@ from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _ROWS_PER_FETCH = 200
+DIRECT, OPENAI, ANTHROPIC = "samples without a sampling session", "OpenAI endpoint", "Anthropic endpoint"
+SERVER_SESSIONS = (DIRECT, OPENAI, ANTHROPIC)
+"""Display names of the sessions that the server makes, one for each owner, for samples that come without a session."""
 _WAITING_WITHOUT_HEARTBEAT = (
     select(SessionRow.session_id)
     .distinct()
@@ -86,8 +89,9 @@ def create(
     project_id: str | None = None,
     display_name: str | None = None,
     session_id: SessionId | None = None,
+    key_id: int | None = None,
 ) -> SessionId:
-    """Insert a session; return its id, which is random unless given."""
+    """Insert a session; return its id, which is random unless given. `key_id` is the API key that creates it."""
     session_id = session_id or new_id()
     tx.add(
         SessionRow(
@@ -95,6 +99,7 @@ def create(
             owner=owner,
             project_id=project_id,
             display_name=display_name,
+            key_id=key_id,
             tags=list(tags),
             user_metadata=dict(user_metadata or {}),
             sdk_version=sdk_version,

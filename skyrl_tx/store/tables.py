@@ -102,6 +102,7 @@ class RequestRow(SQLModel, table=True):
         _partial("ix_requests_prunable", "fetched_at", "result IS NOT NULL"),
         _partial("ix_requests_pruned", "fetched_at", "result IS NULL AND status <> 'open'"),
         _partial("ix_requests_alone", "position", "is_alone"),
+        _partial("ix_requests_failed", "position", "status = 'failed'"),
         Index("ix_requests_answers", "answer_order"),
         Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
         {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors
@@ -133,7 +134,7 @@ class RequestRow(SQLModel, table=True):
     result_crc: int | None = Field(default=None, sa_type=BigInteger)
     created_at: float
     started_at: float | None = None
-    """When the last delivery attempt began."""
+    """When the last delivery attempt began; equal to `created_at` before the first one."""
     is_streamed: bool = False
     """Whether the client reads the sample while it is decoded."""
     completed_at: float | None = None
@@ -191,6 +192,8 @@ class SamplingSessionRow(SQLModel, table=True):
     """Whether each in-flight save of the model replaces the sampler."""
     num_clones: int = 0
     """Copies of the client in other processes, each with its own range of sequence numbers."""
+    step: int | None = Field(default=None, sa_type=BigInteger)
+    """The model's optimizer steps at the save of an ephemeral sampler; None for others."""
 
 
 class CheckpointRow(SQLModel, table=True):

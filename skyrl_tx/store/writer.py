@@ -102,6 +102,10 @@ class GroupWriter:
         self._committed = committed
         self._retry = retry
         self._delay_s = 0.0  # before the next retry; 0: the last group was written
+        self.observe_seconds: Callable[[float], object] | None = None
+        """Called with the seconds of each commit, from the first statement on."""
+        self.observe_size: Callable[[float], object] | None = None
+        """Called with the number of jobs of each commit."""
         self.failure: StoreError | None = None
         """The error of the last group; None if it was written."""
         self._queue: SimpleQueue[_Job[object] | None] = SimpleQueue()
@@ -173,7 +177,7 @@ class GroupWriter:
 
     def _write(self, group: list[_Job[object]]) -> int:
         """Commit as much of a group as fits in the time limit; return the number of finished jobs."""
-        num_done = 0
+        num_done, started = 0, time.monotonic()
         try:
             with self._engine.connect() as connection, connection.begin():
                 end = time.monotonic() + _MAX_GROUP_S
@@ -200,6 +204,9 @@ class GroupWriter:
             _log.warning("database is writable again")
         self.failure, self._delay_s = None, 0.0
         self._committed()
+        if self.observe_seconds is not None and self.observe_size is not None:
+            self.observe_seconds(time.monotonic() - started)
+            self.observe_size(num_done)
         for job in group[:num_done]:
             job.publish()
         return num_done

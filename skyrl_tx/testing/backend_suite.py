@@ -468,6 +468,21 @@ class BackendSuite:
             driver.backend.delete_model(model_id)
         driver.backend.create_model(model_id, driver.spec())
 
+    def test_meters_tell_what_runs_and_counts_never_decrease(self, driver: BackendDriver) -> None:
+        """For the fields that the backend fills; a backend need not fill any."""
+        before = driver.backend.meters()
+        model_id = driver.model(steps=1)
+        driver.backend.forward_backward(driver.batch(driver.request(model_id, (9, 3))))
+        after = driver.backend.meters()
+        for name in ("compilations", "compile_seconds", "out_of_memory_retries", "micro_batches", "padding_tokens"):
+            old, new = getattr(before, name), getattr(after, name)
+            assert (old is None) == (new is None), name
+            assert old is None or new >= old >= 0, name
+        assert before.micro_batches is None or (after.micro_batches or 0) > before.micro_batches
+        assert len(after.device_memory) in (0, len(driver.capabilities.devices))
+        assert all(0 <= each.used_bytes <= each.limit_bytes for each in after.device_memory)
+        assert after.decode_slots is None or after.decode_slots_used == 0, "no sample runs"
+
     def test_close_is_idempotent(self, tmp_path: Path) -> None:
         """Also before `start`."""
         backend = self.make_backend(tmp_path)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Route
 
+from skyrl_tx.api.console.site import TABLES
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_api import Server
@@ -19,7 +20,7 @@ NO_SUCH_SESSION = "session-" + "0" * 32
 
 def address(path: str) -> str:
     """Return where a route is served: those of other protocols have a prefix of their own."""
-    return f"/{path}" if path.startswith(("openapi", "trackio/")) else f"/api/v1/{path}"
+    return f"/{path}" if path.startswith(("openapi", "metrics", "trackio/")) else f"/api/v1/{path}"
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,18 @@ class Thing:
 
 OPEN = {
     "GET openapi.json",  # documentation of the software, no data of users
+    "GET metrics",  # from this machine; with a key otherwise, see tests/unit/api/test_metrics.py
     "GET healthz",
     "GET livez",
     "GET trackio/version",
     "GET traces/{session_id}",  # the URL is signed
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
 }
+PAGES = {
+    *("GET ", "GET login", "POST login", "POST logout", "GET console/static/{digest}/{name:path}"),
+    *(f"{method} {path.lstrip('/')}" for table in TABLES for method, path, _ in table.entries),
+}
+"""The console, which `test_console_access` walks."""
 COMMON = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),
@@ -84,6 +91,12 @@ COMMON = {
     *("DELETE {path:path}", "PATCH {path:path}", "POST trackio/api/{name}"),
 }
 """Routes that give the same response to every caller with a key."""
+OTHER_APIS = {
+    *("POST completions", "POST chat/completions", "GET models", "GET models/{model_id:path}"),
+    *("POST messages", "POST messages/count_tokens"),
+}
+"""Routes of the OpenAI and Anthropic endpoints below other prefixes; `test_chat.py` tests whose rows they use."""
+PREFIXES = "/oai/api/v1", "/anthropic/api/v1", "/api/v1", "/v1"
 LISTS = {
     "GET sessions": "sessions?access_scope=accessible",
     "GET training_runs": "training_runs?access_scope=accessible",
@@ -190,11 +203,12 @@ def routes_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
         else:
             assert isinstance(route, Route), f"what is {route}?"
             for method in (route.methods or set()) - {"HEAD"}:
-                yield f"{method} {route.path.removeprefix('/api/v1').lstrip('/')}"
+                prefix = next((each for each in PREFIXES if route.path.startswith(f"{each}/")), "")
+                yield f"{method} {route.path.removeprefix(prefix).lstrip('/')}"
 
 
 def test_every_route_is_classified(world: World) -> None:
-    classes = [OPEN, COMMON, set(LISTS), {thing.route for thing in THINGS}]
+    classes = [OPEN, COMMON, OTHER_APIS, PAGES, set(LISTS), {thing.route for thing in THINGS}]
     assert sum(map(len, classes)) == len(set().union(*classes)), "a route has one class"
     assert set(routes_of(world.server.api.app.routes)) == set().union(*classes)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -61,6 +62,12 @@ def test_random_kills_change_no_bit(undisturbed_by_tenants: dict[int, Outcome], 
 
 
 @pytest.mark.slow
+def test_history_of_a_run_is_there_to_compare(undisturbed_by_tenants: dict[int, Outcome]) -> None:
+    found = Counter(row.split()[0] for row in undisturbed_by_tenants[1].history.elements())
+    assert found["point"] >= 40 and found["kept"] == 20 and found["usage"] >= 4 and found["steps"] == 2, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ENGINE_POINTS)
 def test_a_kill_at_each_crash_point_changes_no_bit(undisturbed_by_tenants: dict[int, Outcome], point: Point) -> None:
     # A replay needs an earlier crash, with log records after the newest snapshot.
@@ -101,6 +108,7 @@ def test_comparison_finds_all_differences() -> None:
     one = Outcome(transcripts=[[("a", 1.0)]], kinds=Counter(), weights=["w 1"], num_open=0, num_repeated=0)
     other = Outcome(transcripts=[[("a", 1.5)]], kinds=Counter(), weights=["w 2"], num_open=1, num_repeated=1)
     assert differences(one, one) == []
+    assert differences(replace(one, history=Counter(["point 0"])), one) == ["history: 1 times, not 0: point 0"]
     text = "\n".join(differences(other, one))
     assert "tenant 0, line 0" in text and "weights" in text and "1 futures open, 1 models" in text
 

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store import points, usage
 from skyrl_tx.store.database import Store
 
 NUM_KILLS = 10
 WRITER = """
 import itertools, os, sys
 from pathlib import Path
-from skyrl_tx.store import futures, models, sessions
+from skyrl_tx.store import futures, models, points, sessions, usage
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import ModelRow
@@ -32,11 +34,15 @@ def begin(tx):
 session_id = store.write(begin)
 
 def effect(tx, number):
-    '''One work, three rows: a request, its answer, the count of its model's effects.'''
+    '''One work, five rows: a request, its answer, the count of its model's effects, a point and its usage.'''
     new = NewRequest(key=f"{life}/{number}", kind="model_pass", owner="ann", session_id=session_id,
                      body=os.urandom(5000), model_id=life)
-    request_id = futures.submit(tx, new, 1.0).request_id
-    futures.complete(tx, request_id, b"result", failed=False, effect_order=models.next_effect_order(tx, life), now=2.0)
+    submitted = futures.submit(tx, new, 1.0)
+    points.add(tx, points.Point(position=submitted.position, model_id=life, kind="train", step=number, created_at=1.0,
+                                started_at=1.0, at=2.0, device_s=0.5, tokens=3, datums=1, values={"loss:sum": 0.5}))
+    usage.add(tx, "ann", session_id, life, 2.0, [usage.Work(kind="training", tokens=3)])
+    effect_order = models.next_effect_order(tx, life)
+    futures.complete(tx, submitted.request_id, b"result", failed=False, effect_order=effect_order, now=2.0)
     return number
 
 def acknowledge(future):
@@ -80,9 +86,13 @@ def check(data_dir: Path, database_url: str | None, life: str, acknowledged: set
     count = text("SELECT effect_order FROM models WHERE model_id = :life")
     rows = store.read(lambda tx: tx.connection().execute(requests, {"life": life}).all())
     num_effects = store.read(lambda tx: tx.connection().execute(count, {"life": life}).scalar_one())
+    curve = store.read(lambda tx: points.series(tx, ModelId(life)))
+    used = store.read(lambda tx: usage.totals(tx, "ann", 0.0, model_id=life))
     if database_url is None:
         health = store.read(lambda tx: tx.connection().execute(text("PRAGMA integrity_check")).scalar_one())
         assert health == "ok"
     store.close()
     assert sorted(rows) == [(number, "done", 5000, b"result") for number in range(1, num_effects + 1)]
+    assert [point.step for point in curve] == list(range(1, num_effects + 1))
+    assert sum(total.tokens for total in used) == 3 * num_effects
     assert acknowledged <= set(range(1, num_effects + 1))

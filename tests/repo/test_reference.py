@@ -7,7 +7,7 @@ import pytest
 from docs.generate_reference import generate
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("endpoints.md", "losses.md", "models.md", "recipes.md", "settings.md")
+PAGES = ("endpoints.md", "losses.md", "metrics.md", "models.md", "recipes.md", "settings.md")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -78,12 +79,22 @@ def live_stack(
     token_delay_s: float = 0.0,
     retrieve_hold_s: float = 30.0,
     failed_key_limit: int = 20,
+    has_tokenizer: bool = False,
+    max_streams: int = 64,
+    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto",
 ) -> Generator[LiveStack]:
-    """Serve with a small backend, until the context is left."""
+    """Serve with a small backend, until the context is left.
+
+    `has_tokenizer`: the fake backend is served with the tokenizer of the tiny model.
+    """
     base_model, backend = small_backend(backend_name, directory, token_delay_s)
     data_dir, recorder = directory / "data", RecordingMiddleware()
     data_dir.mkdir(mode=0o700)
+    tokenizer = str(write_tiny_model(directory / "tokenizer")) if has_tokenizer and backend_name == "fake" else None
     api = ApiSettings(
+        tokenizer_id=tokenizer,
+        max_streams=max_streams,
+        tool_parser=tool_parser,
         port=0,
         data_dir=data_dir,
         base_model=base_model,

@@ -42,7 +42,10 @@ def external_weights_urls(
             "after create_training_client_from_state for a training checkpoint"
         )
     expires = int(time.time() + call.settings.download_url_ttl_s)
-    urls = {file: _url(call, request, row, "file", file, expires) for file in _artifact(call.context, row).files}
+    urls = {
+        file: _url(call.context, call.caller, request, row, "file", file, expires)
+        for file in _artifact(call.context, row).files
+    }
     return ExternalWeightsUrlsResponse(urls=urls, expires=utc_time(expires))
 
 
@@ -51,7 +54,7 @@ def archive(run_id: str, kind: str, name: str, call: Incoming, request: Request)
     """Redirect to a tar of a checkpoint's weights (SDK up to 0.35)."""
     row = _readable(call, run_id, kind, name)
     expires = int(time.time() + call.settings.download_url_ttl_s)
-    url = _url(call, request, row, "archive", f"{row.name}.tar", expires)
+    url = archive_url(call.context, call.caller, request, row, expires)
     headers = {"location": url, "expires": format_datetime(utc_time(expires), usegmt=True)}
     return Response(status_code=HTTPStatus.FOUND, headers=headers)
 
@@ -123,13 +126,23 @@ def _gone(row: CheckpointRow) -> ApiError:
     return not_found(f"checkpoint {row.path}: its files are gone")
 
 
-def _url(call: Call, request: Request, row: CheckpointRow, form: Form, file: str, expires: int) -> str:
+def archive_url(
+    context: ApiContext, caller: Principal, request: Request, row: CheckpointRow, expires: int | None = None
+) -> str:
+    """Return a signed URL of a tar with a checkpoint's weights, which the caller may read."""
+    expires = expires or int(time.time() + context.settings.download_url_ttl_s)
+    return _url(context, caller, request, row, "archive", f"{row.name}.tar", expires)
+
+
+def _url(
+    context: ApiContext, caller: Principal, request: Request, row: CheckpointRow, form: Form, file: str, expires: int
+) -> str:
     """Return a signed URL on `public_url`, or on the address by which the client reached this server."""
     file_path = "/".join(quote(part) for part in (row.model_id, row.kind, row.name, form, file))
-    key_id = call.caller.key_id
-    signature = call.context.signing_key.sign(*_signed(row, form, file, expires, key_id))
+    key_id = caller.key_id
+    signature = context.signing_key.sign(*_signed(row, form, file, expires, key_id))
     key = "" if key_id is None else f"&key={key_id}"
-    base = base_url(call.settings, request)
+    base = base_url(context.settings, request)
     return f"{base}/api/v1/downloads/{file_path}?expires={expires}{key}&signature={signature}"
 
 

@@ -1,11 +1,9 @@
 """Endpoints for sampling sessions and samples."""
 
-import time
-
 from fastapi import APIRouter
 from sqlmodel import Session
 
-from skyrl_tx.api import access, submission
+from skyrl_tx.api import access, direct_sessions, submission
 from skyrl_tx.api.context import Call, Incoming, IncomingData
 from skyrl_tx.api.errors import bad_request
 from skyrl_tx.api.schemas import sampling as schemas
@@ -15,15 +13,13 @@ from skyrl_tx.api.submission import Submission
 from skyrl_tx.api.translate import sampling, weights
 from skyrl_tx.api.validation import shown
 from skyrl_tx.api.wire import parse
-from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.requests import Rejected
 from skyrl_tx.store import futures, samplers, sessions
 from skyrl_tx.store.tables import SamplingSessionRow
 
 router = APIRouter()
-
-_DIRECT = "samples without a sampling session"
 
 
 @router.post("/create_sampling_session")
@@ -39,7 +35,8 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
         access.open_session(tx, call.caller, session_id)
         existing = samplers.get(tx, name)
         if existing is None:
-            _create(tx, call, session_id, name, base_model, path)
+            sampler = direct_sessions.sampler_id(tx, call.caller, path)
+            direct_sessions.new_row(tx, session_id, name, base_model, path_text, sampler)
         elif existing.model_id is not None or (existing.base_model, existing.model_path) != (base_model, path_text):
             raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
 
@@ -96,6 +93,7 @@ def _queue_sample(call: Call) -> FutureHandle:
     owner, sample, submitted = queue()
     while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
         owner, sample, submitted = queue()
+    call.context.metrics.submitted("sample").inc()
     if submitted.position is not None:
         call.context.admission.record(owner, submitted.position, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
@@ -112,54 +110,8 @@ def _named_weights(call: Call, base_model: str | None, model_path: str | None) -
 def _direct_session(call: Call, ids: SampleRequestIds) -> SamplingSessionId:
     """Find or create the sampling session for a prompt that names its weights; all prompts of an owner share it."""
     base_model, path = _named_weights(call, ids.base_model, ids.model_path)
-    owner = call.caller.owner
-
-    def work(tx: Session) -> SamplingSessionId:
-        now = time.time()
-        session_id = sessions.unfinished(tx, owner, _DIRECT)
-        if session_id is None:
-            session_id = sessions.create(tx, owner=owner, display_name=_DIRECT, now=now)
-        sessions.heartbeat(tx, session_id, now)  # no client sends heartbeats for it
-        sampler = _sampler_id(tx, call, path)
-        existing = samplers.find(tx, session_id, None if path is None else str(path), sampler)
-        if existing is not None:
-            return existing.sampling_session_id
-        name = sampling_session_id_of(session_id, len(samplers.ids_of_session(tx, session_id)))
-        _create(tx, call, session_id, name, base_model, path)
-        return name
-
-    return call.store.write(work)
-
-
-def _sampler_id(tx: Session, call: Call, path: CheckpointPath | None) -> SamplerId | None:
-    """Return the weights that a path names now; None for the base model. Raises ApiError 404 if there are none."""
-    if path is None:
-        return None
-    checkpoint, _ = access.readable_checkpoint(tx, call.caller, path)
-    return SamplerId(checkpoint.artifact_id)
-
-
-def _create(
-    tx: Session,
-    call: Call,
-    session_id: SessionId,
-    name: SamplingSessionId,
-    base_model: str,
-    path: CheckpointPath | None,
-) -> None:
-    now = time.time()
-    samplers.create_session(
-        tx,
-        SamplingSessionRow(
-            sampling_session_id=name,
-            session_id=session_id,
-            base_model=base_model,
-            model_path=None if path is None else str(path),
-            sampler_id=_sampler_id(tx, call, path),
-            created_at=now,
-            last_used_at=now,
-        ),
-    )
+    row = direct_sessions.sampling_session(call.store, call.caller, sessions.DIRECT, base_model, path)
+    return row.sampling_session_id
 
 
 def _dropped(row: SamplingSessionRow) -> Rejected:

@@ -132,7 +132,13 @@ def _create_session(tx: Session, call: Call, session_id: SessionId, project_id: 
     """Create a finished session that holds only the copy."""
     now = time.time()
     sessions.create(
-        tx, session_id=session_id, owner=call.caller.owner, sdk_version=call.sdk_version, project_id=project_id, now=now
+        tx,
+        session_id=session_id,
+        owner=call.caller.owner,
+        key_id=call.caller.key_id,
+        sdk_version=call.sdk_version,
+        project_id=project_id,
+        now=now,
     )
     sessions.finish(tx, session_id, _FINISH_REASON, now)
 
@@ -178,5 +184,7 @@ def _copy(
         expires_at=None if ttl_s is None else now + ttl_s,
         size_bytes=saved.size_bytes,
         user_metadata=access.metadata(saved, is_own),
+        step=saved.step,
+        copied_from=str(source),
     )
     checkpoints.put(tx, row, overwrite=False)

@@ -4,7 +4,7 @@ Spans tile a field: every position is in exactly one span, in order. Those of `l
 sampled; those of `model_input` have no effect, but are checked too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +14,10 @@ from skyrl_tx.api.schemas import inputs
 from skyrl_tx.api.validation import require, shown
 from skyrl_tx.contract.arrays import Float32Array
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.requests import Datum, ModelPass
+from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.store.stability import SampledLogprobs
+
+_MAX_ID_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,21 @@ def of(datum: wire_pb2.Datum | inputs.Datum) -> Provenance:
         model_input=tuple(_span(span) for span in datum.model_input_spans or ()),
         loss_inputs=tuple(_span(span) for span in datum.loss_fn_input_spans or ()),
     )
+
+
+def sampled_spans(data: Iterable[wire_pb2.Datum | inputs.Datum], sizes: Iterable[int]) -> Iterator[SampledSpan]:
+    """Yield which targets were sampled, for people to read; datums whose spans do not fit their size are left out.
+
+    Losses that do not need provenance ignore spans, so a wrong one is no error.
+    """
+    for index, (datum, size) in enumerate(zip(data, sizes, strict=True)):
+        first, found = 0, list[SampledSpan]()
+        for span in map(_span, datum.loss_fn_input_spans or ()):
+            if span.source == "sampled_tokens" and span.length > 0 and len(span.sequence_id) <= _MAX_ID_CHARS:
+                found.append(SampledSpan(datum=index, first=first, length=span.length, sequence_id=span.sequence_id))
+            first += max(span.length, 0)
+        if first <= size:
+            yield from found
 
 
 def fill_recorded(

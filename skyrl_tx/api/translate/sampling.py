@@ -17,7 +17,7 @@ from skyrl_tx.contract.ids import SamplerId
 
 MAX_SAMPLES = 4096
 """The most samples of one prompt: each has a string id in the response to the POST."""
-_MAX_INT32 = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 _TARGETS = "target_prompt_logprobs"
 
 
@@ -46,7 +46,7 @@ def sample(
 
 def _params(params: SamplingParams) -> requests.SamplingParams:
     where = "sampling_params"
-    require(params.top_k <= _MAX_INT32, f"{where}.top_k {shown(params.top_k)}: must be at most {_MAX_INT32}")
+    require(params.top_k <= MAX_INT32, f"{where}.top_k {shown(params.top_k)}: must be at most {MAX_INT32}")
     stop_strings, stop_token_ids = _stops(params.stop)
     return requests.SamplingParams(
         seed=seed_or_random(params.seed, f"{where}.seed"),
@@ -65,20 +65,24 @@ def _stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], t
     given = [stop] if isinstance(stop, str) else stop or []
     strings = tuple(part for part in given if isinstance(part, str))
     token_ids = tuple(part for part in given if isinstance(part, int))
-    for given_number, limit, what in (
-        (len(strings), requests.MAX_STOP_STRINGS, "strings"),
-        (len(token_ids), requests.MAX_STOP_TOKENS, "tokens"),
+    check_stops(strings, token_ids, "sampling_params.stop", "sampling_params.stop")
+    return strings, token_ids
+
+
+def check_stops(strings: Sequence[str], token_ids: Sequence[int], where: str, where_tokens: str) -> None:
+    """Raise UserError for too many or too long stop strings, or invalid stop tokens."""
+    for given, limit, what, field in (
+        (len(strings), requests.MAX_STOP_STRINGS, "strings", where),
+        (len(token_ids), requests.MAX_STOP_TOKENS, "tokens", where_tokens),
     ):
-        require(given_number <= limit, f"sampling_params.stop has {given_number} {what}: must have at most {limit}")
+        require(given <= limit, f"{field} has {given} {what}: must have at most {limit}")
     for index, text in enumerate(strings):
         require(
             len(text) <= requests.MAX_STOP_CHARS,
-            f"sampling_params.stop[{index}] {shown(text)} has {len(text)} characters: must have at most "
-            f"{requests.MAX_STOP_CHARS}",
+            f"{where}[{index}] {shown(text)} has {len(text)} characters: must have at most {requests.MAX_STOP_CHARS}",
         )
     for index, token in enumerate(token_ids):
-        require(0 <= token <= _MAX_INT32, f"sampling_params.stop[{index}] {shown(token)}: is not a token id")
-    return strings, token_ids
+        require(0 <= token <= MAX_INT32, f"{where_tokens}[{index}] {shown(token)}: is not a token id")
 
 
 def _options(request: SampleRequest, max_dense_bytes: int) -> requests.PromptOptions:

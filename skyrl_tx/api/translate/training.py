@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from google.protobuf.message import Message
@@ -22,6 +23,8 @@ from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LossConfigValue, OptimizerParams
 
 _ADAM = tuple(AdamParams.model_fields)
+_MAX_SAMPLED_SPANS = 16_384
+"""Spans of a pass that are stored for people to read; the rest is left out."""
 
 
 def create_model(request: CreateModelRequest, settings: ApiSettings) -> Submission:
@@ -86,8 +89,7 @@ def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: i
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     data = (datum_from_proto(datum, budget, f"data[{index}]") for index, datum in enumerate(message.data))
     request = _model_pass(data, message.loss_fn, config, backward=not message.forward_only)
-    spans = map(provenance.of, message.data) if _needs_provenance(request.loss) else ()
-    return Submission.of(request, provenance=tuple(spans))
+    return _submission(request, message.data)
 
 
 def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) -> Submission:
@@ -95,8 +97,18 @@ def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) 
     budget = DenseBudget(max_dense_bytes)
     data = (datum_from_json(datum, budget, f"data[{index}]") for index, datum in enumerate(request.data))
     model_pass = _model_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
-    spans = map(provenance.of, request.data) if _needs_provenance(model_pass.loss) else ()
-    return Submission.of(model_pass, provenance=tuple(spans))
+    return _submission(model_pass, request.data)
+
+
+def _submission(request: requests.ModelPass, data: Sequence[wire_pb2.Datum | Datum]) -> Submission:
+    """Return a pass with what its provenance spans say. Its digest covers them only where the loss needs them."""
+    spans = tuple(map(provenance.of, data)) if _needs_provenance(request.loss) else ()
+    if not any(datum.loss_fn_input_spans for datum in data):
+        return Submission.of(request, provenance=spans)
+    spans_of_samples = provenance.sampled_spans(data, (datum.tokens.size for datum in request.data))
+    sampled = tuple(islice(spans_of_samples, _MAX_SAMPLED_SPANS))
+    complete = replace(request, sampled=sampled) if sampled else request
+    return Submission.of(complete, as_sent=request, provenance=spans)
 
 
 def _model_pass(

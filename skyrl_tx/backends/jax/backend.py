@@ -13,7 +13,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
-from skyrl_tx.backends.jax.memory import Memory, capacity_errors, max_models, plan_training_memory
+from skyrl_tx.backends.jax.memory import Memory, capacity_errors, device_memory, max_models, plan_training_memory
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, apply_gradient, fresh_training_state, padded_rank, placed
@@ -25,6 +25,7 @@ from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatc
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.losses import LOSSES
@@ -104,6 +105,19 @@ class JaxBackend(AbstractBackend):
     def is_compiling(self) -> bool:
         """See AbstractBackend."""
         return self._is_started and self._compilation.is_compiling
+
+    def meters(self) -> Meters:
+        """See AbstractBackend."""
+        limit, compilation = self._dispatch_limit, self._compilation
+        return replace(
+            self._scheduler.meters(),
+            device_memory=device_memory(self._params),
+            compilations=compilation.num_compiled,
+            compile_seconds=compilation.seconds,
+            out_of_memory_retries=limit.num_retries,
+            micro_batches=limit.num_micro_batches,
+            padding_tokens=limit.num_padding_tokens,
+        )
 
     # Models
 

@@ -15,6 +15,8 @@ _PROBE_SIZE = 8
 """Numbers that each device adds up."""
 _COMPILATION = "/jax/core/compile/"
 """The beginning of the names of JAX's events for tracing, lowering and compiling a program."""
+_COMPILED = _COMPILATION + "backend_compile_duration"
+"""The event of the compiler itself, also where its result is read from a cache."""
 
 
 def check_devices(mesh: Mesh) -> None:
@@ -41,11 +43,14 @@ def _sum(numbers: jax.Array) -> jax.Array:
 
 
 class CompilationMonitor:
-    """Counts the programs that this process is compiling. Its methods are called from any thread."""
+    """Counts the programs that this process compiles and has compiled. Its methods are called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_running = 0  # tracing, lowering and compiling may be nested
+        self.num_compiled = 0
+        self.seconds = 0.0
+        """Time of the compiler, without tracing and lowering."""
 
     @property
     def is_compiling(self) -> bool:
@@ -59,6 +64,10 @@ class CompilationMonitor:
     def on_end(self, event: str, duration_secs: float, **_: str | int) -> None:
         """Count an event that ends, also with an error; a listener of JAX for durations."""
         self._count(event, -1)
+        if event == _COMPILED:
+            with self._lock:
+                self.num_compiled += 1
+                self.seconds += duration_secs
 
     def _count(self, event: str, change: int) -> None:
         if event.startswith(_COMPILATION):

@@ -20,6 +20,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.layers.remat import RematPolicy
@@ -162,15 +163,20 @@ def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> 
     return MemoryPlan(config.micro_batch_tokens or fitting * num_shards, remat)
 
 
-def free_bytes(params: models.DecoderParams) -> int | None:
-    """Return the free memory of the fullest device; None when devices do not report their memory."""
-    found: list[int] = []
-    for device in params.embed.devices():
+def device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
+    """Return the memory of each device, in order of their ids; empty when devices do not report their memory."""
+    found: list[DeviceMemory] = []
+    for device in sorted(params.embed.devices(), key=lambda device: device.id):
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
-            return None
-        found.append(stats["bytes_limit"] - stats["bytes_in_use"])
-    return min(found)
+            return ()
+        found.append(DeviceMemory(used_bytes=stats["bytes_in_use"], limit_bytes=stats["bytes_limit"]))
+    return tuple(found)
+
+
+def free_bytes(params: models.DecoderParams) -> int | None:
+    """Return the free memory of the fullest device; None when devices do not report their memory."""
+    return min((each.limit_bytes - each.used_bytes for each in device_memory(params)), default=None)
 
 
 def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:

@@ -15,6 +15,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, CapacityError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.fake import bigram, losses, sampling
@@ -32,6 +33,7 @@ class FakeBackend(AbstractBackend):
         self._models: dict[ModelId, State] = {}
         self._samplers: dict[SamplerId, Pair] = {}
         self._running: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
+        self._num_steps = 0  # of passes
         self.is_lost = False
         """Set by tests: calls that compute raise RuntimeError, as with a device that is lost."""
 
@@ -71,6 +73,17 @@ class FakeBackend(AbstractBackend):
         self._samplers.clear()
         self._running.clear()
 
+    def meters(self) -> Meters:
+        """See AbstractBackend. Without `sample_slots` there is no number of slots to tell."""
+        slots = self._config.sample_slots
+        num_running = sum(map(len, self._running.values()))
+        return Meters(
+            decode_slots=slots or None,
+            decode_slots_used=min(num_running, slots) if slots else None,
+            micro_batches=self._num_steps,
+            padding_tokens=0,
+        )
+
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         """See AbstractBackend."""
         self._compute()
@@ -82,7 +95,7 @@ class FakeBackend(AbstractBackend):
 
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
         """See AbstractBackend."""
-        return _FakePass(self._models, batch, backward, self._config, self._compute)
+        return _FakePass(self._models, batch, backward, self._config, self._compute_step)
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         """See AbstractBackend."""
@@ -175,6 +188,10 @@ class FakeBackend(AbstractBackend):
         time.sleep(delay_s)
         if self.is_lost:
             raise RuntimeError("INTERNAL: the fake device does not respond")
+
+    def _compute_step(self, delay_s: float) -> None:
+        self._compute(delay_s)
+        self._num_steps += 1
 
     def _put(self, model_id: ModelId, state: State) -> None:
         if model_id not in self._models and len(self._models) >= self._config.max_models:

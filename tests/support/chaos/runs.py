@@ -54,6 +54,8 @@ class Outcome:
     num_repeated: int
     """Number of models with duplicate or missing log sequence numbers."""
     changed_results: int = 0
+    history: Counter[str] = field(default_factory=Counter[str])
+    """The history that people read, without times: points, usage, kept samples, steps of runs and checkpoints."""
     done: Counter[tuple[Victim, str]] = field(default_factory=Counter[tuple[Victim, str]])
 
 
@@ -129,7 +131,29 @@ def _outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> Outco
         num_open=num_open,
         num_repeated=sum(len(set(counts)) != 1 for counts in per_model),
         changed_results=processes.changed_results,
+        history=_history(found),
         done=processes.done,
+    )
+
+
+_HISTORY = {
+    "point": 'SELECT model_id, kind, step, tokens, datums, "values" FROM run_points',
+    # A prefix cache is empty after a kill, so tokens that were cached count as others.
+    "usage": "SELECT model_id, REPLACE(kind, '_cached', '') AS work, SUM(tokens),"
+    " SUM(CASE WHEN kind = 'prefill_cached' THEN 0 ELSE requests END)"
+    " FROM usage GROUP BY session_id, owner, model_id, work",
+    "kept": "SELECT model_id, step, sample_index, prompt, tokens, stop_reason FROM kept_samples",
+    "steps": "SELECT model_id, num_steps FROM models",
+    "saved": "SELECT model_id, kind, name, step FROM checkpoints",
+}
+"""Queries whose first column is a model, which is random except for its number in its session."""
+
+
+def _history(found: Callable[[str], Sequence[tuple[Any, ...]]]) -> Counter[str]:
+    return Counter(
+        f"{name} {str(model_id).partition(':')[2]} {columns}"
+        for name, query in _HISTORY.items()
+        for model_id, *columns in found(query)
     )
 
 
@@ -153,6 +177,8 @@ def differences(found: Outcome, undisturbed: Outcome) -> list[str]:
         differing.append(f"requests {found.kinds} are not {undisturbed.kinds}")
     if found.weights != undisturbed.weights:
         differing.append(f"saved weights {found.weights} are not {undisturbed.weights}")
+    for row in sorted((found.history - undisturbed.history) + (undisturbed.history - found.history)):
+        differing.append(f"history: {found.history[row]} times, not {undisturbed.history[row]}: {row}")
     if found.num_open or found.num_repeated or found.changed_results:
         differing.append(
             f"{found.num_open} futures open, {found.num_repeated} models with repeated effects, "

@@ -4,11 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from skyrl_tx.api.schemas import inputs
-from skyrl_tx.api.translate.provenance import Provenance, Span, fill_recorded, of
+from skyrl_tx.api.schemas.training import PassInput
+from skyrl_tx.api.submission import Submission
+from skyrl_tx.api.translate import training
+from skyrl_tx.api.translate.provenance import Provenance, Span, fill_recorded, of, sampled_spans
+from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.requests import Datum, ModelPass
+from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.store.stability import SampledLogprobs
 
 RECORDED = {
@@ -91,6 +96,46 @@ def test_advantage_at_unsampled_position_is_refused() -> None:
 def test_client_may_not_send_the_sampled_mask() -> None:
     with pytest.raises(UserError, match=r"data\[0\].loss_fn_inputs\['sampled'\]"):
         fill_recorded(one_pass(sampled=[1] * 8), [Provenance(INPUT, TARGETS)], RECORDED)
+
+
+def test_sampled_spans_of_datums_that_fit() -> None:
+    data = [
+        datum_with({"prompt_tokens": run("a", 1)}, {"sampled_tokens": run("a", 3)}, {"sampled_tokens": run("b", 2)}),
+        datum_with({"sampled_tokens": run("c", 5)}),
+        datum_with(),
+        datum_with({"sampled_tokens": run("d" * 65, 1)}, {"sampled_tokens": run("e", 0)}, run("f", 1)),
+    ]
+    assert list(sampled_spans(data, [6, 4, 4, 4])) == [
+        SampledSpan(datum=0, first=1, length=3, sequence_id="a"),
+        SampledSpan(datum=0, first=4, length=2, sequence_id="b"),
+    ], "the second datum has four positions, and the last one names no span of its sizes"
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "stable_reinforce"])
+def test_pass_says_what_was_sampled_and_its_digest_is_that_of_earlier_releases(loss: str) -> None:
+    spans = {"loss_fn_input_spans": [{"sampled_tokens": run("a", 3)}]}
+
+    def submitted(**more: Any) -> Submission:
+        inputs_of_loss = {"target_tokens": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}}
+        sent = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}, **more}
+        value = {"data": [{**sent, "loss_fn_inputs": inputs_of_loss}], "loss_fn": loss}
+        return training.pass_from_json(PassInput.model_validate(value), 2**20, backward=True)
+
+    found, plain = submitted(**spans), submitted()
+    assert isinstance(found.request, ModelPass) and isinstance(plain.request, ModelPass)
+    assert found.request.sampled == (SampledSpan(datum=0, first=0, length=3, sequence_id="a"),)
+    decoded = codec.decode(found.body)
+    assert isinstance(decoded, ModelPass) and decoded.sampled == found.request.sampled
+    assert plain.request.sampled is UNSET and b"sampled" not in plain.body
+    assert (found.digest == plain.digest) == (loss == "importance_sampling"), "spans are part of stable_reinforce"
+
+
+def run(sequence_id: str, length: int) -> dict[str, Any]:
+    return {"sequence_id": sequence_id, "offset": 0, "length": length}
+
+
+def datum_with(*spans: dict[str, Any]) -> inputs.Datum:
+    return inputs.Datum.model_validate({"model_input": {"chunks": []}, "loss_fn_input_spans": list(spans)})
 
 
 def test_json_spans_have_the_form_of_protobuf() -> None:

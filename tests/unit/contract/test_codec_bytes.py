@@ -40,6 +40,13 @@ RECORDS: Mapping[str, Record] = {
         loss_config={"clip_low_threshold": 0.8, "mode": "x"},
         backward=True,
     ),
+    "pass_of_samples": requests.ModelPass(
+        data=(requests.Datum(tokens=INTS, loss_inputs={"target_tokens": np.arange(3, dtype=np.int64)}),),
+        loss="importance_sampling",
+        loss_config={},
+        backward=True,
+        sampled=(requests.SampledSpan(datum=0, first=1, length=2, sequence_id="seq-a-0"),),
+    ),
     "forward": requests.ModelPass(data=(), loss="cross_entropy", loss_config={}, backward=False),
     "optim_step": requests.OptimStep(
         params=requests.OptimizerParams(

@@ -49,6 +49,7 @@ def test_pending_returns_a_request_as_submitted(store: Store, new: NewRequest) -
     assert request == futures.PendingRequest(
         position=1,
         request_id=submitted.request_id,
+        created_at=7.5,
         kind="model_pass",
         owner="ann",
         body=b"body",

@@ -25,6 +25,7 @@ from skyrl_tx.backends.jax.shapes import KVLayout, PrefillShapes, SampleMemory
 from skyrl_tx.contract.batches import STARVATION_BOUND, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
+from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import PromptResult, SampleDelta
 
 log = logging.getLogger(__name__)
@@ -350,6 +351,17 @@ class SampleScheduler:
             if sample.stop_reason is not None:
                 slots.release(slot)
         return deltas
+
+    def meters(self) -> Meters:
+        """Return the use of the KV cache and of the prefix cache."""
+        layout, live = self._cache.layout, self._cache.slots.live
+        return Meters(
+            decode_slots=layout.num_slots,
+            decode_slots_used=len(live),
+            kv_cache_tokens=layout.num_slots * layout.length,
+            kv_cache_tokens_used=sum(sample.position for sample in live.values()),
+            prefix_cache_tokens=self._prefiller.prefixes.num_tokens,
+        )
 
     def compile_all(self, sampler: SamplerId) -> None:
         """Run every sampling program once, so that none is compiled later.

@@ -49,10 +49,14 @@ class _Step:
 
 
 class DispatchLimit:
-    """Bounds the micro-batches of all passes that are queued on the device."""
+    """Bounds the micro-batches of all passes that are queued on the device, and counts what was dispatched."""
 
     def __init__(self) -> None:
         self._logprobs: deque[jax.Array] = deque()
+        self.num_micro_batches = 0
+        self.num_padding_tokens = 0
+        self.num_retries = 0
+        """Passes that started again because a device was out of memory."""
 
     def wait(self) -> None:
         """Wait until another micro-batch may be dispatched."""
@@ -60,9 +64,11 @@ class DispatchLimit:
             with suppress(jax.errors.JaxRuntimeError):  # the pass that it belongs to gets the error in `results`
                 self._logprobs.popleft().block_until_ready()
 
-    def add(self, outputs: training.Outputs) -> None:
+    def add(self, outputs: training.Outputs, num_padding_tokens: int = 0) -> None:
         """Count a dispatched micro-batch."""
         self._logprobs.append(outputs.logprobs)
+        self.num_micro_batches += 1
+        self.num_padding_tokens += num_padding_tokens
 
 
 class JaxPass(Pass):
@@ -119,7 +125,8 @@ class JaxPass(Pass):
             self._limit.wait()
             with self._restart_if_exhausted():
                 outputs = self._dispatch(step)
-                self._limit.add(outputs)
+                num_tokens = sum(step.request.examples[index].tokens.size for index in step.plan.members)
+                self._limit.add(outputs, step.plan.num_tokens - num_tokens)
                 self._dispatched.append((step, outputs))
         return not self._pending
 
@@ -170,6 +177,7 @@ class JaxPass(Pass):
                 raise
             self._restart(self._smaller(error))
             self._has_shrunk = True
+            self._limit.num_retries += 1
 
     def _smaller(self, error: Exception) -> MemoryPlan:
         """Return a memory plan with smaller micro-batches for this pass. Raises CapacityError if there is none."""

@@ -1,0 +1,96 @@
+"""Numbers, times and ids as people read them. Pure functions, which templates use as filters."""
+
+import math
+from datetime import UTC, datetime
+
+_DASH = "–"
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+_UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def count(value: float | None) -> str:
+    """Return a count in at most four digits, such as 48.1M."""
+    if value is None or not math.isfinite(value):
+        return _DASH
+    for unit, size in _UNITS:
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.1f}{unit}" if abs(scaled) < 99.95 else f"{scaled:.0f}{unit}"
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 10 else f"{value:.1f}"
+
+
+def number(value: float | None) -> str:
+    """Return a measured number in four significant digits."""
+    if value is None or not math.isfinite(value):
+        return _DASH
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}"
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def size(num_bytes: float | None) -> str:
+    """Return a number of bytes with a binary unit."""
+    if num_bytes is None:
+        return _DASH
+    left = float(num_bytes)
+    for unit in _BINARY[:-1]:
+        if abs(left) < 1023.95:
+            return f"{left:.0f} {unit}" if unit == "B" or left >= 99.95 else f"{left:.1f} {unit}"
+        left /= 1024
+    return f"{left:.1f} {_BINARY[-1]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a length of time in its one or two largest units."""
+    if seconds is None or not math.isfinite(seconds):
+        return _DASH
+    if seconds < 0.9995:
+        return f"{max(seconds, 0) * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, length, small, small_length in (
+        ("d", _DAY, "h", _HOUR),
+        ("h", _HOUR, "min", _MINUTE),
+        ("min", _MINUTE, "s", 1),
+    ):
+        if whole >= length:
+            rest = whole % length // small_length
+            return f"{whole // length} {unit} {rest} {small}" if rest else f"{whole // length} {unit}"
+    return f"{whole} s"
+
+
+def ago(at: float | None, now: float) -> str:
+    """Return how long ago a time was, or in how long it will be."""
+    if at is None:
+        return _DASH
+    seconds = now - at
+    if abs(seconds) < 2:
+        return "now"
+    rough = _rough(abs(seconds))
+    return f"{rough} ago" if seconds > 0 else f"in {rough}"
+
+
+def _rough(seconds: float) -> str:
+    for unit, length in (("d", _DAY), ("h", _HOUR), ("min", _MINUTE)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def moment(at: float | None) -> str:
+    """Return a time in UTC, to the second."""
+    return _DASH if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def iso(at: float) -> str:
+    """Return a time as the `datetime` attribute of HTML has it."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def short_id(identifier: str) -> str:
+    """Return the distinguishing part of a session, run or sampler id, such as 3f9a2c1b:train:0."""
+    head, colon, rest = identifier.removeprefix("session-").partition(":")
+    return head[:8] + colon + rest

@@ -1,0 +1,182 @@
+"""The pages of runs: list, one run with its tabs, compare."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+
+from sqlmodel import Session
+from starlette.responses import Response
+
+from skyrl_tx.api import access
+from skyrl_tx.api.console import sample_views
+from skyrl_tx.api.console.curve_data import logged_curves, run_steps
+from skyrl_tx.api.console.hints import hints
+from skyrl_tx.api.console.series import CURVES, Step, thin
+from skyrl_tx.api.console.views.runs import RunView, newest_steps, request_view, reward_of, run_view
+from skyrl_tx.api.console.visit import Page, Pager, PageTable, Visit
+from skyrl_tx.api.errors import bad_request, not_found
+from skyrl_tx.api.validation import shown
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store import console_queries, kept_samples, points, sessions, usage
+from skyrl_tx.store.console_queries import RunLine
+
+pages = PageTable()
+PAGE_ROWS = 25
+_SPARK_POINTS = 120
+_SPARK_REWARDS = 400
+_SPARK_BUCKETS = 30
+_WHOLE_STEPS = 2000
+"""Steps up to which a list shows the whole curve of a run; of longer ones the newest part."""
+_STEP_ROWS = 100
+_REQUESTS = 30
+_CHECKPOINTS = 200
+MAX_COMPARED = 8
+TABS = ("curves", "samples", "steps", "checkpoints", "requests", "config")
+
+
+@pages.get("/training_runs")
+def list_runs(visit: Visit) -> Page:
+    """Show the runs of the visitor, to admins those of all owners, the last used first."""
+    offset = visit.whole("offset", 0)
+    search, project = visit.query("q").strip(), visit.query("project") or None
+    owner = visit.caller.owner_filter
+    lines, total = visit.read(
+        lambda tx: console_queries.runs(tx, owner, project=project, search=search, limit=PAGE_ROWS, offset=offset)
+    )
+    return Page(
+        "runs.jinja",
+        {
+            "runs": run_views(visit, lines),
+            "pager": Pager.of(visit, offset, PAGE_ROWS, len(lines), total),
+            "search": search,
+            "project": project,
+            "address": visit.address(),
+        },
+    )
+
+
+def run_views(visit: Visit, lines: Sequence[RunLine]) -> list[RunView]:
+    """Describe runs, with their last steps."""
+    ids = [line.model_id for line in lines]
+    tokens = visit.read(lambda tx: _tokens(tx, lines))
+    names = visit.read(lambda tx: console_queries.logged_names(tx, ids))
+    views: list[RunView] = []
+    for line in lines:
+        if line.num_steps <= _WHOLE_STEPS:
+            steps = thin(run_steps(visit, line.model_id), ("loss",), _SPARK_BUCKETS)
+        else:
+            found = visit.read(lambda tx, run=line: points.newest(tx, run.model_id, _SPARK_POINTS))
+            steps = newest_steps(found)
+        logged = (
+            visit.read(lambda tx, run=line: console_queries.logged_points(tx, run.model_id, _SPARK_REWARDS))
+            if line.model_id in names
+            else []
+        )
+        rewards = [reward for point in logged if (reward := reward_of(point.values)) is not None]
+        views.append(
+            run_view(
+                line,
+                steps=steps,
+                rewards=rewards,
+                logged_name=names.get(line.model_id),
+                tokens=tokens.get(line.model_id),
+                now=visit.now,
+            )
+        )
+    return views
+
+
+def _tokens(tx: Session, lines: Sequence[RunLine]) -> dict[str, int]:
+    """Return the tokens that each run trained."""
+    ids = {line.session_id for line in lines}
+    found = usage.totals(tx, None, 0, ("model_id",), session_ids=ids) if ids else []
+    return {total.group[0]: total.tokens for total in found if total.kind == "training"}
+
+
+def find_run(visit: Visit, model_id: ModelId) -> RunLine:
+    """Find a run of the visitor. Raises ApiError 404 if there is none."""
+    visit.read(lambda tx: access.model(tx, visit.caller, model_id))
+    line = visit.read(lambda tx: console_queries.run(tx, model_id))
+    if line is None:
+        raise not_found(f"model {shown(model_id)} does not exist")
+    return line
+
+
+@pages.get("/training_runs/{run_id}")
+def show_run(visit: Visit) -> Page:
+    """Show one run: its curves, or another tab."""
+    line = find_run(visit, ModelId(visit.path["run_id"]))
+    tab = visit.query("tab", "curves")
+    if tab not in TABS:
+        raise bad_request(f"tab: {tab!r} is not one of {', '.join(TABS)}")
+    steps = run_steps(visit, line.model_id)
+    (run,) = run_views(visit, [line])
+    values: dict[str, object] = {
+        "run": run,
+        "tab": tab,
+        "tabs": TABS,
+        "hints": hints(steps, visit.now),
+        "num_steps": len(steps),
+    }
+    match tab:
+        case "steps":
+            offset = visit.whole("offset", 0)
+            newest_first = steps[::-1][offset : offset + _STEP_ROWS]
+            values["steps"] = newest_first
+            values["pager"] = Pager.of(visit, offset, _STEP_ROWS, len(newest_first), len(steps))
+            values["curves"] = _shown_curves(steps)
+            kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, visit.caller.owner_filter))
+            values["sampled"] = {step + 1 for step, _ in kept if step is not None}
+        case "samples":
+            values |= sample_views.values(visit, line)
+        case "checkpoints":
+            found = visit.read(
+                lambda tx: console_queries.checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now)
+            )
+            values["checkpoints"] = [(row, line.owner) for row in found[::-1]]
+        case "requests":
+            found = visit.read(lambda tx: console_queries.requests_of_model(tx, line.model_id, _REQUESTS))
+            values["requests"] = [request_view(each) for each in found]
+        case "config":
+            values["session"] = visit.read(lambda tx: sessions.get(tx, line.session_id))
+            values["metadata"] = (
+                visit.read(lambda tx: access.model(tx, visit.caller, line.model_id)).user_metadata or {}
+            )
+        case _:
+            values["curves"] = _shown_curves(steps)
+    return Page("run.jinja", values)
+
+
+def _shown_curves(steps: Sequence[Step]) -> list[tuple[str, str]]:
+    """Return name and title of the curves that a run has."""
+    there = {name for step in steps for name in step.values}
+    return [(curve.name, curve.title) for curve in CURVES if curve.name in there]
+
+
+@pages.get("/training_runs/{run_id}/curves.csv")
+def curves_csv(visit: Visit) -> Response:
+    """Send all steps of a run as a table."""
+    line = find_run(visit, ModelId(visit.path["run_id"]))
+    steps = run_steps(visit, line.model_id)
+    names = [curve.name for curve in CURVES]
+    logged = logged_curves(visit, line.model_id)
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["step", "time", *names, *(f"logged/{name}" for name in logged)])
+    by_step = {name: dict(zip(curve["step"], curve["value"], strict=True)) for name, curve in logged.items()}
+    for step in steps:
+        row: Iterable[object] = (step.values.get(name) for name in names)
+        table.writerow([step.step, f"{step.at:.3f}", *row, *(by_step[name].get(step.step) for name in logged)])
+    headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
+    return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+@pages.get("/compare")
+def compare(visit: Visit) -> Page:
+    """Show the curves of several runs in one plot."""
+    asked = visit.request.query_params.getlist("run") + visit.query("runs").split(",")
+    ids = list(dict.fromkeys(ModelId(name) for name in asked if name))[: MAX_COMPARED + 1]
+    if len(ids) > MAX_COMPARED:
+        raise bad_request(f"runs: at most {MAX_COMPARED} runs are compared at once")
+    lines = [find_run(visit, model_id) for model_id in ids]
+    return Page("compare.jinja", {"runs": run_views(visit, lines), "most": MAX_COMPARED})

@@ -1,0 +1,1 @@
+"""View models: pure functions from rows to what templates show."""

@@ -1,0 +1,43 @@
+"""State and work of a backend, for people: metrics, the status screen and the console. Nothing depends on it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """The memory of one device in bytes."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meters:
+    """The state of a backend at one time. None: the backend does not tell.
+
+    The second half counts since the start of the backend and never decreases.
+    """
+
+    device_memory: tuple[DeviceMemory, ...] = ()
+    """One entry per device, in the order of `Capabilities.devices`; empty if devices do not report their memory."""
+    decode_slots: int | None = None
+    """Samples that can decode at once with the present layout of the KV cache."""
+    decode_slots_used: int | None = None
+    kv_cache_tokens: int | None = None
+    """Positions of the KV cache."""
+    kv_cache_tokens_used: int | None = None
+    prefix_cache_tokens: int | None = None
+    """Positions of the cached prompts, padding included."""
+
+    compilations: int | None = None
+    """Programs that were compiled, or read from a compilation cache."""
+    compile_seconds: float | None = None
+    out_of_memory_retries: int | None = None
+    """Passes that started again with smaller micro-batches because a device was out of memory."""
+    micro_batches: int | None = None
+    padding_tokens: int | None = None
+    """Positions of micro-batches that hold no token of a request."""
+
+    def __post_init__(self) -> None:
+        assert self.decode_slots_used is None or 0 <= self.decode_slots_used <= (self.decode_slots or 0)
+        assert self.kv_cache_tokens_used is None or 0 <= self.kv_cache_tokens_used <= (self.kv_cache_tokens or 0)

@@ -1,0 +1,290 @@
+"""The engine's metrics: counted when a result is committed, and measured by the loop once a second.
+
+Names follow Prometheus and vLLM: the prefix `skyrl_tx_`, base units, `_total` for what only grows. No owner, model,
+session or path is a label, except the owner in one family, with `--metrics-owners`.
+"""
+
+import math
+import time
+from collections import Counter as Totals
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import Any, Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from skyrl_tx.contract.meters import Meters
+from skyrl_tx.contract.requests import ModelPass, Rejected, Request, Sample
+from skyrl_tx.contract.results import Failure, ForwardBackwardOutput, OptimStepOutput, Result, SampleOutput
+
+_MAX_OWNERS = 50
+_OTHERS = "other"
+_WAITS_S = (0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0, 600.0)
+_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_WRITES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
+_GROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
+_FILES_S = (0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 300.0)
+
+_PASSES = {"forward": "forward", "forward_backward": "backward"}
+
+Work = Literal["train", "optim", "sample", "state"]
+_WORK_OF_CALL: Mapping[str, Work] = {
+    **dict.fromkeys(("forward", "forward_backward"), "train"),
+    **dict.fromkeys(("optim_step", "gradient_norm", "clear_gradient"), "optim"),
+    **dict.fromkeys(("begin_sample", "step_sample", "cancel_sample", "end_sample"), "sample"),
+    **dict.fromkeys(("create_model", "restore", "capture", "load_sampler"), "state"),
+}
+"""The work of each call of the backend, as `LoopActivity` names it; the loop's time in other calls is negligible."""
+
+
+class _BackendMeters(Collector):
+    """The last `Meters` of the backend as metrics. What the backend does not tell has no sample."""
+
+    _GAUGES: Mapping[str, str] = {
+        "decode_slots": "Samples that can decode at once with the present layout of the KV cache.",
+        "decode_slots_used": "Samples that decode.",
+        "kv_cache_tokens": "Positions of the KV cache.",
+        "kv_cache_tokens_used": "Positions of the KV cache that hold keys of running samples.",
+        "prefix_cache_tokens": "Positions of the cached prompts, padding included.",
+    }
+    _COUNTERS: Mapping[str, tuple[str, str]] = {
+        "compilations": ("compilations", "Programs that were compiled, or read from a compilation cache."),
+        "compile_seconds": ("compile_seconds", "Time of the compiler in seconds."),
+        "out_of_memory_retries": (
+            "out_of_memory_retries",
+            "Passes that started again with smaller micro-batches because a device was out of memory.",
+        ),
+        "micro_batches": ("micro_batches", "Micro-batches that the device computed for passes."),
+        "padding_tokens": ("padding_tokens", "Positions of micro-batches that held no token of a request."),
+    }
+
+    def __init__(self) -> None:
+        self.last = Meters()
+        self.seconds: Mapping[Work, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        meters = self.last
+        for name, text in self._GAUGES.items():
+            yield GaugeMetricFamily(f"skyrl_tx_{name}", text, value=getattr(meters, name))
+        for name, (family, text) in self._COUNTERS.items():
+            yield CounterMetricFamily(f"skyrl_tx_{family}", text, value=getattr(meters, name))
+        used = GaugeMetricFamily("skyrl_tx_device_memory_bytes", "Memory of a device in use.", labels=["device"])
+        limit = GaugeMetricFamily("skyrl_tx_device_memory_limit_bytes", "Memory of a device.", labels=["device"])
+        for number, memory in enumerate(meters.device_memory):
+            used.add_metric([str(number)], memory.used_bytes)
+            limit.add_metric([str(number)], memory.limit_bytes)
+        seconds = CounterMetricFamily(
+            "skyrl_tx_device_seconds", "Time of the engine's loop in calls of the backend.", labels=["work"]
+        )
+        for work, value in self.seconds.items():
+            seconds.add_metric([work], value)
+        yield from (used, limit, seconds)
+
+
+class EngineMeters:
+    """All metrics of one engine.
+
+    Written by the engine's thread; the registry is read by any thread. `totals` has the counts that are published with
+    the engine's status.
+    """
+
+    def __init__(self, *, with_owners: bool = False) -> None:
+        """`with_owners`: count tokens by owner too."""
+        self.registry = CollectorRegistry()
+        self.totals: Totals[str] = Totals()
+        self._backend = _BackendMeters()
+        self._owners: set[str] | None = set() if with_owners else None
+        self.registry.register(self._backend)
+        ProcessCollector(namespace="skyrl_tx_engine", registry=self.registry)
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        completed = counter("requests_completed", "Requests with a committed result.", "kind", "outcome")
+        queue_s = histogram("request_queue_seconds", "From arrival to the first start.", _WAITS_S, "kind")
+        run_s = histogram("request_run_seconds", "From the last start to the result.", _WAITS_S, "kind")
+        # Labels are looked up once, because that takes longer than counting.
+        self._completed = cache(completed.labels)
+        self._queue_s = cache(queue_s.labels)
+        self._run_s = cache(run_s.labels)
+        self._waiting = gauge("requests_waiting", "Requests that have not started.", "queue")
+        self._running = gauge("requests_running", "Requests that have started.", "queue")
+        self._backlog = gauge("backlog_bytes", "Memory of waiting requests.", "queue")
+        self._backlog_limit = gauge("backlog_limit_bytes", "Memory for waiting requests.", "queue")
+        tokens = counter("training_tokens", "Tokens of completed passes.", "pass")
+        self._tokens = {kind: tokens.labels(label) for kind, label in _PASSES.items()}
+        self._datums = counter("training_datums", "Datums of completed passes.")
+        self._optim_steps = counter("optim_steps", "Completed optimizer steps.")
+        self._nonfinite = counter("nonfinite", "Losses and gradient norms that were NaN or infinite.", "what")
+        self._samples = counter("samples_finished", "Samples that ended.", "reason")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of completed sample requests.", "cached")
+        self._generated = counter("generation_tokens", "Sampled tokens of completed requests.")
+        self._first_token_s = histogram(
+            "time_to_first_token_seconds", "From a sample request's arrival to its first token.", _WAITS_S
+        )
+        self._inter_token_s = histogram(
+            "inter_token_seconds", "Mean time between two tokens of a sample request's longest sample.", _TOKENS_S
+        )
+        self._sample_s = histogram("sample_e2e_seconds", "From a sample request's arrival to its result.", _WAITS_S)
+        self._places: Mapping[str, Gauge] = {
+            "models_resident": gauge("models_resident", "Models in training on the device."),
+            "models_places": gauge("models_places", "The most models in training on the device at once."),
+            "samplers_resident": gauge("samplers_resident", "Samplers on the device."),
+            "samplers_places": gauge("samplers_places", "The most samplers on the device at once."),
+            "effects_since_snapshot": gauge(
+                "effects_since_snapshot", "The most requests of one model that a recovery would replay."
+            ),
+        }
+        self.restores = counter("model_restores", "Models that were restored from their snapshot and log.")
+        self.evictions = counter("model_evictions", "Models that were evicted for others, or because of silence.")
+        self.sampler_loads = counter("sampler_loads", "Samplers that were loaded to the device.")
+        self.sampler_evictions = counter("sampler_evictions", "Samplers that were evicted from the device.")
+        self.replayed = counter("replayed_effects", "Logged requests that recovery executed again.")
+        self._snapshots = counter("snapshots", "Recovery snapshots.", "outcome")
+        self._snapshot_s = histogram("snapshot_seconds", "From the capture to the committed snapshot.", _FILES_S)
+        self._checkpoint_s = histogram("checkpoint_write_seconds", "From a save's start to its files.", _FILES_S)
+        self.store_write_s = histogram("engine_store_write_seconds", "Commits of the engine to the store.", _WRITES_S)
+        self.store_group_size = histogram("engine_store_group_size", "Writes that one commit contained.", _GROUPS)
+        self._owner_tokens = counter("owner_tokens", "Tokens by owner (--metrics-owners).", "owner", "kind")
+
+        # A rate cannot see the first event of a series that begins with it.
+        for child in "loss", "gradient":
+            self._nonfinite.labels(child)
+        for child in "ok", "failed":
+            self._snapshots.labels(child)
+
+    def completed(
+        self, kind: str, owner: str, request: Request | None, result: Result, *, created_at: float, started_at: float
+    ) -> None:
+        """Count a request that gets its result now. Times are seconds since the epoch."""
+        now = time.time()
+        kind, failure = _label(kind, request), isinstance(result, Failure)
+        outcome = f"{result.category}_error" if isinstance(result, Failure) else "ok"
+        self._completed(kind, outcome).inc()
+        self.totals["requests_failed" if failure else "requests_completed"] += 1
+        if started_at >= created_at > 0:
+            self._queue_s(kind).observe(started_at - created_at)
+            self._run_s(kind).observe(max(now - started_at, 0.0))
+        match result:
+            case ForwardBackwardOutput():
+                self._count_pass(kind, owner, result)
+            case OptimStepOutput():
+                self._optim_steps.inc()
+                self.totals["optim_steps"] += 1
+            case SampleOutput() if isinstance(request, Sample):
+                self._count_sample(owner, request, result)
+                self._sample_s.observe(max(now - created_at, 0.0))
+            case Failure() if isinstance(request, Sample):
+                self._samples.labels("error").inc(request.num_samples)
+            case _:
+                pass
+
+    def _count_pass(self, kind: str, owner: str, result: ForwardBackwardOutput) -> None:
+        num_tokens = result.metrics.get("num_tokens:sum", 0.0)
+        self._tokens[kind].inc(num_tokens)
+        self._datums.inc(result.metrics.get("num_datums:sum", 0.0))
+        self.totals["training_tokens"] += int(num_tokens)
+        self._count_owner(owner, "training" if kind == "forward_backward" else kind, num_tokens)
+        if not math.isfinite(result.metrics.get("loss:sum", 0.0)):
+            self.count_nonfinite("loss")
+
+    def _count_sample(self, owner: str, request: Sample, result: SampleOutput) -> None:
+        cached = result.prompt.cache_hit_tokens
+        num_tokens = sum(sequence.tokens.size for sequence in result.sequences)
+        self._prompt_tokens.labels("true").inc(cached)
+        self._prompt_tokens.labels("false").inc(max(request.prompt.size - cached, 0))
+        self._generated.inc(num_tokens)
+        self.totals["prompt_tokens"] += request.prompt.size
+        self.totals["prompt_tokens_cached"] += cached
+        self.totals["generation_tokens"] += num_tokens
+        self._count_owner(owner, "prefill", request.prompt.size)
+        self._count_owner(owner, "sampled", num_tokens)
+        for sequence in result.sequences:
+            self._samples.labels(sequence.stop_reason).inc()
+
+    def _count_owner(self, owner: str, kind: str, num_tokens: float) -> None:
+        owners = self._owners
+        if owners is None:
+            return
+        if owner not in owners and len(owners) < _MAX_OWNERS:
+            owners.add(owner)
+        self._owner_tokens.labels(owner if owner in owners else _OTHERS, kind).inc(num_tokens)
+
+    def sampled(self, *, created_at: float, first_token_at: float, num_steps: int) -> None:
+        """Observe the pace of a completed sample request, whose longest sample has `num_steps` tokens."""
+        if created_at:
+            self._first_token_s.observe(max(first_token_at - created_at, 0.0))
+        if num_steps > 1:
+            self._inter_token_s.observe(max(time.time() - first_token_at, 0.0) / (num_steps - 1))
+
+    def cancelled(self, num_samples: int) -> None:
+        """Count the samples of a request that its client cancelled."""
+        self._samples.labels("cancelled").inc(num_samples)
+
+    def count_nonfinite(self, what: Literal["loss", "gradient"]) -> None:
+        """Count a loss, or the norm of a gradient, that is NaN or infinite."""
+        self._nonfinite.labels(what).inc()
+        self.totals["nonfinite"] += 1
+
+    def snapshot_ended(self, seconds: float, *, failed: bool) -> None:
+        """Count a recovery snapshot."""
+        self._snapshots.labels("failed" if failed else "ok").inc()
+        if not failed:
+            self._snapshot_s.observe(seconds)
+
+    def checkpoint_written(self, seconds: float) -> None:
+        """Observe how long the files of a checkpoint took."""
+        self._checkpoint_s.observe(seconds)
+
+    def measured(
+        self,
+        backend: Meters,
+        call_seconds: Mapping[str, float],
+        queues: Mapping[str, Mapping[str, int]],
+        places: Mapping[str, int],
+    ) -> Mapping[str, Any]:
+        """Set the gauges; return all that is published with the status, as JSON.
+
+        Args:
+            backend: The state of the backend.
+            call_seconds: The seconds so far in calls of the backend, by the name of the call.
+            queues: For each queue the requests `waiting` and `running`, `backlog_bytes` and `backlog_limit_bytes`.
+            places: The models and samplers on the device, their places, and `effects_since_snapshot`.
+        """
+        seconds: dict[Work, float] = dict.fromkeys(get_args(Work), 0.0)
+        for name, value in call_seconds.items():
+            if (work := _WORK_OF_CALL.get(name)) is not None:
+                seconds[work] += value
+        self._backend.last, self._backend.seconds = backend, seconds
+        for queue, values in queues.items():
+            self._waiting.labels(queue).set(values["waiting"])
+            self._running.labels(queue).set(values["running"])
+            self._backlog.labels(queue).set(values["backlog_bytes"])
+            self._backlog_limit.labels(queue).set(values["backlog_limit_bytes"])
+        for name, value in places.items():
+            self._places[name].set(value)
+        known = {name: value for name, value in asdict(backend).items() if value is not None}
+        return {
+            "totals": dict(self.totals),
+            "device_seconds": seconds,
+            "queues": queues,
+            "places": places,
+            "backend": known,
+        }
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, namespace="skyrl_tx", registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, namespace="skyrl_tx", registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, namespace="skyrl_tx", registry=self.registry, buckets=buckets)
+
+
+def _label(kind: str, request: Request | None) -> str:
+    """Return the kind of a request for people: a pass is named by what it computes."""
+    if kind != "model_pass":
+        return kind
+    is_backward = isinstance(request, ModelPass | Rejected) and request.backward
+    return "forward_backward" if is_backward else "forward"

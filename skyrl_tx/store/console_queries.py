@@ -1,0 +1,374 @@
+"""Queries of the console: what people look at, in bounded pages.
+
+Every function that lists rows of users takes `owner`; None means all owners. Callers decide what a visitor may see.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import BigInteger, ColumnElement, and_, cast, func, literal_column, or_, select, true
+from sqlmodel import Session, col
+from sqlmodel import select as select_rows
+
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
+from skyrl_tx.store.checkpoints import is_visible
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.history_tables import (
+    LoggedPointRow,
+    LoggedRunRow,
+    NoticeRow,
+    ServerPointRow,
+    UsageRow,
+)
+from skyrl_tx.store.tables import (
+    ApiKeyRow,
+    CheckpointRow,
+    ModelRow,
+    RequestRow,
+    SamplingSessionRow,
+    SessionRow,
+)
+
+_MAX_OPEN = 5000
+"""Open requests that an overview counts: the oldest ones."""
+_MAX_FAILED = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """A run in a list."""
+
+    model_id: ModelId
+    session_id: SessionId
+    owner: str
+    project_id: str | None
+    display_name: str | None
+    base_model: str
+    spec: bytes
+    status: str
+    created_at: float
+    last_request_at: float
+    num_steps: int
+    loaded_from: str | None
+
+
+_RUN_COLUMNS = (
+    col(ModelRow.model_id),
+    col(ModelRow.session_id),
+    col(SessionRow.owner),
+    col(SessionRow.project_id),
+    col(SessionRow.display_name),
+    col(ModelRow.base_model),
+    col(ModelRow.spec),
+    col(ModelRow.status),
+    col(ModelRow.created_at),
+    col(ModelRow.last_request_at),
+    col(ModelRow.num_steps),
+    col(ModelRow.loaded_from),
+)
+
+
+def runs(
+    tx: Session, owner: str | None, *, project: str | None, search: str, limit: int, offset: int
+) -> tuple[list[RunLine], int]:
+    """Return a page of runs, the last used first, and their total number. `search` is part of an id or a name."""
+    is_wanted = _owned(owner) & col(ModelRow.deleted_at).is_(None)
+    if project is not None:
+        is_wanted &= col(SessionRow.project_id) == project
+    if search:
+        is_wanted &= or_(
+            col(ModelRow.model_id).contains(search, autoescape=True),
+            col(SessionRow.display_name).contains(search, autoescape=True),
+            col(SessionRow.project_id).contains(search, autoescape=True),
+            col(SessionRow.owner).contains(search, autoescape=True),
+        )
+    joined = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+    page = joined.where(is_wanted).order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
+    total = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
+    found = execute(tx, page.limit(limit).offset(offset))
+    return [RunLine(*row) for row in found], execute(tx, total).scalar_one()
+
+
+def run(tx: Session, model_id: ModelId) -> RunLine | None:
+    """Return one run that is not deleted."""
+    joined = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+    row = execute(
+        tx, joined.where(col(ModelRow.model_id) == model_id, col(ModelRow.deleted_at).is_(None))
+    ).one_or_none()
+    return None if row is None else RunLine(*row)
+
+
+def runs_of_session(tx: Session, session_id: SessionId, limit: int) -> list[RunLine]:
+    """Return a session's runs, oldest first."""
+    joined = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+    is_wanted = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
+    return [
+        RunLine(*row) for row in execute(tx, joined.where(is_wanted).order_by(col(ModelRow.created_at)).limit(limit))
+    ]
+
+
+def runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tuple[ModelId, str]]:
+    """Return the runs that began with one of these checkpoints, and the checkpoint of each."""
+    wanted = (
+        select(col(ModelRow.model_id), col(ModelRow.loaded_from))
+        .where(col(ModelRow.loaded_from).in_(paths), col(ModelRow.deleted_at).is_(None))
+        .order_by(col(ModelRow.created_at))
+    )
+    return [(model_id, path or "") for model_id, path in execute(tx, wanted.limit(limit))]
+
+
+def copies_of(tx: Session, path: str, limit: int, now: float) -> list[CheckpointRow]:
+    """Return the checkpoints that were copied from this one."""
+    wanted = select_rows(CheckpointRow).where(col(CheckpointRow.copied_from) == path, is_visible(now))
+    return list(tx.exec(wanted.limit(limit)))
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedPoint:
+    """Metrics that the client logged for one step."""
+
+    step: int
+    at: float
+    values: Mapping[str, float | None]
+
+
+def logged_points(tx: Session, model_id: ModelId, limit: int) -> list[LoggedPoint]:
+    """Return the newest metrics that the client logged for a run, by step."""
+    wanted = (
+        select(col(LoggedPointRow.step), col(LoggedPointRow.at), col(LoggedPointRow.values))
+        .join(LoggedRunRow, col(LoggedRunRow.logged_run_id) == col(LoggedPointRow.logged_run_id))
+        .where(col(LoggedRunRow.model_id) == model_id)
+        .order_by(col(LoggedPointRow.step).desc(), col(LoggedPointRow.at).desc())
+        .limit(limit)
+    )
+    return [LoggedPoint(*row) for row in execute(tx, wanted)][::-1]
+
+
+def logged_names(tx: Session, model_ids: Collection[ModelId]) -> dict[str, str]:
+    """Return the name that the client's logger gave to each of these runs, if it did."""
+    wanted = select(col(LoggedRunRow.model_id), col(LoggedRunRow.name)).where(col(LoggedRunRow.model_id).in_(model_ids))
+    return {model_id or "": name for model_id, name in execute(tx, wanted.order_by(col(LoggedRunRow.last_at)))}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """Open requests of one kind for one model or sampler."""
+
+    owner: str
+    session_id: SessionId
+    kind: str
+    model_id: ModelId | None
+    sampling_session_id: SamplingSessionId | None
+    number: int
+    first_position: int
+
+
+def open_groups(tx: Session, owner: str | None) -> list[OpenGroup]:
+    """Return the open requests, at most the 5,000 oldest, in groups."""
+    # The columns behind the body are not read: SQLite would read the whole body to find them.
+    names = col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.kind), col(RequestRow.model_id)
+    columns = (*names, col(RequestRow.sampling_session_id))
+    is_open = col(RequestRow.status) == literal_column("'open'")
+    wanted = is_open if owner is None else is_open & (col(RequestRow.owner) == owner)
+    oldest = select(*columns, col(RequestRow.position)).where(wanted).order_by(col(RequestRow.position))
+    part = oldest.limit(_MAX_OPEN).subquery().c
+    groups = part.owner, part.session_id, part.kind, part.model_id, part.sampling_session_id
+    counted = select(*groups, func.count(), func.min(part.position)).group_by(*groups)
+    return [OpenGroup(*row) for row in execute(tx, counted)]
+
+
+def arrived_at(tx: Session, position: int) -> float | None:
+    """Return when the request at a position arrived; None if it is gone."""
+    return execute(
+        tx, select(col(RequestRow.created_at)).where(col(RequestRow.position) == position)
+    ).scalar_one_or_none()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """A request in a list. `result` is there for failed ones."""
+
+    request_id: str
+    kind: str
+    owner: str
+    model_id: ModelId | None
+    seq_id: int | None
+    status: str
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    result: bytes | None
+
+
+def failed_requests(tx: Session, owner: str | None, limit: int) -> list[RequestLine]:
+    """Return the last requests that failed, newest first, as long as their rows are kept."""
+    is_failed = col(RequestRow.status) == literal_column("'failed'")
+    newest = select(col(RequestRow.position), col(RequestRow.owner)).where(is_failed)
+    part = newest.order_by(col(RequestRow.position).desc()).limit(_MAX_FAILED).subquery()
+    chosen = select(part.c.position).order_by(part.c.position.desc()).limit(limit)
+    if owner is not None:
+        chosen = chosen.where(part.c.owner == owner)
+    return _requests(tx, col(RequestRow.position).in_(chosen), limit)
+
+
+def requests_of_model(tx: Session, model_id: ModelId, limit: int) -> list[RequestLine]:
+    """Return the open requests of a model and its last completed ones, newest first."""
+    newest = (
+        select(col(RequestRow.position))
+        .where(col(RequestRow.model_id) == model_id)
+        .order_by(col(RequestRow.position).desc())
+        .limit(limit)
+    )
+    return _requests(tx, col(RequestRow.position).in_(newest), limit)
+
+
+def _requests(tx: Session, is_wanted: ColumnElement[bool], limit: int) -> list[RequestLine]:
+    columns = (
+        col(RequestRow.request_id),
+        col(RequestRow.kind),
+        col(RequestRow.owner),
+        col(RequestRow.model_id),
+        col(RequestRow.seq_id),
+        col(RequestRow.status),
+        col(RequestRow.created_at),
+        col(RequestRow.started_at),
+        col(RequestRow.completed_at),
+    )
+    newest_first = select(col(RequestRow.position), *columns).where(is_wanted).order_by(col(RequestRow.position).desc())
+    found = list(execute(tx, newest_first.limit(limit)))
+    failed = [row[0] for row in found if row[6] == "failed"]
+    texts = select(col(RequestRow.position), col(RequestRow.result)).where(col(RequestRow.position).in_(failed))
+    results: dict[int, bytes | None] = {position or 0: result for position, result in execute(tx, texts)}
+    return [RequestLine(*row[1:], result=results.get(row[0] or 0)) for row in found]
+
+
+def usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
+    """Return the tokens of all owners since a time, as bucket, kind and tokens."""
+    tokens = cast(func.sum(col(UsageRow.tokens)), BigInteger)
+    wanted = (
+        select(col(UsageRow.bucket_at), col(UsageRow.kind), tokens)
+        .where(col(UsageRow.bucket_at) >= since)
+        .group_by(col(UsageRow.bucket_at), col(UsageRow.kind))
+        .order_by(col(UsageRow.bucket_at))
+    )
+    return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)]
+
+
+def server_points(tx: Session, since: int, limit: int) -> list[tuple[int, Mapping[str, float]]]:
+    """Return the newest gauges of the server since a time, in order."""
+    wanted = (
+        select(col(ServerPointRow.at), col(ServerPointRow.values))
+        .where(col(ServerPointRow.at) >= since)
+        .order_by(col(ServerPointRow.at).desc())
+        .limit(limit)
+    )
+    return [(at, values) for at, values in execute(tx, wanted)][::-1]
+
+
+def notices(tx: Session, limit: int) -> list[NoticeRow]:
+    """Return the last warnings and errors of all processes, newest first."""
+    return list(tx.exec(select_rows(NoticeRow).order_by(col(NoticeRow.position).desc()).limit(limit)))
+
+
+def checkpoint_page(
+    tx: Session, owner: str | None, *, kind: str, search: str, scope: str, limit: int, offset: int, now: float
+) -> tuple[list[tuple[CheckpointRow, str]], int, int]:
+    """Return a page of checkpoints with their owners, newest first; their number and their size.
+
+    `scope` is `own`, `published` by anyone, or `deleted` but restorable.
+    """
+    is_wanted: ColumnElement[bool] = col(ModelRow.deleted_at).is_(None)
+    if scope == "published":
+        is_wanted &= col(CheckpointRow.public) & is_visible(now)
+    elif scope == "deleted":
+        is_wanted &= _owned(owner) & col(CheckpointRow.deleted_at).is_not(None)
+    else:
+        is_wanted &= _owned(owner) & is_visible(now)
+    if kind:
+        is_wanted &= col(CheckpointRow.kind) == kind
+    if search:
+        is_wanted &= or_(
+            col(CheckpointRow.name).contains(search, autoescape=True),
+            col(CheckpointRow.model_id).contains(search, autoescape=True),
+            col(SessionRow.owner).contains(search, autoescape=True),
+        )
+    joined = and_(col(ModelRow.model_id) == col(CheckpointRow.model_id))
+    session = and_(col(SessionRow.session_id) == col(ModelRow.session_id))
+    newest = (col(CheckpointRow.created_at).desc(), col(CheckpointRow.model_id), col(CheckpointRow.kind))
+    page = (
+        select_rows(CheckpointRow, SessionRow.owner).join(ModelRow, joined).join(SessionRow, session).where(is_wanted)
+    )
+    found = tx.exec(page.order_by(*newest, col(CheckpointRow.name)).limit(limit).offset(offset))
+    size = func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0)
+    totals = select(func.count(), size).select_from(CheckpointRow).join(ModelRow, joined).join(SessionRow, session)
+    number, num_bytes = execute(tx, totals.where(is_wanted)).one()
+    return [(row, who) for row, who in found], int(number), int(num_bytes)
+
+
+def checkpoints_of_runs(tx: Session, model_ids: Sequence[ModelId], limit: int, now: float) -> list[CheckpointRow]:
+    """Return the newest checkpoints of these runs, oldest first."""
+    wanted = select_rows(CheckpointRow).where(col(CheckpointRow.model_id).in_(model_ids), is_visible(now))
+    return list(tx.exec(wanted.order_by(col(CheckpointRow.created_at).desc()).limit(limit)))[::-1]
+
+
+def references_to(tx: Session, artifact_ids: Collection[str], now: float) -> dict[str, int]:
+    """Return how many checkpoints use each of these artifacts."""
+    wanted = (
+        select(col(CheckpointRow.artifact_id), func.count())
+        .where(col(CheckpointRow.artifact_id).in_(artifact_ids), is_visible(now))
+        .group_by(col(CheckpointRow.artifact_id))
+    )
+    return {str(artifact_id): number for artifact_id, number in execute(tx, wanted)}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLine:
+    """A session in a list."""
+
+    row: SessionRow
+    num_runs: int
+
+
+def session_page(
+    tx: Session, owner: str | None, *, project: str | None, search: str, limit: int, offset: int
+) -> tuple[list[SessionLine], int]:
+    """Return a page of sessions, newest first, and their total number."""
+    is_wanted = _owned(owner)
+    if project is not None:
+        is_wanted &= col(SessionRow.project_id) == project
+    if search:
+        is_wanted &= or_(
+            col(SessionRow.session_id).contains(search, autoescape=True),
+            col(SessionRow.display_name).contains(search, autoescape=True),
+            col(SessionRow.project_id).contains(search, autoescape=True),
+            col(SessionRow.owner).contains(search, autoescape=True),
+        )
+    newest_first = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
+    page = select_rows(SessionRow).where(is_wanted).order_by(*newest_first).limit(limit).offset(offset)
+    rows = list(tx.exec(page))
+    counted = select(col(ModelRow.session_id), func.count()).where(
+        col(ModelRow.session_id).in_([row.session_id for row in rows]), col(ModelRow.deleted_at).is_(None)
+    )
+    counts = execute(tx, counted.group_by(col(ModelRow.session_id)))
+    numbers = {str(session_id): number for session_id, number in counts}
+    total = execute(tx, select(func.count()).select_from(SessionRow).where(is_wanted)).scalar_one()
+    return [SessionLine(row, numbers.get(row.session_id, 0)) for row in rows], total
+
+
+def samplers_of_session(tx: Session, session_id: SessionId, limit: int) -> list[SamplingSessionRow]:
+    """Return a session's newest sampling sessions, newest first."""
+    wanted = select_rows(SamplingSessionRow).where(col(SamplingSessionRow.session_id) == session_id)
+    return list(tx.exec(wanted.order_by(col(SamplingSessionRow.created_at).desc()).limit(limit)))
+
+
+def key_page(tx: Session, owner: str | None, *, limit: int, offset: int) -> tuple[list[ApiKeyRow], int]:
+    """Return a page of API keys, newest first, the revoked ones last, and their total number."""
+    is_wanted: ColumnElement[bool] = true() if owner is None else col(ApiKeyRow.owner) == owner
+    order = (col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.key_id).desc())
+    page = select_rows(ApiKeyRow).where(is_wanted).order_by(*order).limit(limit).offset(offset)
+    total = execute(tx, select(func.count()).select_from(ApiKeyRow).where(is_wanted)).scalar_one()
+    return list(tx.exec(page)), total
+
+
+def _owned(owner: str | None) -> ColumnElement[bool]:
+    return true() if owner is None else col(SessionRow.owner) == owner

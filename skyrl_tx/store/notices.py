@@ -1,0 +1,127 @@
+"""Warnings and errors of the processes, kept in the database so that people see them without the log."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import cast
+
+from sqlalchemy import delete, func, insert, select
+from sqlmodel import Session, col
+
+from skyrl_tx.store.database import Store, execute
+from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.history_tables import NoticeRow, ProcessName
+from skyrl_tx.threads import ServiceThread
+
+MAX_NOTICES = 1000
+"""Rows that are kept."""
+_MAX_CHARS = 1000
+_MAX_PER_MINUTE = 60
+_PERIOD_S = 1.0
+_CLOSE_S = 2.0
+_SUPERVISOR = "skyrl_tx.supervisor"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One line of the log; `at` in seconds since the epoch."""
+
+    at: float
+    process: ProcessName
+    level: str
+    text: str
+
+
+_INSERT = insert(NoticeRow)
+_NEWEST = select(func.max(col(NoticeRow.position)))
+_COLUMNS = col(NoticeRow.at), col(NoticeRow.process), col(NoticeRow.level), col(NoticeRow.text)
+
+
+def add(tx: Session, notices: Sequence[Notice]) -> None:
+    """Add notices, and delete all but the newest 1,000."""
+    values = [{"at": each.at, "process": each.process, "level": each.level, "text": each.text} for each in notices]
+    execute(tx, _INSERT, values)
+    newest = execute(tx, _NEWEST).scalar_one() or 0
+    execute(tx, delete(NoticeRow).where(col(NoticeRow.position) <= newest - MAX_NOTICES))
+
+
+def newest(tx: Session, limit: int = 200) -> list[Notice]:
+    """Return the newest notices, newest first."""
+    wanted = select(*_COLUMNS).order_by(col(NoticeRow.position).desc()).limit(limit)
+    return [Notice(at, cast(ProcessName, process), level, text) for at, process, level, text in execute(tx, wanted)]
+
+
+class _Handler(logging.Handler):
+    """Keeps warnings and errors in memory until they are written: 60 a minute, others are counted."""
+
+    def __init__(self, process: ProcessName) -> None:
+        super().__init__(logging.WARNING)
+        self._process: ProcessName = process
+        self._waiting: deque[Notice] = deque(maxlen=_MAX_PER_MINUTE)
+        self._minute, self._num_in_minute, self._num_omitted = 0, 0, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record; called with the handler's lock held."""
+        minute = int(record.created // 60)
+        if minute != self._minute:
+            self._minute, self._num_in_minute = minute, 0
+        self._num_in_minute += 1
+        if self._num_in_minute > _MAX_PER_MINUTE:
+            self._num_omitted += 1
+            return
+        omitted = f" ({self._num_omitted} lines before it were omitted)" if self._num_omitted else ""
+        self._num_omitted = 0
+        process: ProcessName = "supervisor" if record.name == _SUPERVISOR else self._process
+        text = record.getMessage()
+        if len(text) > _MAX_CHARS:
+            text = text[: _MAX_CHARS - 1] + "…"
+        text = text.replace("\x00", "�")  # PostgreSQL stores none
+        self._waiting.append(Notice(record.created, process, record.levelname.lower(), text + omitted))
+
+    def take(self) -> list[Notice]:
+        """Return the kept notices, and forget them."""
+        with self.lock or threading.Lock():
+            taken = list(self._waiting)
+            self._waiting.clear()
+        return taken
+
+
+@contextmanager
+def recorded_notices(store: Store, process: ProcessName) -> Generator[None]:
+    """Write this process's warnings and errors to the database, inside the context.
+
+    A thread of its own writes them each second, so that no caller waits. Those that cannot be written are lost: the log
+    has them.
+    """
+    handler, ended = _Handler(process), threading.Event()
+    written: Future[None] | None = None
+
+    def write() -> None:
+        nonlocal written
+        if written is not None and not written.done():  # the database is full or locked: the handler keeps some
+            return
+        if notices := handler.take():
+            with suppress(StoreError):
+                written = store.write_soon(lambda tx: add(tx, notices))
+
+    def repeat() -> None:
+        while not ended.wait(_PERIOD_S):
+            write()
+
+    thread = ServiceThread("notices", repeat)
+    logging.getLogger().addHandler(handler)
+    thread.start()
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        ended.set()
+        thread.join()
+        write()
+        if written is not None:
+            with suppress(StoreError, TimeoutError):
+                written.result(_CLOSE_S)

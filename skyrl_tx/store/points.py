@@ -1,0 +1,126 @@
+"""Points of training curves: what each completed forward_backward, forward and optim_step did to its model.
+
+The engine adds a point in the transaction of the result, so that after a crash each pass is there once. The statements
+that run for every request are built once, as in `futures`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import bindparam, delete, func, insert, select
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.history_tables import PointKind, RunPointRow, numbers_text
+from skyrl_tx.store.prepared import Prepared
+
+MAX_POINTS = 200_000
+"""Points of one run; beyond that, half of the steps in its older half are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One completed request; see `RunPointRow` for the fields. `position` is the cursor of readers."""
+
+    position: int
+    model_id: ModelId
+    kind: PointKind
+    step: int
+    created_at: float
+    started_at: float
+    at: float
+    device_s: float
+    tokens: int
+    datums: int
+    values: Mapping[str, float | None]
+
+
+_NAMES = tuple(Point.__dataclass_fields__)
+_INSERT = Prepared(lambda _: insert(RunPointRow), _NAMES)
+
+
+def add(tx: Session, point: Point) -> None:
+    """Insert a point. Values that are not finite become null."""
+    row = {name: getattr(point, name) for name in _NAMES}
+    _INSERT.execute(tx, {**row, "values": numbers_text(point.values)})
+
+
+_COLUMNS = tuple(getattr(RunPointRow, name) for name in _NAMES)
+_SERIES = (
+    select(*_COLUMNS)
+    .where(col(RunPointRow.model_id) == bindparam("model_id"), col(RunPointRow.position) > bindparam("after"))
+    .order_by(col(RunPointRow.position))
+    .limit(bindparam("limit"))
+)
+_NEWEST = (
+    select(*_COLUMNS)
+    .where(col(RunPointRow.model_id) == bindparam("model_id"))
+    .order_by(col(RunPointRow.position).desc())
+    .limit(bindparam("limit"))
+)
+
+
+def series(tx: Session, model_id: ModelId, after_position: int = 0, limit: int = 10_000) -> list[Point]:
+    """Return at most `limit` points of a run after a position, in order of arrival.
+
+    A pass may be completed after one that arrived later, for requests without a sequence number or for forward passes.
+    A reader that polls therefore sees a late point only in a new series.
+    """
+    return _points(execute(tx, _SERIES, {"model_id": model_id, "after": after_position, "limit": limit}))
+
+
+def newest(tx: Session, model_id: ModelId, limit: int, kind: PointKind | None = None) -> list[Point]:
+    """Return the last points of a run, of one kind or of all, in order of arrival."""
+    wanted = _NEWEST if kind is None else _NEWEST.where(col(RunPointRow.kind) == kind)
+    return _points(execute(tx, wanted, {"model_id": model_id, "limit": limit}))[::-1]
+
+
+def of_step(tx: Session, model_id: ModelId, first_step: int, last_step: int, limit: int = 10_000) -> list[Point]:
+    """Return the points whose `step` is in a range, in order of arrival.
+
+    The passes of step n have `step` n - 1, because that many steps were taken before them.
+    """
+    is_in_range = col(RunPointRow.step).between(first_step, last_step)
+    return _points(execute(tx, _SERIES.where(is_in_range), {"model_id": model_id, "after": -1, "limit": limit}))
+
+
+def _points(rows: Iterable[Any]) -> list[Point]:
+    return [Point(**row._mapping) for row in rows]
+
+
+def superfluous(tx: Session, model_id: ModelId, most: int = MAX_POINTS) -> list[int]:
+    """Return the positions of every second step in the older half of a run with more than `most` points.
+
+    Whole steps go, so that the curves of passes and of steps stay complete for the others.
+    """
+    of_run = col(RunPointRow.model_id) == model_id
+    newest_first = select(col(RunPointRow.position)).where(of_run).order_by(col(RunPointRow.position).desc())
+    if execute(tx, newest_first.offset(most).limit(1)).first() is None:
+        return []
+    middle = execute(tx, newest_first.offset(most // 2).limit(1)).scalar_one()
+    older = of_run, col(RunPointRow.position) <= middle
+    ranked = select(
+        col(RunPointRow.position),
+        func.dense_rank().over(order_by=col(RunPointRow.step)).label("step_rank"),
+        func.row_number().over(order_by=col(RunPointRow.position)).label("row_rank"),
+    ).where(*older)
+    rows = execute(tx, ranked).all()
+    by_step = [position for position, step_rank, _ in rows if step_rank % 2 == 0]
+    if len(by_step) >= len(rows) // 4:
+        return by_step
+    return [position for position, _, row_rank in rows if row_rank % 2 == 0]  # one step has nearly all of them
+
+
+_DELETE = delete(RunPointRow).where(is_in_batch(col(RunPointRow.position)))
+
+
+def remove(tx: Session, positions: Collection[int]) -> None:
+    """Delete points."""
+    execute_in_batches(tx, _DELETE, positions)
+
+
+def remove_runs(tx: Session, model_ids: Sequence[ModelId]) -> None:
+    """Delete all points of runs."""
+    execute_in_batches(tx, delete(RunPointRow).where(is_in_batch(col(RunPointRow.model_id))), model_ids)

@@ -1,0 +1,60 @@
+"""Statements for every result: the database gets their text and values, without SQLAlchemy's work for each execution.
+
+That takes a third of the time of `database.execute` (28 instead of 75 microseconds for an insert of eleven columns).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, CursorResult, Executable
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlmodel import Session
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A statement as one kind of database takes it."""
+
+    text: str
+    constants: Mapping[str, Any]
+    positions: Sequence[str] | None
+    """The names of the values in the order in which they are passed; None if they are passed by name."""
+
+    def values(self, named: Mapping[str, Any]) -> Any:
+        if self.positions is not None:
+            constants = self.constants
+            return tuple([named[name] if name in named else constants[name] for name in self.positions])
+        return {**self.constants, **named}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A statement without result rows. `columns` are the names of all its values.
+
+    Values are passed to the driver as they are: numbers, text, bytes and None.
+    """
+
+    build: Callable[[str], Executable]
+    """Makes the statement for a kind of database, `sqlite` or `postgresql`."""
+    columns: Sequence[str]
+    _texts: dict[str, _Text] = field(default_factory=dict[str, _Text])
+
+    def execute(self, tx: Session, values: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> CursorResult[Any]:
+        """Execute the statement, once for each mapping. Like `database.execute`, it writes changed objects first."""
+        tx.flush()
+        connection = tx.connection()
+        statement = self._texts.get(connection.dialect.name) or self._compile(connection)
+        if isinstance(values, Mapping):
+            return connection.exec_driver_sql(statement.text, statement.values(values))
+        return connection.exec_driver_sql(statement.text, [statement.values(each) for each in values])
+
+    def _compile(self, connection: Connection) -> _Text:
+        dialect = connection.dialect
+        compiled = self.build(dialect.name).compile(dialect=dialect, column_keys=list(self.columns))  # pyright: ignore
+        assert isinstance(compiled, SQLCompiler)
+        unset = set(self.columns)
+        constants = {name: value for name, value in compiled.params.items() if name not in unset}
+        text = _Text(str(compiled), constants, compiled.positiontup)
+        self._texts[dialect.name] = text
+        return text

@@ -1,0 +1,121 @@
+"""Numbers about the whole store, for metrics and the status screen."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, case, func, literal_column, select
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store.checkpoints import is_visible
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.tables import CheckpointRow, RequestRow, SessionRow, SnapshotRow
+
+ACTIVE_S = 60.0
+"""Time since its last heartbeat for which a session counts as active. Clients send one each ten seconds."""
+_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
+_NUM_OPEN = select(func.count()).select_from(RequestRow).where(_IS_OPEN)
+_OLDEST = select(col(RequestRow.created_at)).where(_IS_OPEN).order_by(col(RequestRow.position)).limit(1)
+_ACTIVE = (
+    select(func.count())
+    .select_from(SessionRow)
+    .where(col(SessionRow.finished_at).is_(None), col(SessionRow.last_heartbeat_at) > bindparam("after"))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTotals:
+    """Requests without a result and active sessions; the creation of the oldest such request in epoch seconds."""
+
+    num_open: int
+    oldest_at: float | None
+    num_active_sessions: int
+
+
+def read(tx: Session, now: float) -> StoreTotals:
+    """Count open requests and active sessions."""
+    return StoreTotals(
+        num_open=execute(tx, _NUM_OPEN).scalar_one(),
+        oldest_at=execute(tx, _OLDEST).scalar_one_or_none(),
+        num_active_sessions=execute(tx, _ACTIVE, {"after": now - ACTIVE_S}).scalar_one(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWork:
+    """The open requests of one owner for one model; for samples and creations `model_id` is None."""
+
+    owner: str
+    model_id: ModelId | None
+    kind: str
+    num_waiting: int
+    num_running: int
+    oldest_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A failed request whose result is still stored."""
+
+    at: float
+    owner: str
+    kind: str
+    model_id: ModelId | None
+    result: bytes
+
+
+_IS_RUNNING = case((col(RequestRow.attempts) > 0, 1), else_=0)
+_OPEN_WORK = (
+    select(
+        col(RequestRow.owner),
+        col(RequestRow.model_id),
+        col(RequestRow.kind),
+        func.count(),
+        func.sum(_IS_RUNNING),
+        func.min(col(RequestRow.created_at)),
+    )
+    .where(_IS_OPEN)
+    .group_by(col(RequestRow.owner), col(RequestRow.model_id), col(RequestRow.kind))
+    .order_by(func.sum(_IS_RUNNING).desc(), func.count().desc())
+    .limit(bindparam("limit"))
+)
+_FAILED = (
+    select(
+        col(RequestRow.completed_at),
+        col(RequestRow.owner),
+        col(RequestRow.kind),
+        col(RequestRow.model_id),
+        col(RequestRow.result),
+    )
+    .where(col(RequestRow.status) == "failed", col(RequestRow.result).is_not(None))
+    .order_by(col(RequestRow.answer_order).desc())
+    .limit(bindparam("limit"))
+)
+
+
+def open_work(tx: Session, limit: int = 100) -> list[OpenWork]:
+    """Return the open requests by owner, model and kind, those with running requests first. Reads all open requests."""
+    return [
+        OpenWork(owner, model_id, kind, count - int(running), int(running), oldest_at)
+        for owner, model_id, kind, count, running, oldest_at in execute(tx, _OPEN_WORK, {"limit": limit})
+    ]
+
+
+def failed(tx: Session, limit: int = 5) -> list[FailedRequest]:
+    """Return the newest failed requests, newest first."""
+    return [
+        FailedRequest(at or 0.0, owner, kind, model_id, result or b"")
+        for at, owner, kind, model_id, result in execute(tx, _FAILED, {"limit": limit})
+    ]
+
+
+def artifacts(tx: Session, now: float) -> dict[str, tuple[int, int | None]]:
+    """Return the number and the bytes of the visible checkpoints of each kind, and of the snapshots without bytes."""
+    size = func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0)
+    wanted = (
+        select(col(CheckpointRow.kind), func.count(), size).where(is_visible(now)).group_by(col(CheckpointRow.kind))
+    )
+    found: dict[str, tuple[int, int | None]] = {
+        str(getattr(kind, "value", kind)): (count, int(num_bytes)) for kind, count, num_bytes in execute(tx, wanted)
+    }
+    num_snapshots = execute(tx, select(func.count()).select_from(SnapshotRow)).scalar_one()
+    return {**found, "snapshot": (num_snapshots, None)}

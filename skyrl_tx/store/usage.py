@@ -1,0 +1,182 @@
+"""Usage: tokens, requests and device seconds of each session, model and kind of work, in buckets of five minutes.
+
+The engine adds to it in the transaction of the result. After two weeks the buckets are joined to hours.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import BigInteger, Boolean, ColumnElement, bindparam, cast, delete, func, literal_column, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.history_tables import UsageKind, UsageRow
+from skyrl_tx.store.prepared import Prepared
+from skyrl_tx.store.tables import SessionRow
+
+BUCKET_S = 300
+HOUR_S = 3600
+FINE_S = 14 * 86_400.0
+"""Age at which five minutes are joined to hours."""
+RETENTION_S = 400 * 86_400.0
+MAX_ROWS = 1000
+GroupColumn = Literal["owner", "session_id", "model_id", "project_id", "key_id", "hour", "day"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Work of one kind that took effect."""
+
+    kind: UsageKind
+    tokens: int = 0
+    requests: int = 1
+    device_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """Work of one kind of one group. `group` has the values of the columns of `group_by`, in their order."""
+
+    group: tuple[Any, ...]
+    kind: UsageKind
+    tokens: int
+    requests: int
+    device_s: float
+
+
+_KEY = ("bucket_at", "session_id", "model_id", "kind")
+_SUMS = ("tokens", "requests", "device_s")
+
+
+def _upsert(database: str) -> Any:
+    added = (sqlite.insert if database == "sqlite" else postgresql.insert)(UsageRow)
+    sums = {name: getattr(UsageRow, name) + getattr(added.excluded, name) for name in _SUMS}
+    return added.on_conflict_do_update(index_elements=list(_KEY), set_=sums)
+
+
+_UPSERT = Prepared(_upsert, (*_KEY, "owner", *_SUMS))
+
+
+def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: float, work: Sequence[Work]) -> None:
+    """Add work to the bucket of `now`. `model_id` is empty for base weights."""
+    common = {
+        "bucket_at": int(now) // BUCKET_S * BUCKET_S,
+        "session_id": session_id,
+        "model_id": model_id,
+        "owner": owner,
+    }
+    _add_rows(
+        tx,
+        [
+            {**common, "kind": each.kind, "tokens": each.tokens, "requests": each.requests, "device_s": each.device_s}
+            for each in work
+        ],
+    )
+
+
+def _add_rows(tx: Session, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        _UPSERT.execute(tx, rows if len(rows) > 1 else rows[0])
+
+
+def totals(
+    tx: Session,
+    owner: str | None,
+    since: float,
+    group_by: Sequence[GroupColumn] = (),
+    *,
+    until: float | None = None,
+    session_ids: Collection[SessionId] | None = None,
+    model_id: str | None = None,
+    limit: int = 10_000,
+) -> list[Total]:
+    """Return the work from `since` until `until`, by group and kind: at most `limit` rows, ordered by group.
+
+    `owner` None means all owners. `hour` and `day` are begins in seconds since the epoch, UTC. `project_id` and
+    `key_id` are those of the session, None once it has been removed. Times are rounded down to buckets.
+    """
+    groups = [_group(name) for name in group_by]
+    bucket_at = col(UsageRow.bucket_at)
+    wanted = (
+        select(
+            *(group.label(name) for name, group in zip(group_by, groups, strict=True)),
+            col(UsageRow.kind),
+            cast(func.sum(col(UsageRow.tokens)), BigInteger),  # PostgreSQL sums to a decimal
+            cast(func.sum(col(UsageRow.requests)), BigInteger),
+            func.sum(col(UsageRow.device_s)),
+        )
+        .where(bucket_at >= int(since) // BUCKET_S * BUCKET_S)
+        .group_by(*groups, col(UsageRow.kind))
+        .order_by(*groups, col(UsageRow.kind))
+        .limit(limit)
+    )
+    if {"project_id", "key_id"} & set(group_by):
+        wanted = wanted.outerjoin_from(UsageRow, SessionRow, col(SessionRow.session_id) == col(UsageRow.session_id))
+    if until is not None:
+        wanted = wanted.where(bucket_at < until)
+    if owner is not None:
+        wanted = wanted.where(col(UsageRow.owner) == owner)
+    if session_ids is not None:
+        wanted = wanted.where(col(UsageRow.session_id).in_(session_ids))
+    if model_id is not None:
+        wanted = wanted.where(col(UsageRow.model_id) == model_id)
+    return _totals(execute(tx, wanted))
+
+
+def _totals(rows: Iterable[Any]) -> list[Total]:
+    return [
+        Total(group=tuple(group), kind=kind, tokens=tokens, requests=requests, device_s=device_s)
+        for *group, kind, tokens, requests, device_s in rows
+    ]
+
+
+def _group(name: GroupColumn) -> Any:
+    bucket_at = col(UsageRow.bucket_at)
+    match name:
+        case "hour" | "day":
+            length_s = literal_column(str(HOUR_S if name == "hour" else 86_400), BigInteger)
+            return bucket_at - bucket_at % length_s
+        case "project_id" | "key_id":
+            return col(getattr(SessionRow, name))
+        case _:
+            return col(getattr(UsageRow, name))
+
+
+_IS_FINE: ColumnElement[bool] = literal_column(
+    "bucket_at % 3600 <> 0", Boolean
+)  # a literal, so that the partial index is used
+_FINE_BUCKETS = (
+    select(col(UsageRow.bucket_at))
+    .where(_IS_FINE, col(UsageRow.bucket_at) < bindparam("before"))
+    .order_by(col(UsageRow.bucket_at))
+    .limit(bindparam("limit"))
+)
+_OF_BUCKETS = select(*(getattr(UsageRow, name) for name in (*_KEY, "owner", *_SUMS))).where(
+    is_in_batch(col(UsageRow.bucket_at))
+)
+_DELETE_BUCKETS = delete(UsageRow).where(_IS_FINE, is_in_batch(col(UsageRow.bucket_at)))
+
+
+def prune(tx: Session, now: float, *, retention_s: float = RETENTION_S, limit: int = MAX_ROWS) -> int:
+    """Join old buckets to hours and delete those past their retention; return the number of rows that were dropped.
+
+    Whole buckets are joined, at least one, so slightly more than `limit` rows may be.
+    """
+    fine = execute(tx, _FINE_BUCKETS, {"before": int(now - FINE_S), "limit": limit}).scalars()
+    buckets = sorted(set(fine))
+    if len(buckets) > 1:
+        buckets.pop()  # it may be incomplete
+    hours: list[dict[str, Any]] = []
+    for row in execute_in_batches(tx, _OF_BUCKETS, buckets):
+        hours.append({**row._mapping, "bucket_at": row.bucket_at // HOUR_S * HOUR_S})
+    _add_rows(tx, hours)
+    execute_in_batches(tx, _DELETE_BUCKETS, buckets)
+    expired = select(col(UsageRow.bucket_at)).where(col(UsageRow.bucket_at) < int(now - retention_s)).limit(limit)
+    last = max(execute(tx, expired.order_by(col(UsageRow.bucket_at))).scalars(), default=None)
+    removed = 0
+    if last is not None:
+        removed = execute(tx, delete(UsageRow).where(col(UsageRow.bucket_at) <= last)).rowcount
+    return max(len(hours), removed)

@@ -1,0 +1,95 @@
+"""Dashboards and alert rules are current, use metrics that exist, and pass promtool where it is installed."""
+
+import json
+import re
+import shutil
+import subprocess
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from skyrl_tx.api.metrics import ApiMetrics
+from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.exposition import render
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "deploy" / "monitoring"
+METRIC = re.compile(r"\b(?:skyrl_tx|process|python)_[a-z0-9_]+")
+SUFFIXES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    spec = spec_from_file_location("build_monitoring", MONITORING / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def promtool(*arguments: str, text: bytes | None = None) -> str:
+    done = subprocess.run(["promtool", *arguments], cwd=MONITORING, input=text, capture_output=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    return done.stdout.decode()
+
+
+def series() -> set[str]:
+    """Return the names of all series that both processes may serve."""
+    return {
+        family.name + suffix
+        for registry in (ApiMetrics().registry, EngineMeters().registry)
+        for family in registry.collect()
+        for suffix in SUFFIXES[family.type]
+    }
+
+
+def expressions() -> list[str]:
+    boards = [json.loads((MONITORING / f"{name}.json").read_text()) for name in ("server", "training", "sampling")]
+    rules = json.loads((MONITORING / "alerts.json").read_text())["groups"][0]["rules"]
+    targets = [target["expr"] for board in boards for panel in board["panels"] for target in panel["targets"]]
+    return [*targets, *(rule["expr"] for rule in rules)]
+
+
+def test_the_committed_files_are_those_that_the_program_writes(build: ModuleType) -> None:
+    for name, text in build.files().items():
+        assert (MONITORING / name).read_text() == text, f"run python deploy/monitoring/build.py: {name}"
+    assert sorted(build.files()) == sorted(path.name for path in MONITORING.glob("*.json"))
+
+
+def test_every_metric_of_a_dashboard_or_a_rule_exists() -> None:
+    known, used = series(), {name for text in expressions() for name in METRIC.findall(text)}
+    assert len(used) > 50 and used <= known, used - known
+
+
+def test_no_family_is_in_both_processes() -> None:
+    api, engine = (
+        {family.name for family in registry.collect()} for registry in (ApiMetrics().registry, EngineMeters().registry)
+    )
+    assert not api & engine
+    assert all(name.startswith("skyrl_tx_") for name in engine)
+
+
+def test_every_alert_has_a_paragraph(build: ModuleType) -> None:
+    guide = (ROOT / "docs" / "guides" / "alerts.md").read_text()
+    headings = re.findall(r"^## (\w+)$", guide, re.MULTILINE)
+    assert headings == [alert[0] for alert in build.ALERTS]
+
+
+@needs_promtool
+def test_prometheus_accepts_rules_and_configuration() -> None:
+    assert "10 rules found" in promtool("check", "rules", "alerts.json")
+    promtool("check", "config", "prometheus.yml")
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should() -> None:
+    promtool("test", "rules", "alerts_test.yml")
+
+
+@needs_promtool
+def test_names_and_types_of_metrics_follow_the_conventions_of_prometheus() -> None:
+    text = b"".join(render(each.registry, is_openmetrics=False) for each in (ApiMetrics(), EngineMeters()))
+    promtool("check", "metrics", text=text)

@@ -1,0 +1,80 @@
+from collections.abc import Mapping
+
+import pytest
+
+from skyrl_tx.api.console.hints import hints
+from skyrl_tx.api.console.series import Step
+
+
+def step(number: int, wall_s: float = 2.0, queue_s: float = 0.0, **values: float | None) -> Step:
+    return Step(
+        step=number,
+        at=number * 10.0 + wall_s,
+        began_at=number * 10.0,
+        passes=1,
+        tokens=1,
+        datums=1,
+        queue_s=queue_s,
+        device_s=1.0,
+        is_applied=True,
+        values=values,
+    )
+
+
+GOOD: Mapping[str, float | None] = {
+    "loss_sum": 1.0,
+    "grad_norm": 1.0,
+    "kl_to_sampler": 0.01,
+    "clip_fraction": 0.1,
+    "learning_rate": 1e-4,
+    "advantages": 8.0,
+}
+
+
+def run(last: Mapping[str, float | None], times: int = 5) -> list[Step]:
+    return [step(number, **(GOOD if number <= 40 else {**GOOD, **last})) for number in range(1, 41 + times)]
+
+
+def test_a_healthy_run_gives_no_hint() -> None:
+    assert hints([], 0.0) == [] and hints(run({}), 500.0) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({"loss_sum": None}, "loss was NaN or infinite in steps 41–45"),
+        ({"grad_norm": None}, "gradient norm was NaN"),
+        ({"advantages": 0.0}, "All advantages were 0 in steps 41–45"),
+        ({"grad_norm": 30.0}, "30 times its median"),
+        ({"clip_fraction": 0.5}, "50% of the ratios are clipped"),
+        ({"learning_rate": 0.0}, "learning rate is 0"),
+    ],
+)
+def test_a_problem_of_the_newest_steps_is_told(last: Mapping[str, float | None], words: str) -> None:
+    (hint,) = hints(run(last), 500.0)
+    assert words in hint.text and hint.advice and hint.step >= 41
+
+
+def test_a_rising_divergence_is_told_and_a_falling_one_is_not() -> None:
+    rising = [step(number, kl_to_sampler=0.05 + number / 100) for number in range(1, 7)]
+    falling = [step(number, kl_to_sampler=0.2 - number / 100) for number in range(1, 7)]
+    assert "rises" in hints(rising, 80.0)[0].text and hints(falling, 80.0) == []
+
+
+def test_slow_steps_name_whom_they_wait_for() -> None:
+    usual = [step(number) for number in range(1, 31)]
+    waiting = [step(number, wall_s=6.0, queue_s=5.0) for number in range(31, 36)]
+    working = [step(number, wall_s=6.0) for number in range(31, 36)]
+    assert "wait for the device" in hints(usual + waiting, 400.0)[0].text
+    assert "their own passes" in hints(usual + working, 400.0)[0].text
+
+
+def test_passes_without_a_step_are_told_after_half_an_hour() -> None:
+    last = Step(step=2, at=20.0, began_at=19.0, passes=3, tokens=1, datums=1, queue_s=0, device_s=0, is_applied=False)
+    assert hints([step(1), last], 100.0) == []
+    assert "Step 2 has 3 passes but no optimizer step for 30 minutes" in hints([step(1), last], 1830.0)[0].text
+
+
+def test_errors_come_first() -> None:
+    found = hints(run({"loss_sum": None, "learning_rate": 0.0}), 500.0)
+    assert [hint.level for hint in found] == ["error", "warning"]
