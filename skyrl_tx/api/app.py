@@ -114,7 +114,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     )
     chat_routes.install(app, context)
     handle_error = chat_errors.by_path(_handle_error)
-    if settings.console:
+    if not settings.no_console:
         app.router.routes.extend(create_routes(context))
     app.add_middleware(
         LongPollMiddleware,

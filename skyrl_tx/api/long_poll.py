@@ -205,8 +205,9 @@ class ResultWatcher:
 
     def _notify_completed(self) -> None:
         """Wake the polls of all requests that completed since the last call."""
-        while page := self._store.read(lambda tx: completions.completed_since(tx, self._seen, _PAGE)):
-            self._seen = page[-1][0]
+        is_more = True
+        while is_more and (page := self._store.read(lambda tx: completions.completed_since(tx, self._seen, _PAGE))):
+            self._seen, is_more = page[-1][0], len(page) == _PAGE
             with self._lock:
                 due = [
                     (notification, completed_at)

@@ -48,8 +48,8 @@ class ApiSettings(CommonSettings):
     """Lifetime of a signed download URL in seconds."""
     public_url: str | None = None
     """Base URL of this server in download URLs; default: the address of the request."""
-    console: bool = True
-    """Serve the console: web pages about runs, samples, checkpoints, sessions, keys and the server."""
+    no_console: bool = False
+    """Serve no console: the web pages about runs, samples, checkpoints, sessions, keys and the server."""
     request_threads: int = Field(default=100, ge=1)
     """Number of threads that handle requests; each may wait for a commit."""
     ssl_certfile: Path | None = None

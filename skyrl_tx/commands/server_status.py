@@ -40,7 +40,7 @@ class ServerStatus:
     work: Sequence[Mapping[str, Any]]
     failures: Sequence[Mapping[str, Any]]
     meters: Mapping[str, Any]
-    """The values that the engine published last: `totals`, `queues`, `places`, `backend`; empty if it published nothing."""
+    """The engine's last `totals`, `queues`, `places` and `backend`; empty if it published nothing."""
     sampled_s: float | None
     """Age of the newest row that an API process wrote; they write one each ten seconds."""
     rates: Mapping[str, float]

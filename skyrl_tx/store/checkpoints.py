@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from zlib import crc32
 
-from sqlalchemy import BigInteger, cast, func, literal_column, or_
+from sqlalchemy import BigInteger, bindparam, cast, func, literal_column, or_
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
@@ -66,9 +66,13 @@ def undelete(tx: Session, path: CheckpointPath) -> bool:
     return True
 
 
+_DELETED = select(CheckpointRow).where(col(CheckpointRow.deleted_at) <= bindparam("before"))
+_EXPIRED = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= bindparam("before"))
+
+
 def purge(tx: Session, before: float) -> list[CheckpointPath]:
     """Remove the checkpoints that were deleted before a time; return their paths."""
-    deleted = list(tx.exec(select(CheckpointRow).where(col(CheckpointRow.deleted_at) <= before)))
+    deleted = list(tx.exec(_DELETED, params={"before": before}))
     for row in deleted:
         tx.delete(row)
     tx.flush()
@@ -183,11 +187,29 @@ def set_public(tx: Session, path: CheckpointPath, public: bool) -> None:
 
 def expire(tx: Session, now: float) -> list[CheckpointPath]:
     """Delete the expired checkpoints; return their paths."""
-    expired = list(tx.exec(select(CheckpointRow).where(col(CheckpointRow.expires_at) <= now)))
+    expired = list(tx.exec(_EXPIRED, params={"before": now}))
     for row in expired:
         tx.delete(row)
     tx.flush()
     return [row.path for row in expired]
+
+
+_REFERENCES = (
+    select(col(SamplingSessionRow.sampler_id)).where(col(SamplingSessionRow.sampler_id).is_not(None)),
+    select(col(CheckpointRow.artifact_id)),
+    select(col(SnapshotRow.artifact_id)),
+)
+_COVERED = (
+    select(SnapshotRow.effect_order).where(SnapshotRow.model_id == RequestRow.model_id).correlate(RequestRow)
+).scalar_subquery()
+_IS_REPLAYED = (col(RequestRow.effect_order) > func.coalesce(_COVERED, 0)) & col(RequestRow.model_id).in_(
+    select(ModelRow.model_id).where(col(ModelRow.status).in_(("creating", "ready")))
+)
+_LOADS_THAT_MAY_RUN = select(col(RequestRow.body), col(RequestRow.body_crc), col(RequestRow.status)).where(
+    col(RequestRow.kind) == literal_column("'load_weights'"),  # a literal, so that the partial index is used
+    or_(col(RequestRow.status) == "open", _IS_REPLAYED),
+)
+"""Loads that are open or that a recovery would replay."""
 
 
 def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
@@ -196,11 +218,8 @@ def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
     Returns None while that is unknown: the body of an open load is damaged. The load will fail soon, but an engine may
     hold its undamaged body in memory.
     """
-    samplers = tx.exec(select(SamplingSessionRow.sampler_id).where(col(SamplingSessionRow.sampler_id).is_not(None)))
-    referenced = {ArtifactId(sampler_id) for sampler_id in samplers if sampler_id is not None}
-    referenced.update(map(ArtifactId, tx.exec(select(CheckpointRow.artifact_id))))
-    referenced.update(map(ArtifactId, tx.exec(select(SnapshotRow.artifact_id))))
-    for body, body_crc, status in tx.exec(_loads_that_may_run()):
+    referenced = {ArtifactId(name) for wanted in _REFERENCES for name in execute(tx, wanted).scalars()}
+    for body, body_crc, status in execute(tx, _LOADS_THAT_MAY_RUN):
         try:
             if body_crc not in (None, crc32(body)):
                 raise codec.CodecError("its checksum does not match")
@@ -212,16 +231,3 @@ def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
         if isinstance(request, LoadWeights):  # not a rejected request of that kind
             referenced.add(request.artifact_id)
     return referenced
-
-
-def _loads_that_may_run():
-    """Return the query of body, checksum and status of the loads that are open or that a recovery would replay."""
-    covered = (
-        select(SnapshotRow.effect_order).where(SnapshotRow.model_id == RequestRow.model_id).correlate(RequestRow)
-    ).scalar_subquery()
-    live = select(ModelRow.model_id).where(col(ModelRow.status).in_(("creating", "ready")))
-    is_replayed = (col(RequestRow.effect_order) > func.coalesce(covered, 0)) & col(RequestRow.model_id).in_(live)
-    return select(RequestRow.body, RequestRow.body_crc, RequestRow.status).where(
-        col(RequestRow.kind) == literal_column("'load_weights'"),  # a literal, so that the partial index is used
-        or_(col(RequestRow.status) == "open", is_replayed),
-    )

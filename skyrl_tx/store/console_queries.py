@@ -16,8 +16,6 @@ from skyrl_tx.store.database import execute
 from skyrl_tx.store.history_tables import (
     LoggedPointRow,
     LoggedRunRow,
-    NoticeRow,
-    ServerPointRow,
     UsageRow,
 )
 from skyrl_tx.store.tables import (
@@ -252,22 +250,6 @@ def usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
         .order_by(col(UsageRow.bucket_at))
     )
     return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)]
-
-
-def server_points(tx: Session, since: int, limit: int) -> list[tuple[int, Mapping[str, float]]]:
-    """Return the newest gauges of the server since a time, in order."""
-    wanted = (
-        select(col(ServerPointRow.at), col(ServerPointRow.values))
-        .where(col(ServerPointRow.at) >= since)
-        .order_by(col(ServerPointRow.at).desc())
-        .limit(limit)
-    )
-    return [(at, values) for at, values in execute(tx, wanted)][::-1]
-
-
-def notices(tx: Session, limit: int) -> list[NoticeRow]:
-    """Return the last warnings and errors of all processes, newest first."""
-    return list(tx.exec(select_rows(NoticeRow).order_by(col(NoticeRow.position).desc()).limit(limit)))
 
 
 def checkpoint_page(

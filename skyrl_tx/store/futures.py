@@ -361,18 +361,23 @@ def undo_delivery_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None
     execute_in_batches(tx, _UNDO_ATTEMPT, request_ids)
 
 
+_LAST_ANSWERED = select(func.max(col(RequestRow.seq_id))).where(
+    col(RequestRow.model_id) == bindparam("model_id"), col(RequestRow.status) != "open"
+)
+_LAST_ANSWERED_OF_KINDS = _LAST_ANSWERED.where(col(RequestRow.kind).in_(bindparam("kinds", expanding=True)))
+
+
 def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
     """Return the highest `seq_id` of a model's completed requests of some kinds (None: any); 0 if there is none.
 
     Deleted requests count as any kind, because their kind is unknown.
     """
-    wanted = select(func.max(col(RequestRow.seq_id))).where(
-        col(RequestRow.model_id) == model_id, col(RequestRow.status) != "open"
-    )
-    if kinds is not None:
-        wanted = wanted.where(col(RequestRow.kind).in_(kinds))
+    if kinds is None:
+        found = execute(tx, _LAST_ANSWERED, {"model_id": model_id})
+    else:
+        found = execute(tx, _LAST_ANSWERED_OF_KINDS, {"model_id": model_id, "kinds": list(kinds)})
     deleted = high_water_mark(tx, f"model/{model_id}")
-    return max(execute(tx, wanted).scalar_one() or 0, deleted, 0)
+    return max(found.scalar_one() or 0, deleted, 0)
 
 
 _COUNT_ANSWER = Prepared(lambda _: update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1), ())
@@ -484,11 +489,17 @@ def cancel(
     return "cancelled"
 
 
+_CANCELLED_SINCE = (
+    select(col(CancellationRow.position), col(CancellationRow.request_id))
+    .where(col(CancellationRow.position) > bindparam("after"))
+    .order_by(col(CancellationRow.position))
+)
+
+
 def cancelled_since(tx: Session, position: int) -> list[tuple[int, RequestId]]:
     """Return position and request of the cancellations after a position."""
-    order = col(CancellationRow.position)
-    wanted = select(order, col(CancellationRow.request_id)).where(order > position).order_by(order)
-    return [(int(found or 0), request_id) for found, request_id in execute(tx, wanted)]
+    rows = execute(tx, _CANCELLED_SINCE, {"after": position})
+    return [(int(found or 0), request_id) for found, request_id in rows]
 
 
 def forget_cancellations(tx: Session, position: int | None = None) -> None:

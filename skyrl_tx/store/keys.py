@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Collection
 from typing import Literal
 
-from sqlalchemy import or_, update
+from sqlalchemy import bindparam, or_, update
 from sqlmodel import Session, col, select
 
 from skyrl_tx.store.database import execute
@@ -50,11 +50,12 @@ def create(
     return key, row
 
 
+_FIND = select(ApiKeyRow).where(ApiKeyRow.digest == bindparam("digest"), col(ApiKeyRow.revoked_at).is_(None))
+
+
 def find(tx: Session, key: str) -> ApiKeyRow | None:
     """Return the row of a key, which may have expired, or None if it is unknown or revoked."""
-    return tx.exec(
-        select(ApiKeyRow).where(ApiKeyRow.digest == digest(key), col(ApiKeyRow.revoked_at).is_(None))
-    ).first()
+    return tx.exec(_FIND, params={"digest": digest(key)}).first()
 
 
 def get(tx: Session, key_id: int) -> ApiKeyRow | None:

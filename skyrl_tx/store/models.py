@@ -66,6 +66,23 @@ _NEXT_EFFECT = (
 )
 
 
+_OWNER = (
+    select(col(SessionRow.owner))
+    .join(ModelRow)
+    .where(col(ModelRow.model_id) == bindparam("model_id"), col(ModelRow.deleted_at).is_(None))
+)
+_SILENT = (
+    select(ModelRow)
+    .join(SessionRow)
+    .where(
+        col(ModelRow.status).in_(("creating", "ready", "left")),
+        col(ModelRow.last_request_at) < bindparam("before"),
+        col(SessionRow.last_heartbeat_at) < bindparam("before"),
+    )
+)
+_DELETED = select(ModelRow).where(col(ModelRow.deleted_at) <= bindparam("before"))
+
+
 def find(tx: Session, model_id: ModelId) -> ModelRef | None:
     """Return what a request needs of a model, or None if there is none or it is deleted; cheaper than `get`."""
     row = execute(tx, _FIND, {"model_id": model_id}).one_or_none()
@@ -79,9 +96,7 @@ def is_deleted(tx: Session, model_id: ModelId) -> bool:
 
 def owner(tx: Session, model_id: ModelId) -> str | None:
     """Return the owner of a model, or None if there is none or it is deleted."""
-    is_wanted = (col(ModelRow.model_id) == model_id) & col(ModelRow.deleted_at).is_(None)
-    wanted = select(SessionRow.owner).join(ModelRow).where(is_wanted)
-    return tx.exec(wanted).one_or_none()
+    return execute(tx, _OWNER, {"model_id": model_id}).scalar_one_or_none()
 
 
 def set_status(tx: Session, model_id: ModelId, status: ModelStatus) -> None:
@@ -116,16 +131,7 @@ def abandon_all(tx: Session) -> list[ModelRow]:
 
 def expire(tx: Session, before: float) -> list[ModelId]:
     """Expire the models whose last request and whose session's last heartbeat precede a time; return their ids."""
-    wanted = (
-        select(ModelRow)
-        .join(SessionRow)
-        .where(
-            col(ModelRow.status).in_(("creating", "ready", "left")),
-            col(ModelRow.last_request_at) < before,
-            col(SessionRow.last_heartbeat_at) < before,
-        )
-    )
-    ended = list(tx.exec(wanted))
+    ended = list(tx.exec(_SILENT, params={"before": before}))
     for row in ended:
         row.status = "expired"
         delete_snapshot(tx, row.model_id)
@@ -242,7 +248,7 @@ def purge(tx: Session, before: float) -> list[ModelId]:
     expired ones, which the engine discards.
     """
     expired: list[ModelId] = []
-    for row in tx.exec(select(ModelRow).where(col(ModelRow.deleted_at) <= before)).all():
+    for row in tx.exec(_DELETED, params={"before": before}).all():
         is_open = select(RequestRow.position).where(RequestRow.model_id == row.model_id, RequestRow.status == "open")
         if row.status in ("creating", "ready", "left"):
             row.status = "expired"

@@ -7,8 +7,7 @@ submission is refused.
 
 from collections.abc import Collection
 
-from sqlalchemy import delete, exists, func, literal_column, or_, select, update
-from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy import Float, bindparam, delete, exists, func, literal_column, or_, select, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
@@ -33,38 +32,63 @@ _HAS_RESULT = col(RequestRow.result).is_not(None)
 _HAS_ENDED = col(ModelRow.status).in_(("failed", "unloaded", "expired"))
 _IS_TOMBSTONE = col(RequestRow.result).is_(None) & (col(RequestRow.status) != literal_column("'open'"))
 
+# Statements are built once: other writes wait for a transaction that prunes.
+_EFFECT = col(RequestRow.effect_order)
+_COVERED = (
+    select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
+).scalar_subquery()
+_IS_ABANDONED = col(RequestRow.fetched_at).is_(None) & col(RequestRow.session_id).in_(
+    select(col(SessionRow.session_id)).where(col(SessionRow.finished_at) < bindparam("before"))
+)
+_PRUNABLE = (
+    select(col(RequestRow.position))
+    .where(
+        _HAS_RESULT,
+        or_(col(RequestRow.fetched_at) < bindparam("before"), _IS_ABANDONED),
+        or_(
+            _EFFECT.is_(None),
+            _EFFECT <= _COVERED,
+            col(RequestRow.model_id).in_(select(col(ModelRow.model_id)).where(_HAS_ENDED)),
+        ),
+    )
+    .limit(bindparam("limit"))
+)
+_PRUNE = (
+    update(RequestRow)
+    .where(col(RequestRow.position).in_(_PRUNABLE))
+    .values(
+        body=b"",
+        body_crc=None,
+        result=None,
+        fetched_at=func.coalesce(col(RequestRow.fetched_at), bindparam("now", type_=Float)),
+    )
+)
+
 
 def prune_results(tx: Session, now: float, *, retention_s: float, limit: int = MAX_ROWS) -> int:
     """Turn requests into tombstones `retention_s` after their result was fetched or their session finished.
 
     Requests that a recovery would replay stay. Returns the number of new tombstones.
     """
-    covered = (
-        select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
-    ).scalar_subquery()
-    ended = select(col(ModelRow.model_id)).where(_HAS_ENDED)
-    finished = select(col(SessionRow.session_id)).where(col(SessionRow.finished_at) < now - retention_s)
-    order = col(RequestRow.effect_order)
-    is_fetched = col(RequestRow.fetched_at) < now - retention_s
-    is_abandoned = col(RequestRow.fetched_at).is_(None) & col(RequestRow.session_id).in_(finished)
-    prunable = (
-        select(col(RequestRow.position))
-        .where(
-            _HAS_RESULT,
-            or_(is_fetched, is_abandoned),
-            or_(order.is_(None), order <= covered, col(RequestRow.model_id).in_(ended)),
-        )
-        .limit(limit)
-    )
-    pruned = execute(
-        tx,
-        update(RequestRow)
-        .where(col(RequestRow.position).in_(prunable))
-        .values(body=b"", body_crc=None, result=None, fetched_at=func.coalesce(col(RequestRow.fetched_at), now)),
-    )
-    return pruned.rowcount
+    return execute(tx, _PRUNE, {"before": now - retention_s, "now": now, "limit": limit}).rowcount
 
 
+_OLD_TOMBSTONES = (
+    select(
+        col(RequestRow.position), col(RequestRow.model_id), col(RequestRow.sampling_session_id), col(RequestRow.seq_id)
+    )
+    .where(
+        _IS_TOMBSTONE,
+        col(RequestRow.fetched_at) < bindparam("before"),
+        or_(
+            ~(col(RequestRow.kind).in_(_CREATIONS) & (func.coalesce(col(RequestRow.seq_id), 0) == 0)),
+            col(RequestRow.session_id).in_(
+                select(col(SessionRow.session_id)).where(col(SessionRow.last_heartbeat_at) < bindparam("silent_since"))
+            ),
+        ),
+    )
+    .limit(bindparam("limit"))
+)
 _DELETE_TOMBSTONES = delete(RequestRow).where(is_in_batch(col(RequestRow.position)))
 
 
@@ -75,23 +99,8 @@ def delete_tombstones(
 
     A request that created a model stays while its session can resume. Returns the number of deleted rows.
     """
-    expired = select(col(SessionRow.session_id)).where(col(SessionRow.last_heartbeat_at) < now - session_retention_s)
-    creates_model = col(RequestRow.kind).in_(_CREATIONS) & (func.coalesce(col(RequestRow.seq_id), 0) == 0)
-    old = (
-        select(
-            col(RequestRow.position),
-            col(RequestRow.model_id),
-            col(RequestRow.sampling_session_id),
-            col(RequestRow.seq_id),
-        )
-        .where(
-            _IS_TOMBSTONE,
-            col(RequestRow.fetched_at) < now - retention_s,
-            or_(~creates_model, col(RequestRow.session_id).in_(expired)),
-        )
-        .limit(limit)
-    )
-    rows = execute(tx, old).all()
+    limits = {"before": now - retention_s, "silent_since": now - session_retention_s, "limit": limit}
+    rows = execute(tx, _OLD_TOMBSTONES, limits).all()
     marks: dict[str, int] = {}
     for _, model_id, sampling_session_id, seq_id in rows:
         scope = sequence_scope(model_id, sampling_session_id, seq_id)
@@ -104,6 +113,28 @@ def delete_tombstones(
     return len(rows)
 
 
+_UNUSED_SAMPLING = (
+    select(col(SamplingSessionRow.sampling_session_id))
+    .where(
+        col(SamplingSessionRow.last_used_at) < bindparam("before"),
+        or_(
+            col(SamplingSessionRow.model_id).is_not(None)
+            & col(SamplingSessionRow.sampler_id).is_(None)
+            & ~col(SamplingSessionRow.is_inflight),
+            col(SamplingSessionRow.session_id).in_(
+                select(col(SessionRow.session_id)).where(
+                    or_(
+                        col(SessionRow.finished_at).is_not(None)
+                        & (col(SessionRow.last_heartbeat_at) < bindparam("before")),
+                        col(SessionRow.display_name).in_(SERVER_SESSIONS),
+                    )
+                )
+            ),
+        ),
+        ~exists().where(col(RequestRow.sampling_session_id) == col(SamplingSessionRow.sampling_session_id)),
+    )
+    .limit(bindparam("limit"))
+)
 _DELETE_SAMPLING = delete(SamplingSessionRow).where(is_in_batch(col(SamplingSessionRow.sampling_session_id)))
 
 
@@ -113,27 +144,7 @@ def delete_sampling_sessions(tx: Session, before: float, *, limit: int = MAX_ROW
     Those of the server's own sessions have no client that could return. Sessions with stored requests stay. Returns the
     number of deleted rows.
     """
-    finished = select(col(SessionRow.session_id)).where(
-        or_(
-            col(SessionRow.finished_at).is_not(None) & (col(SessionRow.last_heartbeat_at) < before),
-            col(SessionRow.display_name).in_(SERVER_SESSIONS),
-        )
-    )
-    is_released = (
-        col(SamplingSessionRow.model_id).is_not(None)
-        & col(SamplingSessionRow.sampler_id).is_(None)
-        & ~col(SamplingSessionRow.is_inflight)
-    )
-    unused = (
-        select(col(SamplingSessionRow.sampling_session_id))
-        .where(
-            col(SamplingSessionRow.last_used_at) < before,
-            or_(is_released, col(SamplingSessionRow.session_id).in_(finished)),
-            ~exists().where(col(RequestRow.sampling_session_id) == col(SamplingSessionRow.sampling_session_id)),
-        )
-        .limit(limit)
-    )
-    names = list(execute(tx, unused).scalars())
+    names = list(execute(tx, _UNUSED_SAMPLING, {"before": before, "limit": limit}).scalars())
     execute_in_batches(tx, _DELETE_SAMPLING, names)
     delete_sampling_marks(tx, names)
     return len(names)
@@ -149,11 +160,25 @@ def delete_sampling_marks(tx: Session, names: Collection[SamplingSessionId]) -> 
         delete_high_water_marks(tx, [scope for scope in scopes if scope.rpartition("/")[0] in deleted])
 
 
-def _finished_before(before: float) -> ColumnElement[bool]:
-    """Return the condition that a session has finished and sent no heartbeat since a time: it can create nothing."""
-    return (col(SessionRow.finished_at) < before) & (col(SessionRow.last_heartbeat_at) < before)
-
-
+# A session that has finished and sent no heartbeat since a time can create nothing.
+_HAS_FINISHED = (col(SessionRow.finished_at) < bindparam("before")) & (
+    col(SessionRow.last_heartbeat_at) < bindparam("before")
+)
+_UNUSED_MODELS = (
+    select(col(ModelRow.model_id))
+    .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+    .where(
+        _HAS_ENDED,
+        col(ModelRow.deleted_at).is_(None),
+        col(ModelRow.last_request_at) < bindparam("before"),
+        _HAS_FINISHED,
+        *(
+            ~exists().where(col(table.model_id) == col(ModelRow.model_id))
+            for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow)
+        ),
+    )
+    .limit(bindparam("limit"))
+)
 _DELETE_MODELS = delete(ModelRow).where(is_in_batch(col(ModelRow.model_id)))
 
 
@@ -162,20 +187,7 @@ def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) ->
 
     Their sessions have finished, so that their ids are never used again. Returns the number of deleted rows.
     """
-    tables = (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow)
-    unused = (
-        select(col(ModelRow.model_id))
-        .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-        .where(
-            _HAS_ENDED,
-            col(ModelRow.deleted_at).is_(None),
-            col(ModelRow.last_request_at) < before,
-            _finished_before(before),
-            *(~exists().where(col(table.model_id) == col(ModelRow.model_id)) for table in tables),
-        )
-        .limit(limit)
-    )
-    names: list[ModelId] = list(execute(tx, unused).scalars())
+    names: list[ModelId] = list(execute(tx, _UNUSED_MODELS, {"before": before, "limit": limit}).scalars())
     execute_in_batches(tx, _DELETE_MODELS, names)
     delete_high_water_marks(tx, [f"model/{name}" for name in names])
     points.remove_runs(tx, names)
@@ -183,6 +195,17 @@ def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) ->
     return len(names)
 
 
+_UNUSED_SESSIONS = (
+    select(col(SessionRow.session_id))
+    .where(
+        _HAS_FINISHED,
+        *(
+            ~exists().where(col(table.session_id) == col(SessionRow.session_id))
+            for table in (ModelRow, SamplingSessionRow, RequestRow)
+        ),
+    )
+    .limit(bindparam("limit"))
+)
 _DELETE_SESSIONS = delete(SessionRow).where(is_in_batch(col(SessionRow.session_id)))
 
 
@@ -191,16 +214,7 @@ def delete_finished_sessions(tx: Session, before: float, *, limit: int = MAX_ROW
 
     Returns the number of deleted rows.
     """
-    tables = (ModelRow, SamplingSessionRow, RequestRow)
-    unused = (
-        select(col(SessionRow.session_id))
-        .where(
-            _finished_before(before),
-            *(~exists().where(col(table.session_id) == col(SessionRow.session_id)) for table in tables),
-        )
-        .limit(limit)
-    )
-    names: list[SessionId] = list(execute(tx, unused).scalars())
+    names: list[SessionId] = list(execute(tx, _UNUSED_SESSIONS, {"before": before, "limit": limit}).scalars())
     execute_in_batches(tx, _DELETE_SESSIONS, names)
     return len(names)
 

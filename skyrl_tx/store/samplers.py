@@ -58,10 +58,20 @@ def add_clone(tx: Session, sampling_session_id: SamplingSessionId) -> int:
     return row.num_clones
 
 
+_TOUCH = (
+    update(SamplingSessionRow)
+    .where(
+        col(SamplingSessionRow.sampling_session_id) == bindparam("name"),
+        col(SamplingSessionRow.last_used_at) < bindparam("now"),
+    )
+    .values(last_used_at=bindparam("now"))
+)
+
+
 def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
     """Record a use of a sampling session. Raises LookupError if there is none."""
-    row = existing(tx, SamplingSessionRow, sampling_session_id)
-    row.last_used_at = max(now, row.last_used_at)
+    if execute(tx, _TOUCH, {"name": sampling_session_id, "now": now}).rowcount == 0:
+        existing(tx, SamplingSessionRow, sampling_session_id)  # it exists, with a later time
 
 
 _NOW = bindparam("now", type_=Float())
@@ -175,14 +185,17 @@ def release_unused(
     return names
 
 
+_EPHEMERAL = (
+    select(SamplingSessionRow)
+    .where(col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None))
+    .order_by(col(SamplingSessionRow.created_at).desc(), col(SamplingSessionRow.sampling_session_id))
+)
+
+
 def _by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
     """Return the sessions of each ephemeral sampler, the newest sampler first; in-flight sessions share one."""
-    rows = select(SamplingSessionRow).where(
-        col(SamplingSessionRow.model_id).is_not(None), col(SamplingSessionRow.sampler_id).is_not(None)
-    )
     sessions: dict[SamplerId, list[SamplingSessionRow]] = {}
-    newest_first = (col(SamplingSessionRow.created_at).desc(), col(SamplingSessionRow.sampling_session_id))
-    for row in tx.exec(rows.order_by(*newest_first)):
+    for row in tx.exec(_EPHEMERAL):
         sessions.setdefault(SamplerId(str(row.sampler_id)), []).append(row)
     return list(sessions.values())
 

@@ -185,15 +185,24 @@ def set_project(tx: Session, session_id: SessionId, project_id: str) -> bool:
     return execute(tx, _SET_PROJECT, {"name": session_id, "project": project_id}).rowcount > 0
 
 
+_FINISH_TIMED_OUT = (
+    update(SessionRow)
+    .where(
+        col(SessionRow.finished_at).is_(None),
+        col(SessionRow.last_heartbeat_at) < bindparam("before"),
+        col(SessionRow.session_id).not_in(
+            select(ModelRow.session_id).where(col(ModelRow.last_request_at) >= bindparam("before"))
+        ),
+        col(SessionRow.session_id).not_in(
+            select(SamplingSessionRow.session_id).where(col(SamplingSessionRow.last_used_at) >= bindparam("before"))
+        ),
+    )
+    .values(finished_at=bindparam("now"), finish_reason=bindparam("reason"))
+    .returning(col(SessionRow.session_id))
+)
+
+
 def finish_timed_out(tx: Session, before: float, reason: str, now: float) -> list[SessionId]:
     """Finish the sessions without a heartbeat, training request or sample since a time; return their ids."""
-    has_trained = select(ModelRow.session_id).where(col(ModelRow.last_request_at) >= before)
-    has_sampled = select(SamplingSessionRow.session_id).where(col(SamplingSessionRow.last_used_at) >= before)
-    timed_out = update(SessionRow).where(
-        col(SessionRow.finished_at).is_(None),
-        col(SessionRow.last_heartbeat_at) < before,
-        col(SessionRow.session_id).not_in(has_trained),
-        col(SessionRow.session_id).not_in(has_sampled),
-    )
-    ended = timed_out.values(finished_at=now, finish_reason=reason).returning(col(SessionRow.session_id))
-    return [SessionId(session_id) for (session_id,) in execute(tx, ended)]
+    ended = execute(tx, _FINISH_TIMED_OUT, {"before": before, "reason": reason, "now": now})
+    return [SessionId(session_id) for (session_id,) in ended]

@@ -18,6 +18,7 @@ _DTYPE = np.dtype("<f4")
 _NEW = insert(StabilityRow)
 _DELETE = delete(StabilityRow).where(is_in_batch(col(StabilityRow.sequence_id)))
 _TOUCH = update(StabilityRow).where(is_in_batch(col(StabilityRow.sequence_id))).values(last_used_at=bindparam("now"))
+_EXPIRE = delete(StabilityRow).where(col(StabilityRow.last_used_at) < bindparam("before"))
 _FIND = select(col(StabilityRow.sequence_id), col(StabilityRow.prompt_length), col(StabilityRow.logprobs)).where(
     is_in_batch(col(StabilityRow.sequence_id)),
     or_(bindparam("owner", type_=String).is_(None), col(StabilityRow.owner) == bindparam("owner", type_=String)),
@@ -64,5 +65,4 @@ def touch(tx: Session, sequence_ids: Collection[str], now: float) -> None:
 
 def expire(tx: Session, now: float) -> int:
     """Delete the records unused for `RETENTION_S`; return their number."""
-    unused = delete(StabilityRow).where(col(StabilityRow.last_used_at) < now - RETENTION_S)
-    return execute(tx, unused).rowcount
+    return execute(tx, _EXPIRE, {"before": now - RETENTION_S}).rowcount

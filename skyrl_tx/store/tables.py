@@ -283,7 +283,7 @@ class EngineStateRow(SQLModel, table=True):
     """Description of the current work of the engine's loop; empty while it waits for requests."""
     activity_since: float | None = None
     meters: Mapping[str, object] | None = Field(default=None, sa_type=_JSON_OR_NULL)
-    """What the engine and its backend hold and did, for people; None while the engine starts."""
+    """Gauges and counters of the engine and its backend, for people; None while the engine starts."""
     updated_at: float
 
 

@@ -383,5 +383,5 @@ def test_the_link_has_the_public_address_and_needs_the_console(tmp_path: Path, s
     with live_api(settings.model_copy(update=changes)) as server:
         made = server.post("create_session", tags=[]).json()
         assert made["info_message"] == f"live: https://tinker.example/sessions/{made['session_id']}"
-    with live_api(settings.model_copy(update={**changes, "console": False})) as server:
+    with live_api(settings.model_copy(update={**changes, "no_console": True})) as server:
         assert "info_message" not in server.post("create_session", tags=[]).json()

@@ -3,15 +3,18 @@
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from skyrl_tx.api.console.guard import CONTENT_SECURITY_POLICY
 from skyrl_tx.api.console.site import TABLES
+from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store import keys, points
 from skyrl_tx.store.points import Point
 from tests.support.console_world import Browser, ConsoleWorld, console_world
+from tests.support.live_api import live_api
 
 OWNER = "ann.q"
 HOSTILE = "<script>alert(1)</script>{{7*7}}\u202etxt\x1b[31m"
@@ -184,7 +187,7 @@ def test_keys_for_programs_do_not_admit(world: ConsoleWorld, scope: str) -> None
         assert answer.status_code == 403 and scope in answer.text and not answer.cookies
 
 
-def test_a_wrong_key_is_refused_in_words_and_nothing_of_it_returns(world: ConsoleWorld) -> None:
+def test_a_wrong_key_is_refused_with_the_reason_and_nothing_of_it_returns(world: ConsoleWorld) -> None:
     with world.browser() as browser:
         answer = browser.post("/login", {"key": "tml-wrong", "next": "/keys"})
         assert answer.status_code == 401 and "unknown or revoked" in answer.text and "tml-wrong" not in answer.text
@@ -343,3 +346,10 @@ def test_scripts_are_served_with_their_types_and_no_other_file(world: ConsoleWor
             assert answer.headers["x-content-type-options"] == "nosniff"
         for path in ("%2e%2e/site.py", "vendor/VENDOR.toml", "nothing.js"):
             assert browser.get(f"/console/static/x/{path}").status_code == 404
+
+
+def test_without_the_console_its_addresses_are_unknown(tmp_path: Path) -> None:
+    settings = ApiSettings(port=0, data_dir=tmp_path, base_model="fake", no_console=True)
+    with live_api(settings) as server:
+        assert {server.client.get(path).status_code for path in ("/", "/overview", "/login")} == {404}
+        assert server.client.get("/api/v1/livez").status_code == 200

@@ -79,8 +79,8 @@ OPEN = {
     "GET downloads/{run_id}/{kind}/{name}/{form}/{file:path}",  # the URL is signed
 }
 PAGES = {
-    *("GET ", "GET login", "POST login", "POST logout", "GET console/static/{digest}/{name:path}"),
-    *(f"{method} {path.lstrip('/')}" for table in TABLES for method, path, _ in table.entries),
+    *("GET /", "GET /login", "POST /login", "POST /logout", "GET /console/static/{digest}/{name:path}"),
+    *(f"{method} {path}" for table in TABLES for method, path, _ in table.entries),
 }
 """The console, which `test_console_access` walks."""
 COMMON = {
@@ -194,17 +194,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield world
 
 
-def routes_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
+def routes_of(routes: Iterable[BaseRoute], *, is_included: bool = False) -> Iterator[str]:
     """Yield all routes; some FastAPI releases keep included routers nested, others flatten them."""
     for route in routes:
         router = getattr(route, "original_router", None)
         if router is not None:
-            yield from routes_of(router.routes)
+            yield from routes_of(router.routes, is_included=True)
         else:
             assert isinstance(route, Route), f"what is {route}?"
             for method in (route.methods or set()) - {"HEAD"}:
                 prefix = next((each for each in PREFIXES if route.path.startswith(f"{each}/")), "")
-                yield f"{method} {route.path.removeprefix(prefix).lstrip('/')}"
+                name = f"{method} {route.path}"
+                # Pages have the paths of Tinker's console, so that some differ from routes by the prefix alone.
+                yield (
+                    name
+                    if name in PAGES and not is_included
+                    else f"{method} {route.path.removeprefix(prefix).lstrip('/')}"
+                )
 
 
 def test_every_route_is_classified(world: World) -> None:

@@ -53,7 +53,7 @@ def main() -> None:
         async with client.chat.completions.stream(messages=TALK, **settings) as stream:
             async for event in stream:
                 text += event.delta if event.type == "content.delta" else ""
-            final = await stream.get_final_completion()
+            final = stream.current_completion_snapshot
         assert final.choices[0].message.content == text
         return text
 

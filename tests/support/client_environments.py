@@ -143,13 +143,10 @@ CHAT_CLIENTS = ClientEnvironment(
 LITELLM = ClientEnvironment(name="litellm", requirements=("litellm==1.106.0",))
 """A client of both endpoints that pins the versions of its dependencies."""
 
-INSPECT = ClientEnvironment(name="inspect", requirements=("openai==3.54.0",), over=COOKBOOK)
-"""Evaluations of inspect-ai, which the cookbook's environment has, through the OpenAI endpoint."""
-
 LM_EVAL = ClientEnvironment(name="lm-eval", requirements=("lm-eval[api]==0.4.13",), over=TORCH)
 """The evaluation harness, whose log-likelihoods need `echo` and `logprobs`."""
 
-ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, INSPECT, LM_EVAL)
+ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, LM_EVAL)
 
 
 def is_required() -> bool:

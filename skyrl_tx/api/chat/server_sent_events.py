@@ -38,6 +38,7 @@ class EventStream(Response):
         self._events = events
         self._on_error = on_error
         self._close = close
+        self._pending: asyncio.Future[bytes | None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the response."""
@@ -70,8 +71,6 @@ class EventStream(Response):
             return done.result()
         except Exception as error:
             return self._on_error(error)
-
-    _pending: "asyncio.Future[bytes | None] | None" = None
 
 
 async def _disconnected(receive: Receive) -> None:

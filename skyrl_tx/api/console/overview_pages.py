@@ -13,17 +13,18 @@ from skyrl_tx.api.console.format import duration
 from skyrl_tx.api.console.views.overview import gauge_tiles, rate_tiles, user_lines
 from skyrl_tx.api.console.views.runs import request_view
 from skyrl_tx.api.console.visit import Page, PageTable, Visit
-from skyrl_tx.store import console_queries, engine_state, usage
+from skyrl_tx.store import console_queries, engine_state, notices, server_points, usage
+from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.usage import BUCKET_S
 
 pages = PageTable()
 _HISTORY_S = 2 * 3600
-_MAX_HISTORY = 720
+_MAX_HISTORY = 1000
 _FAILURES = 8
 _NOTICES = 200
 _DAY_S = 86_400
-_SECRET_SETTINGS = frozenset({"store_url"})
+_SECRET_SETTINGS = frozenset({"database_url", "store_url"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def overview(visit: Visit) -> Page:
     oldest = min((group.first_position for group in groups), default=None)
     oldest_at = None if oldest is None else visit.read(lambda tx: console_queries.arrived_at(tx, oldest))
     buckets = visit.read(lambda tx: console_queries.usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
-    history = visit.read(lambda tx: console_queries.server_points(tx, int(now) - _HISTORY_S, _MAX_HISTORY))
+    history = visit.read(lambda tx: server_points.since(tx, now - _HISTORY_S, _MAX_HISTORY))
     recent = visit.read(lambda tx: usage.totals(tx, owner, now - BUCKET_S, ("owner",)))
     today = visit.read(lambda tx: usage.totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
     failed = visit.read(lambda tx: console_queries.failed_requests(tx, owner, _FAILURES))
@@ -66,7 +67,10 @@ def overview(visit: Visit) -> Page:
         "overview.jinja",
         {
             "engine": engine_view(visit, state),
-            "tiles": [*rate_tiles(buckets, now), *gauge_tiles(None if state is None else state.meters, history)],
+            "tiles": [
+                *rate_tiles(buckets, history, now),
+                *gauge_tiles(None if state is None else state.meters, history),
+            ],
             "waiting": sum(group.number for group in groups),
             "oldest": None if oldest_at is None else duration(max(now - oldest_at, 0.0)),
             "lines": lines,
@@ -85,7 +89,7 @@ def health(visit: Visit) -> Page:
     settings = visit.context.settings
     is_admin = visit.caller.is_admin
     disk = shutil.disk_usage(settings.data_dir)
-    database = settings.data_dir / "skyrl_tx.db"
+    database = settings.data_dir / DATABASE_NAME
     capabilities: Mapping[str, object] = {} if state is None else state.capabilities
     shown = {
         name: str(value)
@@ -106,6 +110,6 @@ def health(visit: Visit) -> Page:
             "write_failure": visit.context.store.write_failure,
             "versions": {"skyrl_tx": __version__, "Python": python_version(), "SQLAlchemy": sqlalchemy.__version__},
             "settings": shown if is_admin else {},
-            "notices": visit.read(lambda tx: console_queries.notices(tx, _NOTICES)) if is_admin else [],
+            "notices": visit.read(lambda tx: notices.newest(tx, _NOTICES)) if is_admin else [],
         },
     )

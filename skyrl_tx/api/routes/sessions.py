@@ -54,7 +54,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
     created = call.store.write(work)
     response = {"type": "create_session", "session_id": str(created)}
-    if call.settings.console:
+    if not call.settings.no_console:
         response["info_message"] = f"live: {base_url(call.settings, request)}/sessions/{created}"
     return response
 

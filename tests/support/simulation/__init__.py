@@ -1,8 +1,8 @@
 """A deterministic simulation of servers, clients and faults.
 
 One seed decides a whole *history*: the order in which threads run, the clock, the faults, and what clients send. The
-method is that of FoundationDB's simulation, TigerBeetle's VOPR and madsim. A history takes a fraction of a second, and
-the same seed gives the same history, event by event.
+method is that of FoundationDB's simulation, TigerBeetle's VOPR and madsim. A history takes about 0.1 s, and the
+same seed gives the same history, event by event.
 
 The product runs: `Engine.run` and its threads, the writers of the stores, the status publisher, the result watcher, the
 event loop of long polls, the endpoints below HTTP, the supervisor, and the fake backend. Simulated are:
@@ -14,7 +14,8 @@ event loop of long polls, the endpoints below HTTP, the supervisor, and the fake
 - **Modules** (`substitutes`). Names of the product's modules that refer to `time`, `threading`, `secrets`, `os` and so
   on refer to the simulated ones while a history runs. The product has no hooks for this, apart from its failpoints.
 - **Database** (`database`). SQLite in memory, shared by all processes, through the product's own dialect and
-  statements. Commits are atomic and durable; I/O errors, a full disk and older copies are faults.
+  statements, which `statements` executes with less work. Commits are atomic and durable; I/O errors, a full disk and
+  older copies are faults.
 - **Disk** (`disk`). Artifacts are real files in memory. Writes and flushes fail, and a loss of power keeps what `fsync`
   promised, and of the rest what chance decides.
 - **Device** (`device`). The fake backend, which may be lost, sick or hang at any call, and on which a pass may crash.

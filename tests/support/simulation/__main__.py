@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that run histories at once")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"kinds of faults, of {', '.join(KINDS)}")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one history and print its trace")
+    parser.add_argument("--plain", action="store_true", help="execute each statement through SQLAlchemy; slower")
     parser.add_argument("--verbose", action="store_true", help="with --replay: print the product's log, too")
     parser.add_argument("--most-violations", type=int, default=5, help="stop after this number of histories that fail")
     parser.add_argument("--without", choices=MUTATIONS, help="take a guarantee out of the product first")
@@ -35,14 +36,14 @@ def main() -> int:
     if unknown := set(kinds) - KINDS.keys():
         parser.error(f"--kinds: unknown {', '.join(sorted(unknown))}")
     if options.replay is not None:
-        return _replay(options.replay, kinds, is_verbose=options.verbose)
+        return _replay(options.replay, kinds, is_verbose=options.verbose, is_plain=options.plain)
     return _run_all(options, kinds)
 
 
-def _replay(seed: int, kinds: tuple[str, ...], *, is_verbose: bool) -> int:
+def _replay(seed: int, kinds: tuple[str, ...], *, is_verbose: bool, is_plain: bool) -> int:
     logging.getLogger("skyrl_tx").setLevel(logging.DEBUG if is_verbose else logging.CRITICAL + 1)
     logging.basicConfig(format="%(levelname)s %(name)s %(message)s", stream=sys.stdout)
-    simulator = Simulator()
+    simulator = Simulator(is_plain=is_plain)
     try:
         outcome = simulator.run(seed, kinds, is_traced=True)
     finally:
@@ -57,21 +58,27 @@ def _run_all(options: argparse.Namespace, kinds: tuple[str, ...]) -> int:
     started, cpu = time.perf_counter(), time.process_time()
     seeds = range(options.seed, options.seed + options.histories)
     batches = [(seeds[start : start + _BATCH], kinds) for start in range(0, len(seeds), _BATCH)]
-    num_run = num_requests = num_violating = 0
+    num_run = num_requests = num_faults = num_engines = num_violating = 0
     digest = 0
     with contextlib.ExitStack() as stack:
         if options.jobs == 1:
-            workers.prepare()
+            workers.prepare(options.plain)
             found = (workers.run_batch((range(seed, seed + 1), kinds)) for seed in seeds)
         else:
             spawn = get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(options.jobs, mp_context=spawn, initializer=workers.prepare))
+            pool = stack.enter_context(
+                ProcessPoolExecutor(
+                    options.jobs, mp_context=spawn, initializer=workers.prepare, initargs=(options.plain,)
+                )
+            )
             stack.callback(pool.shutdown, cancel_futures=True)
             found = pool.map(workers.run_batch, batches)
         for outcomes in found:
             for outcome in outcomes:
                 num_run += 1
                 num_requests += outcome.num_requests
+                num_faults += outcome.num_faults
+                num_engines += outcome.num_engines
                 digest = hash((digest, int(outcome.trace_hash, 16)))
                 if outcome.violations:
                     num_violating += 1
@@ -85,7 +92,8 @@ def _run_all(options: argparse.Namespace, kinds: tuple[str, ...]) -> int:
                 break
     seconds = time.perf_counter() - started
     print(
-        f"{num_run} histories, {num_requests} requests, {num_violating} with violations, {seconds:.1f} s, "
+        f"{num_run} histories, {num_requests} requests, {num_faults} faults, {num_engines} engines, "
+        f"{num_violating} with violations, {seconds:.1f} s, "
         f"{time.process_time() - cpu:.1f} CPU seconds here, digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
     )
     return 1 if num_violating else 0

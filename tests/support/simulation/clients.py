@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from starlette.requests import Request
 
 from skyrl_tx.api.routes import futures, runs, sampling, sessions, training, weights
 from skyrl_tx.contract import requests
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 Kind = Literal["create_model", "pass", "optim_step", "save", "ephemeral_save", "load", "sample"]
 BARRIERS = frozenset({"optim_step", "save", "ephemeral_save", "load"})
 _RETRY_S = 0.5
+_REQUEST = Request(
+    {"type": "http", "scheme": "http", "server": ("server", 80), "path": "/", "root_path": "", "headers": []}
+)
 _HEARTBEAT_S = 10.0
 _MAX_TOKEN = 22
 ROW = "SELECT position, effect_order, status FROM requests WHERE request_id = ?"
@@ -136,7 +140,7 @@ class Client:
     def open_session(self) -> None:
         """Create this client's session."""
         body = {"tags": [], "sdk_version": "0.38.0", "idempotency_key": f"{self.name}-session"}
-        self.session_id = self.call(sessions.create_session, body)["session_id"]
+        self.session_id = self.call(sessions.create_session, body, request=_REQUEST)["session_id"]
 
     def _send_heartbeats(self) -> None:
         while not self.is_done:

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, event
-from sqlalchemy.pool import QueuePool
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.pool import StaticPool
+from sqlmodel import Session
 
 from skyrl_tx.store import database, keys
 from skyrl_tx.store.dialect import PEER, Notifier, Role
 from skyrl_tx.store.sqlite import Sqlite, SqliteNotifier, _invalidate_if_rolled_back
 from tests.support.shared_statements import share_statements
 from tests.support.simulation.scheduler import Fiber, Scheduler
+from tests.support.simulation.statements import EXECUTE, FastSession, Statements
 
 Watch = Callable[[str], None]
 """Called with "read", "commit", "committed" or "look" at the points where a fault may happen."""
@@ -67,11 +69,19 @@ class _Connection(sqlite3.Connection):
             raise
 
 
+class _LastingConnection(Connection):
+    """A connection that its users close, and that the next one uses again: making one takes longer than a read."""
+
+    def close(self) -> None:
+        if (transaction := self.get_transaction()) is not None:
+            transaction.close()
+
+
 class Database:
     """The database of this process; each history begins with a copy of the template."""
 
-    def __init__(self, directory: Path) -> None:
-        """Create the template, with the tables and a key for each owner."""
+    def __init__(self, *, is_plain: bool) -> None:
+        """Create the template, with the tables and a key for each owner. `is_plain`: see `statements`."""
         self.connection = sqlite3.connect(
             ":memory:", check_same_thread=False, factory=_Connection, cached_statements=_MAX_STATEMENTS
         )
@@ -87,6 +97,10 @@ class Database:
                 self.keys[owner], _ = keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=1.0)
             tx.commit()
         self.template = self.connection.serialize()
+        self.statements = FastSession.statements = Statements(self.connection, self.reader.dialect.do_begin)  # type: ignore[arg-type]
+        self.substitutes: list[tuple[object, object]] = [(EXECUTE, self.statements.execute), (Session, FastSession)]
+        if is_plain:
+            self.substitutes = []
         tables = self.rows("SELECT name FROM sqlite_master WHERE type = 'table'")
         self._rows = {table: self.rows(f"SELECT * FROM {table}") for (table,) in tables}
 
@@ -116,22 +130,36 @@ class Database:
         """Query without faults."""
         return self.connection.execute(sql, parameters).fetchall()
 
+    def _roll_back(self) -> None:
+        if self.connection.in_transaction:
+            self.connection.rollback()
+
     def _engine(self, *, writes: bool) -> Engine:
         from skyrl_tx.store import sqlite
 
         engine = sqlite.create_engine(
-            "sqlite://", creator=lambda: self.connection, poolclass=QueuePool, pool_size=1, max_overflow=0
+            "sqlite://", creator=lambda: self.connection, poolclass=StaticPool, pool_reset_on_return=None
         )
         point = "write" if writes else "read"
 
         # Listeners of events, and statements that SQLAlchemy compiles, would take a third of the time.
         run = self.connection.execute
 
-        def begin(_: object) -> None:
-            self.connection.watch(point)
-            run("BEGIN")
+        def begin(_: object = None) -> None:
+            if writes or not self.connection.in_transaction:  # `FastSession` may have started
+                self.connection.watch(point)
+                run("BEGIN")
 
+        lasting: list[_LastingConnection] = []
+
+        def connect() -> Connection:
+            if not lasting or lasting[0].invalidated:
+                lasting[:] = [_LastingConnection(engine)]
+            return lasting[0]
+
+        engine.connect = connect  # type: ignore[method-assign]
         engine.dialect.do_begin = begin  # type: ignore[method-assign]
+        engine.dialect.do_rollback = lambda _: self._roll_back()  # type: ignore[method-assign]
         engine.dialect.do_savepoint = lambda connection, name: run(f"SAVEPOINT {name}")  # type: ignore[method-assign]
         engine.dialect.do_release_savepoint = lambda connection, name: run(f"RELEASE {name}")  # type: ignore
         engine.dialect.do_rollback_to_savepoint = lambda connection, name: run(f"ROLLBACK TO {name}")  # type: ignore

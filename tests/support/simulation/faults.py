@@ -20,7 +20,7 @@ KINDS = {
     "network": "calls and responses are lost, repeated and delayed",
     "artifact_errors": "writing an artifact fails with ENOSPC or EIO, after a part of a file",
     "power_loss": "the machine loses its power, and files what was not flushed",
-    "full_database": "commits fail for a while, because the disk is full",
+    "full_database": "commits fail for a while, because the disk is full: at some time, and after files were written",
     "database_errors": "one read or commit fails with an I/O error; the commit may have happened",
     "watch_errors": "one look for commits of the other process fails with an I/O error",
     "bad_requests": "a pass raises an error, or crashes the engine, whenever it runs",
@@ -45,6 +45,8 @@ class Plan:
     device: dict[str, Any] = field(default_factory=dict[str, Any])
     fault_s: float
     """Faults happen in this time from the start."""
+    call_s: float = 0.05
+    """The longest time of a call of the device."""
 
     def has(self, kind: str) -> bool:
         """Whether the history has faults of this kind."""
@@ -88,8 +90,12 @@ def draw_plan(draw: random.Random, kinds: tuple[str, ...]) -> Plan:
         plan.fault_s = 25.0
     if plan.has("greedy_owner"):
         plan.engine |= {"max_queued_sample_bytes": 40_000}
+        plan.device |= {"slice_tokens": 1}  # long samples in few slices
+        plan.call_s = 0.5
     if plan.has("crowd"):
         plan.device |= {"sample_slots": 1}
+    if plan.has("full_database"):
+        plan.fault_s += 1.0  # first saves come later than most faults
     if plan.has("hangs"):
         plan.fault_s = 2.0
     return plan
@@ -152,6 +158,8 @@ class Faults:
             self._countdowns["disk"] = draw.randrange(1, 14)
         if self._plan.has("database_errors"):
             self._countdowns[draw.choice(("read", "commit", "committed"))] = draw.randrange(1, 50)
+        if self._plan.has("full_database"):
+            self._countdowns["fill"] = draw.randrange(1, 5)
         if self._plan.has("watch_errors"):
             self._countdowns["look"] = draw.randrange(1, 30)
         if self._plan.has("kills") and draw.random() < 0.6:
@@ -236,6 +244,17 @@ class Faults:
     def _empty(self) -> None:
         self._is_full = False
 
+    def _fill_for_a_while(self) -> None:
+        """Fill the disk until an operator has made space. The files of a save or snapshot took what was left."""
+        self._fill()
+        self._countdowns["fill"] = self._draw.randrange(1, 5)
+
+        def make_space() -> None:
+            self._scheduler.sleep(self._draw.uniform(0.05, 0.5))
+            self._empty()
+
+        self._scheduler.spawn(make_space, process=self._scheduler.world, name="operator")
+
     def _step_clock(self) -> None:
         seconds = self._draw.choice((-20.0, 30.0, 400.0, 3600.0, 8 * 86_400.0))
         self._world.trace(f"FAULT the wall clock steps by {seconds} s")
@@ -262,6 +281,8 @@ class Faults:
         """Fail a write or a flush of an artifact, or do nothing."""
         if self._scheduler.current.process.is_dead:
             raise Killed(self._scheduler.current.process.name)
+        if point == "write" and self._strikes("fill"):
+            self._fill_for_a_while()
         if self._strikes("disk"):
             self.num_disk_errors += 1
             error = self._draw.choice((disk.no_space, disk.failing))()
@@ -272,7 +293,7 @@ class Faults:
 
     def use_device(self, call: str) -> None:
         """Take the time of one call of the backend. It may fail, or not return."""
-        self._scheduler.sleep(self._draw.random() ** 2 * 0.05)
+        self._scheduler.sleep(self._draw.random() ** 2 * self._plan.call_s)
         process = self._scheduler.current.process
         if self._strikes("device"):
             self._world.trace(f"FAULT the device is lost in {call}")

@@ -39,6 +39,8 @@ class Outcome:
     plan: str
     lines: list[str]
     num_requests: int
+    num_faults: int
+    num_engines: int
     virtual_s: float
 
 
@@ -142,7 +144,8 @@ def _reported(context: ApiContext) -> str | None:
 class Simulator:
     """Runs histories one after the other in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_plain: bool = False) -> None:
+        """`is_plain`: execute every statement through SQLAlchemy, see `statements`."""
         self._directory = Path(
             tempfile.mkdtemp(prefix="skyrl-tx-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         )
@@ -150,7 +153,7 @@ class Simulator:
         gc.disable()  # a collection in the middle of a history would take time, and end coroutines of killed processes
         scheduler = Scheduler(0)
         with substituted(scheduler, on_error=lambda *_: None, own=[], names={}):
-            self._database = Database(self._directory)
+            self._database = Database(is_plain=is_plain)
         gc.freeze()
 
     def close(self) -> None:
@@ -179,6 +182,8 @@ class Simulator:
                 for client in history.clients:
                     scheduler.end(client.process)
                     scheduler.bury(client.process)
+            for error in world.thread_errors:
+                history.violate(f"a thread of the product ended: {error}")
             if not history.violations:
                 for client in history.clients:
                     for finding in Oracle(history, client).findings():
@@ -197,5 +202,7 @@ class Simulator:
             plan=str(plan),
             lines=trace.lines,
             num_requests=sum(len(client.all_sent()) for client in history.clients),
+            num_faults=trace.num_faults,
+            num_engines=world.num_engines,
             virtual_s=scheduler.monotonic - 10_000,
         )

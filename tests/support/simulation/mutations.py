@@ -1,5 +1,6 @@
 """Guarantees taken out of the product, one at a time: a simulation that does not notice is worth little."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -9,6 +10,7 @@ from sqlmodel import Session
 
 from skyrl_tx import artifacts
 from skyrl_tx.api.authentication import Principal
+from skyrl_tx.api.engine_status import AdmissionControl
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts
@@ -65,6 +67,16 @@ def _add_rows_of_another_attempt() -> None:
     checkpoints.put = put_first
 
 
+def _share_no_memory() -> None:
+    check = AdmissionControl._check
+
+    def check_as_largest(self: AdmissionControl, owner: str, size: int) -> None:
+        queued = Counter(self._load.by_owner if self._load is not None else {}) + self._num_bytes
+        check(self, max(queued, key=lambda name: queued[name], default=owner), size)
+
+    AdmissionControl._check = check_as_largest  # type: ignore[method-assign]
+
+
 MUTATIONS: dict[str, tuple[Callable[[], None], str]] = {
     "no_flush": (_flush_nothing, "power_loss"),
     "no_directory_flush": (_flush_no_directory, "power_loss"),
@@ -74,6 +86,7 @@ MUTATIONS: dict[str, tuple[Callable[[], None], str]] = {
     "replayed_failures": (_replay_failed_steps, "bad_requests,kills"),
     "no_attempts": (_count_no_attempts, "bad_requests"),
     "rows_of_another_attempt": (_add_rows_of_another_attempt, "full_database"),
+    "no_shares": (_share_no_memory, "greedy_owner"),
 }
 """Guarantees to take out by name, and kinds of faults under which that is noticed."""
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _SETTLE_S = 60.0
 _FLOOD_S = 8.0
 _FLOOD_PERIOD_S = 0.1
+_FLOOD_TOKENS = 5
 _MOST_REFUSALS = 5
 _NUM_CROWDED = 8
 _MOST_PASSED = 10
@@ -64,7 +65,7 @@ def flood(history: "History") -> None:
         number = 0
         while scheduler.monotonic < end:
             number += 1
-            body = _prompt(name, number, max_tokens=200)
+            body = _prompt(name, number, max_tokens=_FLOOD_TOKENS)
             try:
                 world.call(client.key, sampling.asample, body)
             except Lost:

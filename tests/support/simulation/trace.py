@@ -13,10 +13,12 @@ class Trace:
         self._digest = hashlib.blake2b(digest_size=16)
         self._is_kept = is_kept
         self.lines: list[str] = []
+        self.num_faults = 0
         self.where: Callable[[], str] = lambda: ""
 
     def __call__(self, event: str) -> None:
         """Record an event."""
+        self.num_faults += event.startswith("FAULT")
         line = f"{self.where()} {event.replace(self._directory, '')}"
         self._digest.update(line.encode())
         if self._is_kept:

@@ -265,6 +265,8 @@ class EngineProcess:
             except (BackendLost, StoreError) as error:
                 raise EngineLost(f"backend or database lost: {error}") from error
         except Exception as error:
+            if not isinstance(error, EngineLost):
+                world.on_thread_error(f"{self.process.name}/main", error)
             end = engine_process._end_by(error)
             if end.is_crash and self._records_crashes and self.store is not None:
                 with contextlib.suppress(StoreError):
@@ -345,6 +347,7 @@ class World:
             (shutil, Standing(shutil, rmtree=self.disk.rmtree)),
             (save_file, self.disk.save_file),
             (failpoints.failpoint, self.faults.reach),
+            *self.database.substitutes,
         ]
 
     def dialect(self, *_: object) -> Dialect:

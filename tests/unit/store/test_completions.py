@@ -57,8 +57,8 @@ def test_completions_are_listed_in_commit_order(store: Store, submit: Submit) ->
     complete(store, second)
     assert [each.request_id for each in of_client(store, after=cursor)] == [second]
     assert store.read(lambda tx: completions.completed_since(tx, 1, 10)) == [
-        (2, first, SAMPLING),
-        (3, second, SAMPLING),
+        (2, first, SAMPLING, 1.0),
+        (3, second, SAMPLING, 1.0),
     ]
     assert store.read(completions.last_completion) == 3
 

@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
-from skyrl_tx.api.console.format import count, short_id, size
+from skyrl_tx.api.console.format import count, duration, short_id, size
 from skyrl_tx.api.console.series import spark
 from skyrl_tx.store.console_queries import OpenGroup
 from skyrl_tx.store.usage import BUCKET_S, Total
 
 _SHOWN_BUCKETS = 24
 _MAX_ROWS = 50
+_CURRENT_S = 60.0
+_RATE_S = 60.0
+_CURVE_POINTS = 60
 _TRAINING = frozenset({"training", "forward"})
 _PREFILL = frozenset({"prefill", "prefill_cached"})
 _PASS_KINDS = {
@@ -39,22 +43,48 @@ class Tile:
     """The part of a limit, from 0 to 1; None without one."""
 
 
-def rate_tiles(buckets: Sequence[tuple[int, str, int]], now: float) -> list[Tile]:
-    """Return tokens a second of each kind of work, from the tokens of the last two hours by five minutes."""
+def rate_tiles(
+    buckets: Sequence[tuple[int, str, int]], history: Sequence[tuple[int, Mapping[str, float]]], now: float
+) -> list[Tile]:
+    """Return tokens a second of each kind of work: of the server's gauges, or without any of the usage of two hours.
+
+    `history` has the gauges of the last while, in order, and `buckets` the tokens of each five minutes and kind.
+    """
     newest = int(now) // BUCKET_S * BUCKET_S
     starts = [newest - BUCKET_S * back for back in range(_SHOWN_BUCKETS - 1, -1, -1)]
     tiles: list[Tile] = []
-    for title, kinds in (("Training", _TRAINING), ("Sampling", frozenset({"sampled"})), ("Prefill", _PREFILL)):
+    for title, gauge, kinds in (
+        ("Training", "training_tokens_per_s", _TRAINING),
+        ("Sampling", "sampled_tokens_per_s", frozenset({"sampled"})),
+        ("Prefill", "prompt_tokens_per_s", _PREFILL),
+    ):
+        known = [(at, values[gauge]) for at, values in history if gauge in values]
+        if known and known[-1][0] >= now - _CURRENT_S:
+            curve = [value for _, value in known]
+            recent = [value for at, value in known if at >= now - _RATE_S]
+            rate = sum(recent) / len(recent) if recent else 0.0
+            since_s = known[-1][0] - known[0][0]
+            tiles.append(
+                Tile(title, f"{count(rate)} tok/s", f"last {duration(max(since_s, 10))}", spark(_averaged(curve)))
+            )
+            continue
         totals = dict.fromkeys(starts, 0)
         for at, kind, tokens in buckets:
             if kind in kinds and at in totals:
                 totals[at] += tokens
         # The newest five minutes are not over: together with the ones before they make a steady rate.
-        recent = totals[starts[-1]] + totals[starts[-2]]
-        rate = recent / (now - starts[-2])
+        recent_tokens = totals[starts[-1]] + totals[starts[-2]]
+        rate = recent_tokens / (now - starts[-2])
         values = [total / BUCKET_S for total in totals.values()]
-        tiles.append(Tile(title, f"{count(rate)} tok/s", "last minutes · curve: 2 h", spark(values)))
+        tiles.append(Tile(title, f"{count(rate)} tok/s", "last 2 h", spark(values)))
     return tiles
+
+
+def _averaged(values: Sequence[float]) -> list[float]:
+    """Return at most 60 means of equal parts, in order."""
+    parts = min(len(values), _CURVE_POINTS)
+    ends = [len(values) * part // parts for part in range(parts + 1)]
+    return [sum(values[first:end]) / (end - first) for first, end in pairwise(ends)]
 
 
 def gauge_tiles(meters: Mapping[str, object] | None, history: Sequence[tuple[int, Mapping[str, float]]]) -> list[Tile]:

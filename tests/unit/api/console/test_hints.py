@@ -50,12 +50,12 @@ def test_a_healthy_run_gives_no_hint() -> None:
         ({"learning_rate": 0.0}, "learning rate is 0"),
     ],
 )
-def test_a_problem_of_the_newest_steps_is_told(last: Mapping[str, float | None], words: str) -> None:
+def test_a_problem_of_the_newest_steps_is_reported(last: Mapping[str, float | None], words: str) -> None:
     (hint,) = hints(run(last), 500.0)
     assert words in hint.text and hint.advice and hint.step >= 41
 
 
-def test_a_rising_divergence_is_told_and_a_falling_one_is_not() -> None:
+def test_a_rising_divergence_is_reported_and_a_falling_one_is_not() -> None:
     rising = [step(number, kl_to_sampler=0.05 + number / 100) for number in range(1, 7)]
     falling = [step(number, kl_to_sampler=0.2 - number / 100) for number in range(1, 7)]
     assert "rises" in hints(rising, 80.0)[0].text and hints(falling, 80.0) == []
@@ -69,7 +69,7 @@ def test_slow_steps_name_whom_they_wait_for() -> None:
     assert "their own passes" in hints(usual + working, 400.0)[0].text
 
 
-def test_passes_without_a_step_are_told_after_half_an_hour() -> None:
+def test_passes_without_a_step_are_reported_after_half_an_hour() -> None:
     last = Step(step=2, at=20.0, began_at=19.0, passes=3, tokens=1, datums=1, queue_s=0, device_s=0, is_applied=False)
     assert hints([step(1), last], 100.0) == []
     assert "Step 2 has 3 passes but no optimizer step for 30 minutes" in hints([step(1), last], 1830.0)[0].text

@@ -44,9 +44,16 @@ def test_lineage_is_a_tree() -> None:
 
 def test_rates_are_tokens_a_second_of_the_last_buckets() -> None:
     buckets = [(900, "training", 30_000), (1200, "training", 15_000), (1200, "sampled", 450), (0, "prefill", 7)]
-    training, sampling, prefill = rate_tiles(buckets, 1350.0)
+    training, sampling, prefill = rate_tiles(buckets, [], 1350.0)
     assert training.value == "100 tok/s" and sampling.value == "1 tok/s" and prefill.value == "0 tok/s"
-    assert rate_tiles([], 1e9)[0].spark
+    assert rate_tiles([], [], 1e9)[0].spark
+
+
+def test_rates_of_the_server_come_before_those_of_usage() -> None:
+    history = [(at, {"training_tokens_per_s": float(at)}) for at in range(0, 1300, 10)]
+    training, sampling, _ = rate_tiles([(1200, "sampled", 450)], history, 1300.0)
+    assert training.value == "1.3k tok/s" and training.detail == "last 21 min 30 s" and training.spark.count(",") == 60
+    assert sampling.value == "1.1 tok/s"
 
 
 def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:

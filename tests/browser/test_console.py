@@ -1,0 +1,197 @@
+"""The console in a browser, from log-in to log-out, while the SDK trains."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.support.console_world import ConsoleWorld, console_world
+from tests.support.live_stack import PUBLIC_NAME
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+WITHIN_MS = 20_000
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
+    with console_world(tmp_path_factory.mktemp("console")) as world:
+        yield world
+
+
+class Watched:
+    """A page with all that went wrong in it."""
+
+    def __init__(self, context: Any, base: str) -> None:
+        self.problems: list[str] = []
+        self.page = context.new_page()
+        self.page.set_default_timeout(WITHIN_MS)
+        self.page.on("console", lambda message: self.problems.append(message.text))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on(
+            "request",
+            lambda request: request.url.startswith((base, "data:")) or self.problems.append(f"request: {request.url}"),
+        )
+
+
+def datum(length: int = 5) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(length))),
+        loss_fn_inputs={
+            "target_tokens": np.arange(1, length + 1, dtype=np.int64),
+            "weights": np.ones(length, dtype=np.float32),
+        },
+    )
+
+
+def train(client: tinker.TrainingClient, steps: int) -> None:
+    for _ in range(steps):
+        client.forward_backward([datum(), datum(3)], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+
+
+def wait_for_points(page: Any, number: int) -> None:
+    """Wait until the first chart has a number of points; the page forbids `wait_for_function`, which evaluates."""
+    chart = page.locator("section.chart").first
+    end = time.monotonic() + WITHIN_MS / 1000
+    while (found := int(chart.get_attribute("data-points") or 0)) < number:
+        assert time.monotonic() < end, f"{found} points, not {number}"
+        page.wait_for_timeout(100)
+
+
+def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots: Path) -> None:
+    base, key = world.server.url, world.key("ann")
+    context = chromium.new_context(base_url=base, viewport={"width": 1440, "height": 900}, accept_downloads=True)
+    watched = Watched(context, base)
+    page = watched.page
+    page.goto("/")
+    page.get_by_label("API key").fill("tml-wrong")
+    page.get_by_role("button", name="Log in").click()
+    page.get_by_role("alert").wait_for()
+    (refusal,) = watched.problems
+    assert "status of 401" in refusal
+    watched.problems.clear()
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Log in").click()
+    page.wait_for_url("**/overview")
+    assert "ready" in page.locator(".hero").inner_text()
+
+    page.goto("/training_runs")
+    page.get_by_text("No runs yet").wait_for()
+    with tinker.ServiceClient(base_url=base, api_key=key, project_id="maths") as service:
+        first = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
+        page.locator("table a").first.wait_for()  # by polling, without a reload
+        page.locator("table a").first.click()
+        page.get_by_text("No step yet").wait_for()
+        train(first, 3)
+        wait_for_points(page, 3)
+        train(first, 4)
+        wait_for_points(page, 7)
+        path = first.save_state("end").result().path
+        second = service.create_training_client_from_state(path).result()
+        train(second, 2)
+        params = types.SamplingParams(max_tokens=6, seed=1)
+        sampler = first.save_weights_and_get_sampling_client().result()
+        sampler.sample(types.ModelInput.from_ints([1, 2]), num_samples=2, sampling_params=params).result()
+    page.screenshot(path=screenshots / "curves.png")
+    page.get_by_label("smooth").fill("0.9")
+    page.get_by_label("log y").check()
+    page.locator("select[name=x]").select_option("time")
+    page.get_by_role("link", name="Samples").click()
+    assert page.locator("article.sample").count() == 2
+
+    page.goto("/training_runs")
+    for box in page.get_by_role("checkbox").all():
+        box.check()
+    page.get_by_role("button", name="Compare selected").click()
+    page.wait_for_url("**/compare?*")
+    wait_for_points(page, 2)
+    assert page.locator(".legend li").count() == 2
+    page.screenshot(path=screenshots / "compare.png")
+
+    page.goto("/checkpoints")
+    page.get_by_role("link", name="end").click()
+    page.get_by_role("button", name="Publish").click()
+    page.get_by_role("button", name="Unpublish").wait_for()
+    page.get_by_label(re.compile("Keep it")).fill("3")
+    page.get_by_role("button", name="Set lifetime").click()
+    page.get_by_text("in 2 d").wait_for()
+    assert second.model_id.partition(":")[0].removeprefix("session-")[:8] in page.locator(".lineage").inner_text()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download").click()
+    assert download.value.suggested_filename == "end.tar"
+    page.get_by_role("button", name="Delete…").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("button", name="Undo").click()
+    page.get_by_role("link", name="end").wait_for()
+
+    page.goto("/keys?new_key=true&key_name=laptop")
+    page.get_by_role("button", name="Create key").click()
+    made = page.locator("#new-key").inner_text()
+    runs = httpx.get(f"{base}/api/v1/training_runs", headers={"X-API-Key": made}).json()["training_runs"]
+    assert len(runs) == 2, "the new key is one of the API"
+    page.get_by_role("link", name="To the keys").click()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("tr", has_text="laptop").get_by_role("button", name="Revoke").click()
+    page.locator("tr", has_text="laptop").get_by_text("revoked").wait_for()
+    page.get_by_role("button", name="Log out").click()
+    page.wait_for_url("**/login")
+    page.goto("/overview")
+    assert "/login" in page.url
+    assert watched.problems == []
+    context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1440])
+def test_pages_are_accessible_and_fit(
+    world: ConsoleWorld, chromium: Any, screenshots: Path, scheme: str, width: int
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    root = world.key("root", "admin")
+    with world.browser(root) as browser:
+        runs = re.findall(r'href="/training_runs/([^"?]+)"', browser.get("/training_runs").text)
+        checkpoints = re.findall(r'href="(/checkpoints/[^"?]+)"', browser.get("/checkpoints").text)
+    pages = [
+        "/overview",
+        "/training_runs",
+        "/checkpoints",
+        "/sessions",
+        "/keys",
+        "/health",
+        "/compare",
+        *checkpoints[:1],
+    ]
+    for run in runs[:1]:
+        tabs = ("curves", "samples", "steps", "checkpoints", "requests", "config")
+        pages += [f"/training_runs/{run}?tab={tab}" for tab in tabs] + [f"/sessions/{run.partition(':')[0]}"]
+    if len(runs) > 1:
+        pages.append(f"/compare?runs={runs[0]},{runs[1]}")
+    base = world.server.url
+    context = chromium.new_context(
+        base_url=base, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
+    )
+    watched = Watched(context, base)
+    page = watched.page
+    page.goto("/login")
+    assert axe.run(page).response["violations"] == []
+    page.get_by_label("API key").fill(root)
+    page.get_by_role("button", name="Log in").click()
+    page.wait_for_url("**/overview")
+    for number, address in enumerate(pages):
+        page.goto(address)
+        if "tab=curves" in address:
+            wait_for_points(page, 1)
+        found = axe.run(page).response["violations"]
+        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], address
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), address
+        name = re.sub(r"\W+", "-", address.partition("?")[0].strip("/"))[:30]
+        page.screenshot(path=screenshots / f"{scheme}-{width}-{number:02d}-{name}.png", full_page=True)
+    assert watched.problems == []
+    context.close()
