@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -209,7 +209,7 @@ def endpoints_page() -> Iterator[str]:
             for route in offered:
                 requests = _request_schemas(route.endpoint)
                 schemas |= {schema.__name__: schema for schema in requests}
-                yield from _endpoint(route, operations[PREFIX + route.path_format], requests)
+                yield from _endpoint(route, operations[_served_at(route, operations)], requests)
     yield from _chat_endpoints(schemas)
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
@@ -220,7 +220,7 @@ def endpoints_page() -> Iterator[str]:
         for endpoints in _routers(list(operations)).values()
         for route in endpoints
         for method in sorted(route.methods)
-        if PREFIX + route.path_format not in operations
+        if _served_at(route, operations) not in operations
     )
     yield reference_text.UNSUPPORTED
 
@@ -249,6 +249,11 @@ def _openapi_paths() -> Mapping[str, Any]:
     return app.openapi()["paths"]
 
 
+def _served_at(route: APIRoute, paths: Collection[str]) -> str:
+    """Return the path of a route: below the prefix of all, unless its router has its own."""
+    return route.path_format if route.path_format in paths else PREFIX + route.path_format
+
+
 def _routers(paths: Sequence[str]) -> Mapping[str, list[APIRoute]]:
     """Return the routes of each module of `skyrl_tx.api.routes`, in the order of the OpenAPI document."""
     found: dict[str, list[APIRoute]] = {}
@@ -257,7 +262,8 @@ def _routers(paths: Sequence[str]) -> Mapping[str, list[APIRoute]]:
         found[module.__name__] = [route for route in module.router.routes if isinstance(route, APIRoute)]
 
     def position(module: str) -> int:
-        return min((paths.index(PREFIX + r.path_format) for r in found[module] if r.include_in_schema), default=10**6)
+        offered = [route for route in found[module] if route.include_in_schema]
+        return min((paths.index(_served_at(route, paths)) for route in offered), default=10**6)
 
     return {module: found[module] for module in sorted(found, key=position)}
 

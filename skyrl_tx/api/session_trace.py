@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_tx.api.proto.trace_pb2 import DebugAnnotation, Trace, TrackDescriptor, TrackEvent
-from skyrl_tx.store.history_tables import PointKind, RunPointRow
+from skyrl_tx.store.history_tables import PointKind
 from skyrl_tx.store.logged import LoggedPoint
+from skyrl_tx.store.points import Point
 from skyrl_tx.store.timeline import RequestTimes
 
 MAX_SLICES = 10_000
@@ -58,7 +59,7 @@ class Group:
 def model_group(
     title: str,
     requests: Iterable[RequestTimes],
-    points: Sequence[RunPointRow],
+    points: Sequence[Point],
     logged: Sequence[LoggedPoint],
     now: float,
 ) -> Group:
@@ -133,7 +134,7 @@ def _apart(spans: Iterable[Span]) -> list[list[Span]]:
     return tracks
 
 
-def _point_span(row: RunPointRow) -> Span:
+def _point_span(row: Point) -> Span:
     annotations: dict[str, Value] = {"step": row.step, "tokens": row.tokens, "datums": row.datums}
     annotations |= {"device_s": row.device_s}
     annotations |= {name: value for name, value in row.values.items() if value is not None}

@@ -13,9 +13,9 @@ from skyrl_tx.commands.common import CommandError, Record, open_database, table,
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.store import checkpoints, logged, models, run_series, sessions
-from skyrl_tx.store.history_tables import RunPointRow
+from skyrl_tx.store import checkpoints, logged, models, points, sessions
 from skyrl_tx.store.logged import LoggedPoint
+from skyrl_tx.store.points import Point
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 MAX_POINTS = 2000
@@ -57,26 +57,26 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
     row = models.get(tx, model_id)
     if row is None:
         raise CommandError(f"{model_id!r}: there is no such run; `skyrl-tx runs list` shows all")
-    points = run_series.last_points(tx, model_id, limit=MAX_POINTS)
+    found = points.newest(tx, model_id, MAX_POINTS)
     values = _newest_logged(tx, model_id)
     saved = checkpoints.list_of_run(tx, model_id, time.time())
     return RunReport(
-        summary=_summary(tx, row, points), curves=curves_of(points, values), checkpoints=list(map(_checkpoint, saved))
+        summary=_summary(tx, row, found), curves=curves_of(found, values), checkpoints=list(map(_checkpoint, saved))
     )
 
 
-def last_loss(points: Iterable[RunPointRow]) -> float | None:
+def last_loss(found: Iterable[Point]) -> float | None:
     """Return the loss of the last step that has one, of all its passes."""
-    curve = _losses(points)
+    curve = _losses(found)
     return curve[-1][1] if curve else None
 
 
-def curves_of(points: Sequence[RunPointRow], values: Iterable[LoggedPoint]) -> dict[str, Curve]:
+def curves_of(found: Sequence[Point], values: Iterable[LoggedPoint]) -> dict[str, Curve]:
     """Return the curves of a run by name: loss, gradient norm, then what clients logged."""
     norms = [
-        (row.step, row.values[GRADIENT_NORM]) for row in points if row.kind == "step" and GRADIENT_NORM in row.values
+        (row.step, row.values[GRADIENT_NORM]) for row in found if row.kind == "step" and GRADIENT_NORM in row.values
     ]
-    curves: dict[str, list[tuple[int, float | None]]] = {LOSS_CURVE: _losses(points), "gradient norm": norms}
+    curves: dict[str, list[tuple[int, float | None]]] = {LOSS_CURVE: _losses(found), "gradient norm": norms}
     for point in values:
         for name, value in point.values.items():
             curves.setdefault(name, []).append((point.step, value))
@@ -136,7 +136,7 @@ def _printable(value: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _summary(tx: Session, row: ModelRow, points: Sequence[RunPointRow]) -> Record:
+def _summary(tx: Session, row: ModelRow, found: Sequence[Point]) -> Record:
     spec = codec.decode(row.spec)
     assert isinstance(spec, ModelSpec)
     session = sessions.get(tx, row.session_id)
@@ -153,7 +153,7 @@ def _summary(tx: Session, row: ModelRow, points: Sequence[RunPointRow]) -> Recor
         "created": when(row.created_at),
         "last_used": when(row.last_request_at),
         "step": row.num_steps,
-        "loss": last_loss(points),
+        "loss": last_loss(found),
         "incomplete_gradient": row.poisoned_by,
         "deleted": when(row.deleted_at),
     }
@@ -176,10 +176,10 @@ def _newest_logged(tx: Session, model_id: ModelId) -> list[LoggedPoint]:
     return sorted(logged.last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position))
 
 
-def _losses(points: Iterable[RunPointRow]) -> list[tuple[int, float | None]]:
+def _losses(found: Iterable[Point]) -> list[tuple[int, float | None]]:
     """Return the loss of each step: the sum over the passes that its optimizer step used."""
     losses: dict[int, float | None] = {}
-    for row in points:
+    for row in found:
         if row.kind == "train" and LOSS in row.values:
             value, before = row.values[LOSS], losses.get(row.step, 0.0)
             losses[row.step] = None if value is None or before is None else before + value

@@ -23,7 +23,7 @@ from skyrl_tx.commands.common import (
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
-from skyrl_tx.store import checkpoints, futures, models, run_series
+from skyrl_tx.store import checkpoints, futures, models, points
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
@@ -81,7 +81,7 @@ def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
                 "owner": owner,
                 "status": row.status,
                 "step": row.num_steps,
-                "loss": run_report.last_loss(run_series.last_points(tx, row.model_id, kinds=("train",), limit=_LAST)),
+                "loss": run_report.last_loss(points.newest(tx, row.model_id, _LAST, "train")),
                 "last_used": when(row.last_request_at),
                 "checkpoints": len(saved),
                 "bytes": sum(checkpoint.size_bytes for checkpoint in saved),

@@ -16,8 +16,8 @@ import tinker
 from skyrl_tx.api.client_metrics import ACTIVE_S
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store import keys, logged, models
-from skyrl_tx.store.history_tables import RunPointRow
+from skyrl_tx.store import keys, logged, models, points
+from skyrl_tx.store.points import Point
 from skyrl_tx.store.tables import KeyScope, ModelRow
 from tests.support.live_api import Server, live_api
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
@@ -128,8 +128,9 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
 
     def write(tx) -> None:
         for number in range(5):
-            tx.add(
-                RunPointRow(
+            points.add(
+                tx,
+                Point(
                     position=10**9 + number,
                     model_id=ModelId(run),
                     kind="train" if number % 2 else "step",
@@ -141,21 +142,21 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
                     tokens=7,
                     datums=2,
                     values={"loss:sum": number / 2, "nan": None},
-                )
+                ),
             )
 
     keyed.server.store.write(write)
     for step in range(3):
         ann.call("POST", f"training_runs/{run}/metrics", step=step, metrics={"reward": step})
-    points, rewards, cursor, more = [], [], "0-0", True
+    found, rewards, cursor, more = [], [], "0-0", True
     while more:
         page = ann.call("GET", f"training_runs/{run}/metrics?limit=2&cursor={cursor}").json()
         assert len(page["points"]) <= 2 and len(page["logged"]) <= 2
-        points += page["points"]
+        found += page["points"]
         rewards += page["logged"]
         cursor, more = page["cursor"], page["has_more"]
-    assert [point["step"] for point in points] == [*range(5)]
-    assert points[1]["metrics"] == {"loss:sum": 0.5, "nan": None} and points[1]["kind"] == "train"
+    assert [point["step"] for point in found] == [*range(5)]
+    assert found[1]["metrics"] == {"loss:sum": 0.5, "nan": None} and found[1]["kind"] == "train"
     assert [point["metrics"]["reward"] for point in rewards] == [0, 1, 2]
     ann.call("POST", f"training_runs/{run}/metrics", step=9, metrics={"reward": 9})
     page = ann.call("GET", f"training_runs/{run}/metrics?cursor={cursor}").json()
@@ -382,5 +383,5 @@ def test_the_link_has_the_public_address_and_needs_the_console(tmp_path: Path, s
     with live_api(settings.model_copy(update=changes)) as server:
         made = server.post("create_session", tags=[]).json()
         assert made["info_message"] == f"live: https://tinker.example/sessions/{made['session_id']}"
-    with live_api(settings.model_copy(update={**changes, "console": False})) as server:
+    with live_api(settings.model_copy(update={**changes, "no_console": True})) as server:
         assert "info_message" not in server.post("create_session", tags=[]).json()

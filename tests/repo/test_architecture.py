@@ -22,7 +22,7 @@ NOT_OURS = frozenset(
         *("--build-arg", "--rm", "--entrypoint", "--health-cmd", "--enable-lora", "SKYRL_TX_BACKEND_CONFIG__X", "Host"),
         *("_bytes", "_s", "num_", "async", "def", "null", "healthz", "pyproject.toml"),
         *("configuration_*.py", "modeling_*.py", "lax.ragged_dot", "quick_check", "shard_map"),
-        *("transformers", "unembed_tokens"),
+        *("transformers", "unembed_tokens", "wandb_name"),
     }
 )
 """Names of other projects, parts of names, and names of files outside of the package."""

@@ -13,9 +13,11 @@ from skyrl_tx.api.context import AccessScope, Call, Incoming, Limit, Offset
 from skyrl_tx.api.errors import bad_request, not_found
 from skyrl_tx.api.schemas import metrics as schemas
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store import logged, models, run_series
-from skyrl_tx.store.history_tables import LoggedRunRow, RunPointRow
+from skyrl_tx.store import logged, models
+from skyrl_tx.store import points as stored_points
+from skyrl_tx.store.history_tables import LoggedRunRow
 from skyrl_tx.store.logged import Logged, LoggedPoint
+from skyrl_tx.store.points import Point
 
 router = APIRouter()
 PageSize = Annotated[int, Query(ge=1, le=5000)]
@@ -46,7 +48,7 @@ def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSiz
 
     def work(tx: Session) -> schemas.MetricsResponse:
         model_id = access.model(tx, call.caller, ModelId(run_id)).model_id
-        points = run_series.read_points(tx, model_id, after=after, limit=limit)
+        points = stored_points.series(tx, model_id, after, limit)
         found = logged.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
         last = points[-1].position if points else after
         last_logged = found[-1].position if found else logged_after
@@ -131,7 +133,7 @@ def _positions(cursor: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _run_point(row: RunPointRow) -> schemas.RunPoint:
+def _run_point(row: Point) -> schemas.RunPoint:
     return schemas.RunPoint(
         kind=row.kind,
         step=row.step,

@@ -17,7 +17,7 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.schemas.base import Response
 from skyrl_tx.api.session_trace import MAX_SLICES, Group, Span
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.store import logged, models, run_series, sessions, timeline
+from skyrl_tx.store import logged, models, points, sessions, timeline
 from skyrl_tx.store.timeline import RequestTimes
 
 router = APIRouter()
@@ -93,11 +93,11 @@ def _groups(tx: Session, session_id: SessionId, now: float) -> list[Group]:
     groups: list[Group] = []
     left = MAX_SLICES
     for model in reversed(models.of_session(tx, session_id)[-_MAX_GROUPS:]):  # the oldest models get what is left
-        points = run_series.last_points(tx, model.model_id, limit=left)
+        found = points.newest(tx, model.model_id, left)
         logged_points = logged.read_points_of_model(tx, model.model_id, limit=left)
         title = f"model {model.model_id.partition(':')[2] or model.model_id}"
-        groups.append(session_trace.model_group(title, by_model[model.model_id], points, logged_points, now))
-        left = max(0, left - len(points) - len(logged_points))
+        groups.append(session_trace.model_group(title, by_model[model.model_id], found, logged_points, now))
+        left = max(0, left - len(found) - len(logged_points))
     groups.reverse()
     samplers = list(by_sampler.items())[-_MAX_GROUPS:]
     return groups + [Group(title=title, spans=spans) for title, spans in samplers]

@@ -15,8 +15,9 @@ from skyrl_tx.api import session_trace
 from skyrl_tx.api.proto import trace_pb2
 from skyrl_tx.api.session_trace import Group, Span, model_group, trace_parts
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.store.history_tables import PointKind, RunPointRow
+from skyrl_tx.store.history_tables import PointKind
 from skyrl_tx.store.logged import LoggedPoint
+from skyrl_tx.store.points import Point
 from skyrl_tx.store.timeline import RequestTimes
 
 BEGIN, END, COUNTER = 1, 2, 4
@@ -53,8 +54,8 @@ def request(position: int, **changed: object) -> RequestTimes:
     return RequestTimes(**{**values, **changed})  # type: ignore[arg-type]
 
 
-def point(position: int, kind: PointKind = "train", **values: float | None) -> RunPointRow:
-    return RunPointRow(
+def point(position: int, kind: PointKind = "train", **values: float | None) -> Point:
+    return Point(
         position=position,
         model_id=ModelId("run-1"),
         kind=kind,

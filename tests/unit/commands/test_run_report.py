@@ -11,10 +11,10 @@ from skyrl_tx.commands.run_report import sparkline
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
-from skyrl_tx.store import logged, sessions
+from skyrl_tx.store import logged, points, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.history_tables import RunPointRow
 from skyrl_tx.store.logged import Logged, LoggedRun
+from skyrl_tx.store.points import Point
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 RUN = ModelId("session-1:train:0")
@@ -42,11 +42,11 @@ def data_dir(tmp_path: Path) -> Path:
         tx.flush()
         for step in range(8):
             for part in range(2):
-                tx.add(point(10 * step + part, "train", step, {"loss:sum": 10.0 - step}))
-            tx.add(point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
+                points.add(tx, point(10 * step + part, "train", step, {"loss:sum": 10.0 - step}))
+            points.add(tx, point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
         row = logged.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
-        points = [Logged(log_id=str(step), step=step, values={"reward\x1b[1m": step / 8}) for step in range(8)]
-        logged.add_points(tx, row, points, 3.0)
+        rewards = [Logged(log_id=str(step), step=step, values={"reward\x1b[1m": step / 8}) for step in range(8)]
+        logged.add_points(tx, row, rewards, 3.0)
         tx.add(
             CheckpointRow(
                 model_id=RUN,
@@ -66,9 +66,19 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def point(position: int, kind, step: int, values: dict[str, float | None]) -> RunPointRow:
-    return RunPointRow(
-        position=position + 1, model_id=RUN, kind=kind, step=step, created_at=1.0, started_at=1.0, at=2.0, values=values
+def point(position: int, kind, step: int, values: dict[str, float | None]) -> Point:
+    return Point(
+        position=position + 1,
+        model_id=RUN,
+        kind=kind,
+        step=step,
+        created_at=1.0,
+        started_at=1.0,
+        at=2.0,
+        device_s=0.1,
+        tokens=3,
+        datums=1,
+        values=values,
     )
 
 
