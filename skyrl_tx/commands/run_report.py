@@ -66,9 +66,9 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
 
 
 def last_loss(found: Iterable[Point]) -> float | None:
-    """Return the loss of the last step that has one, of all its passes."""
+    """Return the loss of the last step that has one, of all its passes, with six digits."""
     curve = _losses(found)
-    return curve[-1][1] if curve else None
+    return None if not curve or curve[-1][1] is None else float(f"{curve[-1][1]:.6g}")
 
 
 def curves_of(found: Sequence[Point], values: Iterable[LoggedPoint]) -> dict[str, Curve]:
