@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import client_environments
+
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
 
@@ -13,6 +15,7 @@ CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 def chromium() -> Iterator[object]:
     playwright = pytest.importorskip("playwright.sync_api")
     if not CHROMIUM.exists():
+        assert not client_environments.is_required(), f"there is no {CHROMIUM}"
         pytest.skip(f"there is no {CHROMIUM}")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
