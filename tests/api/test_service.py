@@ -214,7 +214,9 @@ def test_busy_engine_keeps_the_queue_active(server: Server) -> None:
     assert "starting" in server.client.get("/api/v1/healthz").json()["detail"]
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/sessions/no"), ("POST", "/api/v1/oai"), ("GET", "/")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/api/v1/sessions/no"), ("POST", "/api/v1/oai"), ("GET", "/no-such-page")]
+)
 def test_errors_have_a_detail(server: Server, method: str, path: str) -> None:
     answer = server.client.request(method, path)
     assert answer.status_code == 404 and isinstance(answer.json()["detail"], str)

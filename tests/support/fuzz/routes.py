@@ -211,8 +211,13 @@ def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
     tally.statuses[answer.status_code] = tally.statuses.get(answer.status_code, 0) + 1
     if answer.status_code >= 500:
         raise ServerError(f"{said}: {answer.status_code} {answer.text}")
-    if answer.status_code >= 400 and answer.status_code != 408 and not answer.json().get("detail"):
+    if answer.status_code >= 400 and answer.status_code != 408 and not _message(answer.json()):
         raise Finding(f"{said}: {answer.status_code} without a word")
+
+
+def _message(body: dict[str, Any]) -> object:
+    """Return the message of an error: a `detail`, or that of the OpenAI and Anthropic forms."""
+    return body.get("detail") or body.get("error", {}).get("message")
 
 
 def recorded(line: str, ids: Mapping[str, str]) -> tuple[Route, Attempt]:
