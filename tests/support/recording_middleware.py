@@ -79,14 +79,18 @@ class RecordingMiddleware:
         replacements = self._replacements.get((path, kind)) or self._replacements.get((path, None))
         replaced_by = replacements.pop(0) if replacements else None
         received: list[bytes] = []
+        is_left = False  # the client is gone, so nobody reads the response
 
         async def record_receive() -> Message:
+            nonlocal is_left
             message = await receive()
             received.append(message.get("body", b""))
+            is_left |= message["type"] == "http.disconnect"
             return message
 
         async def record_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._recorded is not None:  # before the client receives it
+            is_start = message["type"] == "http.response.start"
+            if is_start and self._recorded is not None and not is_left:  # before the client receives it
                 status = replaced_by or message["status"]
                 self._recorded.append(_call(scope, b"".join(received), status, _text(message["headers"])))
             if replaced_by is None:

@@ -19,6 +19,7 @@ from skyrl_tx.process_setup import (
     url_of,
 )
 from tests.support.certificates import create_certificate
+from tests.support.own_process import run_in_own_process
 
 
 def test_listen_on_a_free_port_and_refusal_of_a_used_one() -> None:
@@ -62,16 +63,16 @@ def test_accepted_connections_disable_nagle() -> None:
     assert asyncio.run(nodelay()) == 1
 
 
-def test_file_limit_is_raised_and_never_lowered() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
-        raise_file_limit()
-        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert raised[0] == (min(before[1], 65_536) if before[1] != resource.RLIM_INFINITY else 65_536)
-        assert raised[1] == before[1]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def test_file_limit_is_raised_and_never_lowered(tmp_path: Path) -> None:
+    run_in_own_process(raise_lowered_limit, tmp_path)
+
+
+def raise_lowered_limit(_: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    raise_file_limit()
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raised == (min(most, 65_536) if most != resource.RLIM_INFINITY else 65_536, most)
 
 
 class Node:

@@ -1,5 +1,6 @@
 """Limits of connections on real sockets, before any key is looked at."""
 
+import logging
 import os
 import resource
 import socket
@@ -14,6 +15,7 @@ import pytest
 from skyrl_tx.api.connections import max_connections, plain_address
 from skyrl_tx.api.settings import ApiSettings
 from tests.support.live_api import Server, live_api
+from tests.support.own_process import run_in_own_process
 from tests.support.waiting import until
 
 TIMEOUT_S = 1.0
@@ -214,27 +216,35 @@ def test_connections_of_a_trusted_proxy_are_not_one_client(tmp_path: Path) -> No
         until(lambda: server.api.connections.num_open == 2 * MAX_PER_ADDRESS)
 
 
-def test_without_file_descriptors_connections_are_refused_and_the_log_stays_short(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    url = httpx.URL(server.url)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
+def test_without_file_descriptors_connections_are_refused_and_the_log_stays_short(tmp_path: Path) -> None:
+    run_in_own_process(run_out_of_file_descriptors, tmp_path)
+
+
+def run_out_of_file_descriptors(data_dir: Path) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    with live_api(settings(data_dir)) as server, ExitStack() as stack:
+        url = httpx.URL(server.url)
         clients = [stack.enter_context(socket.socket()) for _ in range(40)]
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 5, before[1]))
-        with pytest.raises(OSError, match="Too many open files"):
-            while True:
-                stack.callback(os.close, os.dup(0))
-        started = time.process_time()
-        for client in clients:
-            client.settimeout(5)
-            client.connect((url.host, url.port))
-        assert all(map(is_closed, clients))
-        time.sleep(0.5)
-        assert time.process_time() - started < 0.4, "the event loop does not spin"
-    assert server.client.get("/api/v1/nothing").status_code == 404
-    assert len([record for record in caplog.records if record.name != "httpx"]) < 10
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with ExitStack() as filled:
+            filled.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 5, before[1]))
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    filled.callback(os.close, os.dup(0))
+            started = time.process_time()
+            for client in clients:
+                client.settimeout(5)
+                client.connect((url.host, url.port))
+            assert all(map(is_closed, clients))
+            time.sleep(0.5)
+            assert time.process_time() - started < 0.4, "the event loop does not spin"
+        assert server.client.get("/api/v1/nothing").status_code == 404
+    logged = [record for record in records if record.levelno >= logging.WARNING and record.name != "httpx"]
+    assert len(logged) < 10
 
 
 def test_limit_of_open_files_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
