@@ -20,11 +20,10 @@ def main() -> None:
     chunks = litellm.completion(**openai, **settings, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
     anthropic = {"model": f"anthropic/{MODEL}", "api_base": f"{URL}/anthropic/api"}
-    assert litellm.completion(**anthropic, **settings).choices[0].finish_reason == "length"
-    streamed = "".join(
-        chunk.choices[0].delta.content or "" for chunk in litellm.completion(**anthropic, **settings, stream=True)
-    )
-    assert streamed
+    reply = litellm.completion(**anthropic, **settings, temperature=0)
+    assert reply.choices[0].finish_reason == "length" and reply.usage.completion_tokens == 20
+    chunks = litellm.completion(**anthropic, **settings, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == reply.choices[0].message.content
     print(json.dumps({"text": whole}))
 
 

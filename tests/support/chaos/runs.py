@@ -139,8 +139,8 @@ def _outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> Outco
 _HISTORY = {
     "point": 'SELECT model_id, kind, step, tokens, datums, "values" FROM run_points',
     # A prefix cache is empty after a kill, so tokens that were cached count as others.
-    "usage": "SELECT model_id, REPLACE(kind, '_cached', '') AS work, SUM(tokens),"
-    " SUM(CASE WHEN kind = 'prefill_cached' THEN 0 ELSE requests END)"
+    "usage": "SELECT model_id, REPLACE(kind, '_cached', '') AS work, CAST(SUM(tokens) AS BIGINT),"
+    " CAST(SUM(CASE WHEN kind = 'prefill_cached' THEN 0 ELSE requests END) AS BIGINT)"  # PostgreSQL sums to a decimal
     " FROM usage GROUP BY session_id, owner, model_id, work",
     "kept": "SELECT model_id, step, sample_index, prompt, tokens, stop_reason FROM kept_samples",
     "steps": "SELECT model_id, num_steps FROM models",
