@@ -14,13 +14,18 @@ import tinker
 from tinker import types
 from tokenizers import Tokenizer
 
-from skyrl_tx.store import futures, sessions
+from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.store import futures, kept_samples, sessions
 from tests.support.console_world import Browser, ConsoleWorld, console_world
+from tests.support.live_api import live_api
 from tests.support.live_stack import CONTEXT, PUBLIC_NAME
 from tests.support.tiny_tokenizer import PACKAGED
 from tests.support.waiting import until
 
 CHAT, RENDER, SCORE = "/console/chat", "/console/render", "/console/score"
+TEMPLATE = Path(__file__).parents[1] / "unit" / "api" / "chat" / "templates" / "qwen3.jinja"
 TOKENIZER = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2? é"}]
 RENDERED = (
@@ -104,6 +109,30 @@ def test_a_reply_is_the_sdks_sample_with_its_log_probabilities(
             assert text_of(found, index) == TOKENIZER.decode(list(sequence.tokens))
 
 
+def test_the_prompt_tells_the_path_of_its_weights(ann: Browser, run: str) -> None:
+    second = f"tinker://{run}/sampler_weights/second"
+    for model, path in ((PUBLIC_NAME, None), (second, second), (run, second), (f"{PUBLIC_NAME};{second}", second)):
+        assert ann.call(RENDER, {"model": model, "prompt": "a"}).json()["model_path"] == path
+        assert events(ann.call(CHAT, ASK | {"model": model}))[0]["model_path"] == path
+
+
+def test_thinking_is_a_variable_of_the_template_and_no_key_is_needed_where_none_is(tmp_path: Path) -> None:
+    tokenizer = str(write_tiny_model(tmp_path / "model"))
+    (tmp_path / "data").mkdir()
+    settings = ApiSettings(
+        port=0, data_dir=tmp_path / "data", base_model="fake", tokenizer_id=tokenizer, chat_template=TEMPLATE
+    )
+    with live_api(settings) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        visitor = Browser(client)
+        assert setup_of(visitor.get("/playground").text)["has_thinking"]
+        texts = [
+            visitor.call(RENDER, {"model": "fake", "messages": TALK} | thinking).json()["text"]
+            for thinking in ({}, {"thinking": True}, {"thinking": False})
+        ]
+        assert texts[0] == texts[1] == RENDERED and texts[2] == RENDERED + "<think>\n\n</think>\n\n"
+        assert visitor.call(CHAT, ASK | {"model": "fake"}).status_code == HTTPStatus.SERVICE_UNAVAILABLE
+
+
 def test_the_texts_of_tokens_joined_are_the_text(ann: Browser) -> None:
     text = "日本 é 🙂 plain"
     prompt = ann.call(RENDER, {"model": PUBLIC_NAME, "prompt": text}).json()
@@ -131,7 +160,7 @@ def test_a_score_equals_the_sdks_log_probabilities(world: ConsoleWorld, ann: Bro
     assert scores[0] != scores[1], "training moved the model"
 
 
-def test_a_reply_can_be_begun_and_raw_prompts_need_no_template(ann: Browser) -> None:
+def test_a_reply_can_be_prefilled_and_raw_prompts_need_no_template(ann: Browser) -> None:
     started = events(ann.call(CHAT, ASK | {"messages": [*TALK, {"role": "assistant", "content": "It is"}]}))
     assert started[0]["text"] == RENDERED + "It is"
     raw = events(ann.call(CHAT, {"model": PUBLIC_NAME, "prompt": RENDERED, "max_tokens": 12, "seed": 3}))
@@ -145,6 +174,24 @@ def test_samples_are_the_visitors_own_in_a_session_of_the_server(world: ConsoleW
     events(ann.call(CHAT, ASK))
     rows = world.server.store.read(lambda tx: [*sessions.iterate(tx, None, None, None)])
     assert sum(row.display_name == sessions.PLAYGROUND for row in rows) == 1
+
+
+def test_replies_are_not_among_the_samples_of_the_run(
+    world: ConsoleWorld, ann: Browser, ann_key: str, run: str
+) -> None:
+    def num_kept(model_id: str) -> int:
+        steps = world.server.store.read(lambda tx: kept_samples.steps(tx, ModelId(model_id), "ann"))
+        return sum(number for _, number in steps)
+
+    path = f"tinker://{run}/sampler_weights/first"
+    before = num_kept(run), num_kept("")
+    for model in (path, PUBLIC_NAME):
+        events(ann.call(CHAT, ASK | {"model": model}))
+    assert (num_kept(run), num_kept("")) == before
+    with tinker.ServiceClient(base_url=world.server.url, api_key=ann_key) as service:
+        client = service.create_sampling_client(model_path=path).result()
+        client.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=2)).result()
+    assert num_kept(run) == before[0] + 1
 
 
 def test_the_page_offers_base_models_and_own_sampler_checkpoints(world: ConsoleWorld, ann: Browser, run: str) -> None:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from skyrl_tx.api.chat import calls, logprobs, prompts, sampling_fields
 from skyrl_tx.api.chat.generation import Generation
+from skyrl_tx.api.chat.resolve import Weights
 from skyrl_tx.api.chat.responses import json_response
 from skyrl_tx.api.chat.server_sent_events import EventStream, event
 from skyrl_tx.api.chat.service import ChatRequest, ChatService, ContextTooLong
@@ -73,13 +74,14 @@ class _Prompt:
     tokens: Sequence[int]
     stop: tuple[int, ...] = ()
 
-    def described(self, service: ChatService) -> dict[str, object]:
-        """Return the prompt with the text of each token."""
+    def described(self, service: ChatService, weights: Weights) -> dict[str, object]:
+        """Return the prompt with the text of each token, and whose prompt it is."""
         return {
             "text": self.text,
             "tokens": self.tokens,
             "texts": TokenTexts(service.text).of(self.tokens),
             "stop": self.stop,
+            "model_path": None if weights.path is None else str(weights.path),
         }
 
 
@@ -89,7 +91,8 @@ async def _render(request: Request, call: Call) -> Response:
 
     def work() -> Response:
         wanted = call.body.model(PlaygroundPrompt)
-        return json_response(_prompt(service, call, wanted).described(service))
+        weights = calls.weights_of(call, wanted.model)
+        return json_response(_prompt(service, call, wanted).described(service, weights))
 
     return await calls.in_thread(work)
 
@@ -115,7 +118,7 @@ async def _chat(request: Request, call: Call) -> Response:
             ignore_eos=False,
         )
         max_tokens = _fitting(service, len(prompt.tokens), wanted.max_tokens)
-        return prompt.described(service) | {"max_tokens": max_tokens}, ChatRequest(
+        return prompt.described(service, weights) | {"max_tokens": max_tokens}, ChatRequest(
             weights=weights,
             prompt=prompt.tokens,
             params=replace(params, max_tokens=max_tokens, stop_token_ids=prompt.stop),
@@ -123,6 +126,7 @@ async def _chat(request: Request, call: Call) -> Response:
             num_samples=num_samples,
             is_streamed=True,
             needs_text=False,
+            is_private=True,
             kind=sessions.PLAYGROUND,
         )
 
