@@ -64,7 +64,7 @@ function refresh() {
 
 function keep() {
   const values = (form) => Object.fromEntries([...new FormData(form)]);
-  save({ settings: values(settings), texts: values(composer), panels: page.panels.map((panel) => ({ ...panel.state, against: page.panels.findIndex((each) => String(each.number) === String(panel.against)) })) });
+  save({ settings: values(settings), drafts: values(composer), panels: page.panels.map((panel) => ({ ...panel.state, against: page.panels.findIndex((each) => String(each.number) === String(panel.against)) })) });
 }
 
 /** The settings with the texts of the composer, and a seed that can be sent again. */
@@ -183,7 +183,7 @@ function showPrompt(panel) {
 
 function restore() {
   const kept = load();
-  for (const [form, values] of [[settings, kept?.settings], [composer, kept?.texts]]) {
+  for (const [form, values] of [[settings, kept?.settings], [composer, kept?.drafts]]) {
     for (const [name, value] of Object.entries(values ?? {})) {
       if (form.elements[name]) form.elements[name].value = value;
     }

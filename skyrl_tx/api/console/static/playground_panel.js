@@ -5,7 +5,16 @@ import { addTokens, element, signed, tokenList, visible } from "./token_views.js
 
 const BY_PATH = "by path…";
 const template = document.getElementById("panel-template");
+const scoring = new WeakMap();
 let numMade = 0;
+
+/** Scores a reply under a model, once. */
+function scoreOnce(reply, model, prompt, formToken) {
+  if (!scoring.has(reply)) scoring.set(reply, {});
+  const ids = reply.tokens.map((token) => token.id);
+  const made = (scoring.get(reply)[model] ??= score(model, prompt.tokens, ids, formToken));
+  return made.finally(() => { delete scoring.get(reply)[model]; });
+}
 
 export class Panel {
   /** `page` has setup, view(), panels, changed(), showCode(panel) and showPrompt(panel). */
@@ -221,15 +230,12 @@ export class Panel {
       return;
     }
     const models = [turn.model, other.model];
-    const names = [this.title, other.title];
+    const names = [turn.model === this.model ? this.title : turn.model, other.title];
     if (!models.every((model) => reply.scores[model])) {
       body.append(visible(reply.text));
-      result.textContent = `Scoring under ${names[1]}…`;
+      result.textContent = `Scoring under both models…`;
       try {
-        const ids = reply.tokens.map((token) => token.id);
-        for (const model of models) {
-          reply.scores[model] ??= await score(model, turn.prompt.tokens, ids, this.page.setup.form_token);
-        }
+        for (const model of models) reply.scores[model] ??= await scoreOnce(reply, model, turn.prompt, this.page.setup.form_token);
       } catch (error) {
         result.textContent = error.message;
         result.className = "small bad change";

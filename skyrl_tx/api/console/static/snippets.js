@@ -53,9 +53,10 @@ for choice in response.choices:
 `;
 }
 
-/** `prompt` is the rendered one: its tokens and the tokens that end a reply. */
+/** `prompt` is the rendered one: its tokens, the tokens that end a reply, and the path of the weights. */
 export function tinker(body, prompt, { baseUrl, isKeyless, hasTokenizer }) {
-  const named = body.model.startsWith("tinker://") ? "model_path" : "base_model";
+  const path = prompt.model_path;
+  const weights = path ? `model_path=${JSON.stringify(path)}` : `base_model=${JSON.stringify(body.model)}`;
   const stop = prompt.stop.length ? `, stop=[${prompt.stop.join(", ")}]` : "";
   const key = isKeyless ? ', api_key="tml-none"' : "";
   const shown = hasTokenizer ? "    # print(client.get_tokenizer().decode(sequence.tokens))\n" : "";
@@ -63,7 +64,7 @@ export function tinker(body, prompt, { baseUrl, isKeyless, hasTokenizer }) {
 from tinker import types
 
 service = tinker.ServiceClient(base_url=${JSON.stringify(baseUrl)}${key})${isKeyless ? "" : "  # the key is in TINKER_API_KEY"}
-client = service.create_sampling_client(${named}=${JSON.stringify(body.model)}).result()
+client = service.create_sampling_client(${weights}).result()
 prompt = types.ModelInput.from_ints([${prompt.tokens.join(", ")}])
 params = types.SamplingParams(
     max_tokens=${prompt.max_tokens ?? body.max_tokens}, temperature=${body.temperature}, top_p=${body.top_p}, seed=${body.seed}${stop}

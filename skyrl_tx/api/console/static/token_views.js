@@ -1,6 +1,6 @@
 // Tokens as coloured spans with numbers: by probability, or by how much another model differs. Arrow keys move.
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
 const LIKELY = [[0.9, "p4", "p ≥ 0.9"], [0.5, "p3", "0.5 to 0.9"], [0.1, "p2", "0.1 to 0.5"], [0.01, "p1", "0.01 to 0.1"], [-1, "p0", "below 0.01"]];
 const CHANGE = [[2, "up2", "≥ 2"], [0.25, "up1", "0.25 to 2"], [-0.25, "same", "about equal"], [-2, "down1", "−0.25 to −2"], [-Infinity, "down2", "≤ −2"]];
 
@@ -20,7 +20,7 @@ export function element(name, className = "", text = "") {
 
 const probability = (logprob) => {
   const value = Math.exp(logprob);
-  return value >= 0.9995 ? "1.00" : value >= 0.001 ? value.toFixed(3).replace(/0$/, "") : value.toExponential(1);
+  return value >= 0.001 ? value.toFixed(3) : value.toExponential(1);
 };
 const classOf = (scale, value) => scale.find(([least]) => value >= least)[1];
 const shape = (token) => token.text || (token.bytes ? `‹${token.bytes}›` : `#${token.id} `);
