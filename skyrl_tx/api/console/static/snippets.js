@@ -59,18 +59,18 @@ export function tinker(body, prompt, { baseUrl, isKeyless, hasTokenizer }) {
   const weights = path ? `model_path=${JSON.stringify(path)}` : `base_model=${JSON.stringify(body.model)}`;
   const stop = prompt.stop.length ? `, stop=[${prompt.stop.join(", ")}]` : "";
   const key = isKeyless ? ', api_key="tml-none"' : "";
-  const shown = hasTokenizer ? "    # print(client.get_tokenizer().decode(sequence.tokens))\n" : "";
+  const shown = hasTokenizer ? "        # print(client.get_tokenizer().decode(sequence.tokens))\n" : "";
   return `import tinker
 from tinker import types
 
-service = tinker.ServiceClient(base_url=${JSON.stringify(baseUrl)}${key})${isKeyless ? "" : "  # the key is in TINKER_API_KEY"}
-client = service.create_sampling_client(${weights}).result()
 prompt = types.ModelInput.from_ints([${prompt.tokens.join(", ")}])
 params = types.SamplingParams(
     max_tokens=${prompt.max_tokens ?? body.max_tokens}, temperature=${body.temperature}, top_p=${body.top_p}, seed=${body.seed}${stop}
 )
-result = client.sample(prompt, num_samples=${body.n}, sampling_params=params).result()
-for sequence in result.sequences:
-    print(sequence.tokens, sequence.logprobs)
+${isKeyless ? "" : "# The key is in TINKER_API_KEY.\n"}with tinker.ServiceClient(base_url=${JSON.stringify(baseUrl)}${key}) as service:
+    client = service.create_sampling_client(${weights}).result()
+    result = client.sample(prompt, num_samples=${body.n}, sampling_params=params).result()
+    for sequence in result.sequences:
+        print(sequence.tokens, sequence.logprobs)
 ${shown}`;
 }
