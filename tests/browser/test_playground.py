@@ -90,6 +90,11 @@ def statuses(page: Any) -> list[str]:
     return page.locator(".panel .status").all_inner_texts()
 
 
+def violations(axe: Any, page: Any) -> list[tuple[str, list[str]]]:
+    """Return what the accessibility checker finds, with the elements."""
+    return [(each["id"], [node["html"] for node in each["nodes"]]) for each in axe.run(page).response["violations"]]
+
+
 def number_of(text: str) -> float:
     """Return the first number of a text with a typographic minus."""
     found = re.search(r"[+−]?\d+(\.\d+)?(e-?\d+)?", text)
@@ -115,7 +120,7 @@ def test_two_models_answer_side_by_side(
     with logged_in(world, chromium, key) as page:
         page.goto(f"/training_runs/{run}")
         page.get_by_role("link", name="Open in playground").click()
-        assert page.locator("select.model").count() == 2
+        page.locator("select.model").nth(1).wait_for()
         assert page.locator("select.model").nth(1).input_value() == f"tinker://{run}/sampler_weights/000001"
         send(page, HOSTILE)
         seen: list[list[str]] = []
@@ -165,8 +170,7 @@ def test_two_models_answer_side_by_side(
             page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
             for view in ("Text", "Tokens", "What changed"):
                 page.get_by_label(view, exact=True).check()
-                found = axe.run(page).response["violations"]
-                assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], (scheme, view)
+                assert violations(axe, page) == [], (scheme, view)
 
         page.reload()
         assert page.locator(".said").first.inner_text() == HOSTILE
@@ -175,7 +179,9 @@ def test_two_models_answer_side_by_side(
         send(page, "And 5 spiders?")
         finished(page)
         assert page.locator(".turn:last-child .reply").count() == 9
+        assert violations(axe, page) == []
         page.get_by_role("button", name="Prompt").first.click()
+        assert violations(axe, page) == []
         raw = page.get_by_role("dialog").locator(".raw")
         assert raw.inner_text().count("<|im_start|>") == 4, "two turns of the user, two of the assistant"
         raw.locator(".tok").nth(1).hover()
@@ -192,11 +198,12 @@ def log_likelihoods(
     program = (
         "import sys, json, tinker\n"
         "base, prompt, reply, paths = json.loads(sys.stdin.read())\n"
-        "service = tinker.ServiceClient(base_url=base)\n"
-        "for path in paths:\n"
-        f"    named = {{'model_path': path}} if path else {{'base_model': {PUBLIC_NAME!r}}}\n"
-        "    client = service.create_sampling_client(**named).result()\n"
-        "    print(sum(client.compute_logprobs(tinker.ModelInput.from_ints(prompt + reply)).result()[len(prompt):]))\n"
+        "with tinker.ServiceClient(base_url=base) as service:\n"
+        "    for path in paths:\n"
+        f"        named = {{'model_path': path}} if path else {{'base_model': {PUBLIC_NAME!r}}}\n"
+        "        client = service.create_sampling_client(**named).result()\n"
+        "        scores = client.compute_logprobs(tinker.ModelInput.from_ints(prompt + reply)).result()\n"
+        "        print(sum(scores[len(prompt):]))\n"
     )
     done = in_process([sys.executable, "-c", program], key, json.dumps([world.server.url, prompt, reply, paths]))
     return [float(line) for line in done.split()]
