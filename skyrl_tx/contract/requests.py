@@ -191,6 +191,7 @@ class Sample:
     """Draw `num_samples` continuations of one prompt [T] from a sampler, or from the base model if it is None.
 
     With `is_recorded`, the log-probabilities of the samples are stored by `sequence_ids`, for later training on them.
+    With `is_private`, the samples are not kept for people to read. Unset it takes no byte, as `ModelPass.sampled`.
     """
 
     prompt: Int32Array
@@ -200,6 +201,7 @@ class Sample:
     options: PromptOptions = field(default_factory=PromptOptions)
     sequence_ids: tuple[str, ...] = ()
     is_recorded: bool = False
+    is_private: bool | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

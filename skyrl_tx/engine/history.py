@@ -164,9 +164,9 @@ class History:
     def _chosen_group(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float
     ) -> tuple[NewGroup | None, list[RequestId]]:
-        """Return the samples to keep, and the groups that they replace. Prompts that are only scored are left out."""
+        """Return the samples to keep, and the groups that they replace; none of a private or only scored prompt."""
         is_scoring = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
-        if is_scoring or not self.settings.keep_samples:
+        if is_scoring or request.is_private is True or not self.settings.keep_samples:
             return None, []
         sequence_ids = request.sequence_ids or [f"{queued.request_id}-{n}" for n in range(len(output.sequences))]
         samples = [

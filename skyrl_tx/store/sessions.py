@@ -14,7 +14,8 @@ from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, Sess
 
 _ROWS_PER_FETCH = 200
 DIRECT, OPENAI, ANTHROPIC = "samples without a sampling session", "OpenAI endpoint", "Anthropic endpoint"
-SERVER_SESSIONS = (DIRECT, OPENAI, ANTHROPIC)
+PLAYGROUND = "Playground"
+SERVER_SESSIONS = (DIRECT, OPENAI, ANTHROPIC, PLAYGROUND)
 """Display names of the sessions that the server makes, one for each owner, for samples that come without a session."""
 _WAITING_WITHOUT_HEARTBEAT = (
     select(SessionRow.session_id)

@@ -81,8 +81,9 @@ OPEN = {
 PAGES = {
     *("GET /", "GET /login", "POST /login", "POST /logout", "GET /console/static/{digest}/{name:path}"),
     *(f"{method} {path}" for table in TABLES for method, path, _ in table.entries),
+    *("POST /console/chat", "POST /console/render", "POST /console/score"),
 }
-"""The console, which `test_console_access` walks."""
+"""The console, which `test_console_access` and `test_playground` walk."""
 COMMON = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),

@@ -14,30 +14,15 @@ from tinker import types
 
 from tests.support.console_world import ConsoleWorld, console_world
 from tests.support.live_stack import PUBLIC_NAME
+from tests.support.watched_page import WITHIN_MS, Watched
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-WITHIN_MS = 20_000
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
     with console_world(tmp_path_factory.mktemp("console")) as world:
         yield world
-
-
-class Watched:
-    """A page with all that went wrong in it."""
-
-    def __init__(self, context: Any, base: str) -> None:
-        self.problems: list[str] = []
-        self.page = context.new_page()
-        self.page.set_default_timeout(WITHIN_MS)
-        self.page.on("console", lambda message: self.problems.append(message.text))
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on(
-            "request",
-            lambda request: request.url.startswith((base, "data:")) or self.problems.append(f"request: {request.url}"),
-        )
 
 
 def datum(length: int = 5) -> types.Datum:
@@ -162,6 +147,7 @@ def test_pages_are_accessible_and_fit(
         "/overview",
         "/training_runs",
         "/checkpoints",
+        "/playground",
         "/sessions",
         "/keys",
         "/health",

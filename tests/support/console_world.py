@@ -37,6 +37,13 @@ class Browser:
         own = {"Sec-Fetch-Site": "same-origin", "Origin": str(self.client.base_url).rstrip("/")}
         return self.client.post(path, data=fields, headers=own | {k.replace("_", "-"): v for k, v in headers.items()})
 
+    def call(self, path: str, body: object, **headers: str) -> httpx.Response:
+        """Send JSON as a script of the playground's page does."""
+        own = {"Sec-Fetch-Site": "same-origin", "Origin": str(self.client.base_url).rstrip("/")}
+        if "X-Form-Token" not in headers:
+            own["X-Form-Token"] = self.token()
+        return self.client.post(path, json=body, headers=own | headers)
+
     def log_in(self, key: str) -> "Browser":
         """Log in with a key."""
         assert self.post("/login", {"key": key}).status_code == 303
@@ -70,7 +77,11 @@ class ConsoleWorld:
 
 
 @contextmanager
-def console_world(directory: Path) -> Iterator[ConsoleWorld]:
+def console_world(
+    directory: Path, *, has_tokenizer: bool = False, token_delay_s: float = 0.0
+) -> Iterator[ConsoleWorld]:
     """Serve until the context is left."""
-    with live_stack("fake", directory, failed_key_limit=0) as stack:
+    with live_stack(
+        "fake", directory, failed_key_limit=0, has_tokenizer=has_tokenizer, token_delay_s=token_delay_s
+    ) as stack:
         yield ConsoleWorld(stack)

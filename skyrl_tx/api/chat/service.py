@@ -12,6 +12,7 @@ from http import HTTPStatus
 
 import numpy as np
 from fastapi.concurrency import run_in_threadpool
+from msgspec import UNSET
 
 from skyrl_tx.api import direct_sessions, submission
 from skyrl_tx.api.authentication import Principal
@@ -64,6 +65,8 @@ class ChatRequest:
     skip_special: bool = True
     needs_text: bool = True
     """False: without a tokenizer the text is empty, and no error."""
+    is_private: bool = False
+    """True: the samples are not kept for people to read with those of the run."""
     kind: str = sessions.OPENAI
 
 
@@ -161,6 +164,7 @@ class ChatService:
                         sampler=row.sampler_id,
                         params=request.params,
                         options=request.options,
+                        is_private=request.is_private or UNSET,
                     )
                 )
                 submitted = store.write(

@@ -16,7 +16,7 @@ from skyrl_tx.api.console.views.runs import RunView, newest_steps, request_view,
 from skyrl_tx.api.console.visit import Page, Pager, PageTable, Visit
 from skyrl_tx.api.errors import bad_request, not_found
 from skyrl_tx.api.validation import shown
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import CheckpointKind, ModelId
 from skyrl_tx.store import console_queries, kept_samples, points, sessions, usage
 from skyrl_tx.store.console_queries import RunLine
 
@@ -111,12 +111,14 @@ def show_run(visit: Visit) -> Page:
         raise bad_request(f"tab: {tab!r} is not one of {', '.join(TABS)}")
     steps = run_steps(visit, line.model_id)
     (run,) = run_views(visit, [line])
+    saved = visit.read(lambda tx: console_queries.checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
     values: dict[str, object] = {
         "run": run,
         "tab": tab,
         "tabs": TABS,
         "hints": hints(steps, visit.now),
         "num_steps": len(steps),
+        "has_sampler": any(row.kind == CheckpointKind.SAMPLER for row in saved),
     }
     match tab:
         case "steps":
@@ -130,10 +132,7 @@ def show_run(visit: Visit) -> Page:
         case "samples":
             values |= sample_views.values(visit, line)
         case "checkpoints":
-            found = visit.read(
-                lambda tx: console_queries.checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now)
-            )
-            values["checkpoints"] = [(row, line.owner) for row in found[::-1]]
+            values["checkpoints"] = [(row, line.owner) for row in saved[::-1]]
         case "requests":
             found = visit.read(lambda tx: console_queries.requests_of_model(tx, line.model_id, _REQUESTS))
             values["requests"] = [request_view(each) for each in found]

@@ -25,11 +25,13 @@ from skyrl_tx.api.console import (
     format,
     key_pages,
     overview_pages,
+    playground_pages,
     run_pages,
     session_pages,
 )
 from skyrl_tx.api.console.guard import FORM_TOKEN, SECURITY_HEADERS, check_form
 from skyrl_tx.api.console.login import ConsoleSessions, Visitor
+from skyrl_tx.api.console.playground import playground_routes
 from skyrl_tx.api.console.static_files import StaticFiles
 from skyrl_tx.api.console.text import visible
 from skyrl_tx.api.console.visit import Handler, Page, PageTable, Visit
@@ -50,6 +52,7 @@ TABLES: tuple[PageTable, ...] = (
     checkpoint_pages.pages,
     session_pages.pages,
     key_pages.pages,
+    playground_pages.pages,
 )
 _THREADS = 4
 """Pages that are made at once: they never take the threads of training requests."""
@@ -72,7 +75,7 @@ def create_routes(context: ApiContext) -> list[Route]:
     for table in TABLES:
         for method, path, handler in table.entries:
             routes.append(Route(path, console.endpoint(handler, is_form=method == "POST"), methods=[method]))
-    return routes
+    return [*routes, *playground_routes(context)]
 
 
 class Console:

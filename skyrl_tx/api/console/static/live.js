@@ -42,7 +42,7 @@ document.addEventListener("click", async (event) => {
 });
 
 /** Copies text; over plain http to another machine browsers have no clipboard, so the text is selected for the user. */
-async function copy(text) {
+export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;

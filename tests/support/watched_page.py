@@ -1,0 +1,20 @@
+"""A page of a browser that records everything that went wrong in it."""
+
+from typing import Any
+
+WITHIN_MS = 20_000
+
+
+class Watched:
+    """A page with all that went wrong in it."""
+
+    def __init__(self, context: Any, base: str) -> None:
+        self.problems: list[str] = []
+        self.page = context.new_page()
+        self.page.set_default_timeout(WITHIN_MS)
+        self.page.on("console", lambda message: self.problems.append(message.text))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on(
+            "request",
+            lambda request: request.url.startswith((base, "data:")) or self.problems.append(f"request: {request.url}"),
+        )
