@@ -72,7 +72,10 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: getattr(record, name) for name in LOG_FIELDS if getattr(record, name, None) is not None}
+        about = {name: getattr(record, name) for name in LOG_FIELDS if getattr(record, name, None) is not None}
+        if "model_id" in about:
+            about.setdefault("session_id", str(about["model_id"]).partition(":")[0])  # SESSION:train:NUMBER
+        line |= about
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

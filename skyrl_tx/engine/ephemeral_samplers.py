@@ -117,7 +117,10 @@ class EphemeralSamplers:
             try:
                 artifact = future.result()
             except Exception as error:  # the sampler stays in memory, and housekeeping tries again
-                _log.exception("cannot write ephemeral sampler %s of model %s", sampler, unwritten.model_id)
+                about = {"model_id": unwritten.model_id}
+                _log.exception(
+                    "cannot write ephemeral sampler %s of model %s", sampler, unwritten.model_id, extra=about
+                )
                 unwritten.error = error
                 return
             del self._unwritten[sampler]

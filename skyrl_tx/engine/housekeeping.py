@@ -141,7 +141,8 @@ class Housekeeping:
 
         for model_id in self.context.store.write(drop):
             self.context.models.discard(model_id)
-            _log.info("removed model %s: it was deleted, or its session is past its retention", model_id)
+            removed = "removed model %s: it was deleted, or its session is past its retention"
+            _log.info(removed, model_id, extra={"model_id": model_id})
 
     def collect_garbage(self, read_position: int, now: float) -> None:
         """Start to take away unreferenced artifacts, and evict unreferenced samplers.

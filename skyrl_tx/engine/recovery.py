@@ -102,7 +102,8 @@ class Recovery:
         self.meters.replayed.inc(num_replayed)
         if row is not None or num_replayed:
             elapsed = time.monotonic() - started
-            _log.info("restored model %s: replayed %d requests, %.2f s", model_id, num_replayed, elapsed)
+            restored = "restored model %s: replayed %d requests, %.2f s"
+            _log.info(restored, model_id, num_replayed, elapsed, extra={"model_id": model_id})
         return contained
 
     def _log_since(self, model_id: ModelId, effect_order: int) -> Iterator[futures.PendingRequest]:
@@ -137,7 +138,8 @@ class Recovery:
                     f"{written_at}, is bad ({error.message}), and the requests before it are no "
                     "longer kept; checkpoints saved by name can still be loaded"
                 ) from error
-            _log.error("model %s: %s; replaying it from its beginning instead", row.model_id, error.message)
+            bad = "model %s: %s; replaying it from its beginning instead"
+            _log.error(bad, row.model_id, error.message, extra={"model_id": row.model_id})
             return None, 0
 
     def open(self, artifact_id: ArtifactId) -> Snapshot:

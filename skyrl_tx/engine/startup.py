@@ -29,7 +29,8 @@ def recreate_lost_samplers(context: EngineContext) -> None:
     """
     for model_id, saves in sorted(context.ephemeral_samplers.lost().items()):
         if (reason := _replay_saves(context, model_id, saves)) is not None:
-            _log.error("%d ephemeral samplers of model %s are lost: %s", len(saves), model_id, reason)
+            lost = "%d ephemeral samplers of model %s are lost: %s"
+            _log.error(lost, len(saves), model_id, reason, extra={"model_id": model_id})
             message = f"its unsaved weights are lost: {reason}; save them again to sample"
             context.ephemeral_samplers.mark_lost(saves.values(), message)
 

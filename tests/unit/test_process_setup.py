@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import json
+import logging
 import resource
 import socket
 import subprocess
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.process_setup import (
+    LOG_FIELDS,
     CannotServe,
+    JsonFormatter,
     check_certificate,
     listen,
     raise_file_limit,
@@ -73,6 +77,17 @@ def raise_lowered_limit(_: Path) -> None:
     raise_file_limit()
     raised = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert raised == (min(most, 65_536) if most != resource.RLIM_INFINITY else 65_536, most)
+
+
+def test_json_line_of_a_model_names_its_session() -> None:
+    record = logging.makeLogRecord(
+        {"msg": "restored model %s", "args": ("session-7:train:0",), "levelno": logging.INFO}
+    )
+    record.model_id, record.owner = "session-7:train:0", "ann"
+    line = json.loads(JsonFormatter("engine").format(record))
+    about = {name: line.get(name) for name in LOG_FIELDS}
+    assert about == {"request_id": None, "session_id": "session-7", "model_id": "session-7:train:0", "owner": "ann"}
+    assert line["message"] == "restored model session-7:train:0" and line["process"] == "engine"
 
 
 class Node:

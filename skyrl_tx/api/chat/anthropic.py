@@ -41,7 +41,7 @@ async def messages(request: Request) -> Response:
     generation = await service.start(call.caller, prepared.start)
     reply = _Reply(prepared, generation)
     if prepared.request.stream:
-        body = calls.error_event("anthropic", request.url.path)
+        body = calls.error_event("anthropic", request)
         return EventStream(reply.events(), lambda error: event(body(error), "error"), generation.close)
     return await calls.answered(request, reply.whole(), [generation])
 

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from skyrl_tx.api.authentication import authenticate_request
+from skyrl_tx.api.authentication import OWNER, authenticate_request
 from skyrl_tx.api.chat.errors import Form, in_stream
 from skyrl_tx.api.chat.generation import Delta, Generation
 from skyrl_tx.api.chat.resolve import Weights, resolve
@@ -67,12 +67,13 @@ def now() -> int:
     return int(time.time())
 
 
-def error_event(form: Form, request_path: str) -> Callable[[Exception], dict[str, object]]:
+def error_event(form: Form, request: Request) -> Callable[[Exception], dict[str, object]]:
     """Return what makes the body of an error within a stream. Unexpected errors are logged."""
 
     def body(error: Exception) -> dict[str, object]:
         if not isinstance(error, ApiError | RequestError):
-            _log.error("%s failed while streaming", request_path, exc_info=error)
+            about = {"owner": request.scope.get(OWNER)}
+            _log.error("%s failed while streaming", request.url.path, exc_info=error, extra=about)
         return in_stream(form, error)[1]
 
     return body

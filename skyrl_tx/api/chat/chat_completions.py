@@ -46,7 +46,7 @@ async def chat_completions(request: Request) -> Response:
     }
     response = _Choices(service, prepared, generation)
     if prepared.request.stream:
-        body = calls.error_event("openai", request.url.path)
+        body = calls.error_event("openai", request)
         return EventStream(response.events(head), lambda error: event(body(error)) + DONE, generation.close)
     return await calls.answered(request, response.whole(head), [generation])
 

@@ -55,7 +55,7 @@ async def completions(request: Request) -> Response:
     }
     response = _Choices(service, prepared, generations)
     if prepared.request.stream:
-        body = calls.error_event("openai", request.url.path)
+        body = calls.error_event("openai", request)
         return EventStream(response.events(head), lambda error: event(body(error)) + DONE, calls.closing(generations))
     return await calls.answered(request, response.whole(head), generations)
 

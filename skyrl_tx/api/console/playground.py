@@ -6,6 +6,7 @@ The visitor is known by the cookie, never by an API key. The form token comes in
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 
 from fastapi import Request
@@ -132,7 +133,8 @@ async def _chat(request: Request, call: Call) -> Response:
 
     described, start = await calls.in_thread(prepare)
     generation = await service.start(call.caller, start)
-    return EventStream(_events(service, described, generation, start.num_samples), _error_event, generation.close)
+    events = _events(service, described, generation, start.num_samples)
+    return EventStream(events, partial(_error_event, call.caller.owner), generation.close)
 
 
 def _fitting(service: ChatService, num_prompt: int, max_tokens: int) -> int:
@@ -161,7 +163,7 @@ async def _events(
             yield event({"type": "finish", "index": index, "reason": delta.finish.reason, "count": counts[index]})
 
 
-def _error_event(error: Exception) -> bytes:
+def _error_event(owner: str, error: Exception) -> bytes:
     """Return the last event of a reply that fails. Unexpected errors are logged."""
     match error:
         case ApiError():
@@ -169,7 +171,7 @@ def _error_event(error: Exception) -> bytes:
         case RequestError():
             detail = error.message
         case _:
-            _log.error("a reply of the playground failed while streaming", exc_info=error)
+            _log.error("a reply of the playground failed while streaming", exc_info=error, extra={"owner": owner})
             detail = "internal error; the server's log has it"
     return event({"type": "error", "detail": detail})
 

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx import __version__
+from skyrl_tx.api.authentication import OWNER
 from skyrl_tx.api.console import (
     checkpoint_pages,
     data_pages,
@@ -157,6 +158,7 @@ class Console:
             if is_form or "hx-request" in request.headers or request.url.path.startswith(_DATA):
                 raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended: log in again")
             return _see_other("/login?" + urlencode({"next": request.url.path + _query(request)}))
+        request.scope[OWNER] = visitor.principal.owner  # for the log
         if is_form:
             check_form(request, form.get(FORM_TOKEN, [""])[-1], visitor.form_token)
             if not visitor.may_change:
@@ -178,18 +180,20 @@ class Console:
         return Visitor(self._sessions.log_in(key, address), "")
 
     def _error(self, request: Request, error: Exception) -> Response:
+        about = {"owner": request.scope.get(OWNER)}
         match error:
             case ApiError():
                 page = Page("error.jinja", {"detail": error.detail}, error.status, error.headers or {})
             case UserError() | ValueRefused():
                 page = Page("error.jinja", {"detail": str(error)}, HTTPStatus.BAD_REQUEST)
             case StoreError():
-                _log.error("%s %s: %s", request.method, request.url.path, error)
+                _log.error("%s %s: %s", request.method, request.url.path, error, extra=about)
                 detail = "the database is not available; the server's log says why"
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.SERVICE_UNAVAILABLE)
             case _:
                 reference = secrets.token_hex(4)
-                _log.error("%s %s failed (reference %s)", request.method, request.url.path, reference, exc_info=error)
+                failed = "%s %s failed (reference %s)"
+                _log.error(failed, request.method, request.url.path, reference, exc_info=error, extra=about)
                 detail = f"internal error; the server's log has it under reference {reference}"
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.INTERNAL_SERVER_ERROR)
         if request.url.path.startswith(_DATA):

@@ -54,7 +54,8 @@ async def retrieve_future(request: Request) -> Response:
         reason = report.problem or report.activity
     except StoreError as error:
         # The SDK retries a 5xx at once, without a pause and without end (0.38, lib/api_future_impl.py).
-        _log.error("no result can be read: %s", error)
+        about = {"request_id": request_id, "owner": call.caller.owner}
+        _log.error("no result can be read: %s", error, extra=about)
         await asyncio.sleep(_ERROR_PAUSE_S)
         reason = f"the database is not available: {error}"
     # The client polls again, and shows the reason if there is one: the SDK shows none next to "active".
