@@ -164,8 +164,8 @@ def _add_history() -> None:
 
 
 _HISTORY = (
-    *("run_points", "usage", "server_points", "kept_samples", "logged_runs", "logged_points"),
-    *("partials", "notices"),
+    *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
+    *("logged_runs", "logged_points", "partials", "notices"),
 )
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0002": _add_stability,

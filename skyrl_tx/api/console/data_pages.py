@@ -21,7 +21,7 @@ MAX_SPANS = 2000
 def curves(visit: Visit) -> Response:
     """Send the steps of a run, with `since` only those from that step on."""
     line = find_run(visit, ModelId(visit.path["run_id"]))
-    data: dict[str, Any] = curve_data(visit, line.model_id, visit.whole("since", 0))
+    data: dict[str, Any] = curve_data(visit, line.model_id, line.owner, visit.whole("since", 0))
     return JSONResponse(data)
 
 

@@ -10,13 +10,14 @@ from starlette.responses import Response
 from skyrl_tx.api import access
 from skyrl_tx.api.console import sample_views
 from skyrl_tx.api.console.curve_data import logged_curves, run_steps
-from skyrl_tx.api.console.hints import hints
-from skyrl_tx.api.console.series import CURVES, Step, thin
-from skyrl_tx.api.console.views.runs import RunView, newest_steps, request_view, reward_of, run_view
+from skyrl_tx.api.console.views.runs import RunView, request_view, reward_of, run_view
 from skyrl_tx.api.console.visit import Page, Pager, PageTable, Visit
 from skyrl_tx.api.errors import bad_request, not_found
 from skyrl_tx.api.validation import shown
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.curves.device_users import device_users
+from skyrl_tx.curves.hints import Hint, hints, slow_since
+from skyrl_tx.curves.series import CURVES, Step, newest_steps, thin
 from skyrl_tx.store import console_queries, kept_samples, points, sessions, usage
 from skyrl_tx.store.console_queries import RunLine
 
@@ -63,7 +64,7 @@ def run_views(visit: Visit, lines: Sequence[RunLine]) -> list[RunView]:
     views: list[RunView] = []
     for line in lines:
         if line.num_steps <= _WHOLE_STEPS:
-            steps = thin(run_steps(visit, line.model_id), ("loss",), _SPARK_BUCKETS)
+            steps = thin(run_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
         else:
             found = visit.read(lambda tx, run=line: points.newest(tx, run.model_id, _SPARK_POINTS))
             steps = newest_steps(found)
@@ -109,13 +110,13 @@ def show_run(visit: Visit) -> Page:
     tab = visit.query("tab", "curves")
     if tab not in TABS:
         raise bad_request(f"tab: {tab!r} is not one of {', '.join(TABS)}")
-    steps = run_steps(visit, line.model_id)
+    steps = run_steps(visit, line.model_id, line.owner)
     (run,) = run_views(visit, [line])
     values: dict[str, object] = {
         "run": run,
         "tab": tab,
         "tabs": TABS,
-        "hints": hints(steps, visit.now),
+        "hints": _hints(visit, line, steps),
         "num_steps": len(steps),
     }
     match tab:
@@ -147,6 +148,14 @@ def show_run(visit: Visit) -> Page:
     return Page("run.jinja", values)
 
 
+def _hints(visit: Visit, line: RunLine, steps: Sequence[Step]) -> Sequence[Hint]:
+    since = slow_since(steps)
+    if since is None:
+        return hints(steps, visit.now)
+    users = visit.read(lambda tx: device_users(tx, since, line.model_id, line.owner, visit.caller.may_see))
+    return hints(steps, visit.now, users)
+
+
 def _shown_curves(steps: Sequence[Step]) -> list[tuple[str, str]]:
     """Return name and title of the curves that a run has."""
     there = {name for step in steps for name in step.values}
@@ -157,7 +166,7 @@ def _shown_curves(steps: Sequence[Step]) -> list[tuple[str, str]]:
 def curves_csv(visit: Visit) -> Response:
     """Send all steps of a run as a table."""
     line = find_run(visit, ModelId(visit.path["run_id"]))
-    steps = run_steps(visit, line.model_id)
+    steps = run_steps(visit, line.model_id, line.owner)
     names = [curve.name for curve in CURVES]
     logged = logged_curves(visit, line.model_id)
     text = io.StringIO()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_tx.api.console.format import count, short_id
-from skyrl_tx.api.console.series import displayed_step
 from skyrl_tx.api.session_trace import Group, Span
+from skyrl_tx.curves.series import displayed_step
 from skyrl_tx.store.usage import BUCKET_S, FINE_S, HOUR_S
 
 _MAX_BARS = 60
