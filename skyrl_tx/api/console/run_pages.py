@@ -18,8 +18,9 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.curves.device_users import device_users
 from skyrl_tx.curves.hints import Hint, hints, slow_since
 from skyrl_tx.curves.series import CURVES, Step, newest_steps, thin
-from skyrl_tx.store import console_queries, kept_samples, points, sessions, usage
+from skyrl_tx.store import console_queries, kept_samples, logged, points, sessions, usage
 from skyrl_tx.store.console_queries import RunLine
+from skyrl_tx.store.history_tables import LoggedRunRow
 
 pages = PageTable()
 PAGE_ROWS = 25
@@ -31,6 +32,7 @@ _WHOLE_STEPS = 2000
 _STEP_ROWS = 100
 _REQUESTS = 30
 _CHECKPOINTS = 200
+_LOGGED_RUNS = 50
 MAX_COMPARED = 8
 TABS = ("curves", "samples", "steps", "checkpoints", "requests", "config")
 
@@ -143,9 +145,16 @@ def show_run(visit: Visit) -> Page:
             values["metadata"] = (
                 visit.read(lambda tx: access.model(tx, visit.caller, line.model_id)).user_metadata or {}
             )
+            values["joined"], values["free"] = visit.read(lambda tx: _logged_runs(tx, line))
         case _:
             values["curves"] = _shown_curves(steps)
     return Page("run.jinja", values)
+
+
+def _logged_runs(tx: Session, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
+    """Return the logged runs that are shown in a run, and its owner's newest ones that are shown in none."""
+    joined = logged.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
+    return joined, logged.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
 
 
 def _hints(visit: Visit, line: RunLine, steps: Sequence[Step]) -> Sequence[Hint]:
@@ -168,14 +177,14 @@ def curves_csv(visit: Visit) -> Response:
     line = find_run(visit, ModelId(visit.path["run_id"]))
     steps = run_steps(visit, line.model_id, line.owner)
     names = [curve.name for curve in CURVES]
-    logged = logged_curves(visit, line.model_id)
+    logged_metrics = logged_curves(visit, line.model_id)
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(["step", "time", *names, *(f"logged/{name}" for name in logged)])
-    by_step = {name: dict(zip(curve["step"], curve["value"], strict=True)) for name, curve in logged.items()}
+    table.writerow(["step", "time", *names, *(f"logged/{name}" for name in logged_metrics)])
+    by_step = {name: dict(zip(curve["step"], curve["value"], strict=True)) for name, curve in logged_metrics.items()}
     for step in steps:
         row: Iterable[object] = (step.values.get(name) for name in names)
-        table.writerow([step.step, f"{step.at:.3f}", *row, *(by_step[name].get(step.step) for name in logged)])
+        table.writerow([step.step, f"{step.at:.3f}", *row, *(by_step[name].get(step.step) for name in logged_metrics)])
     headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
 

@@ -24,6 +24,7 @@ from skyrl_tx.api.console import (
     data_pages,
     format,
     key_pages,
+    logged_pages,
     overview_pages,
     run_pages,
     session_pages,
@@ -46,6 +47,7 @@ _log = logging.getLogger(__name__)
 TABLES: tuple[PageTable, ...] = (
     overview_pages.pages,
     run_pages.pages,
+    logged_pages.pages,
     data_pages.pages,
     checkpoint_pages.pages,
     session_pages.pages,
