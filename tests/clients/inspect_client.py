@@ -15,7 +15,8 @@ URL, MODEL = sys.argv[1:]
 
 def main() -> None:
     os.environ |= {"SKYRL_BASE_URL": f"{URL}/oai/api/v1", "SKYRL_API_KEY": "tml-local"}
-    task = Task(dataset=[Sample(input="How many clips?", target="7")] * 3, solver=generate(), scorer=includes())
+    questions = [Sample(input="How many clips?", target="7", id=number) for number in range(3)]
+    task = Task(dataset=questions, solver=generate(), scorer=includes())
     with tempfile.TemporaryDirectory() as folder:
         (log,) = eval(
             task,
@@ -26,10 +27,13 @@ def main() -> None:
             display="none",
             max_retries=0,
         )
-    assert log.status == "success", log.error
-    assert log.samples is not None
-    texts = [sample.output.completion for sample in log.samples]
-    print(json.dumps({"text": texts[0], "num_samples": len(texts)}))
+        # Samples are read from the log when they are asked for.
+        assert log.status == "success", log.error
+        assert log.samples is not None
+        assert len(log.samples) == len(questions)
+        texts = [sample.output.completion for sample in log.samples]
+        assert len(set(texts)) == 1, "one seed gives one text"
+    print(json.dumps({"text": texts[0]}))
 
 
 main()
