@@ -35,8 +35,13 @@ class Span:
     name: str
     created_at: float
     started_at: float | None
+    """When it began to run; None while it is queued."""
     ended_at: float
     device_s: float = 0.0
+    position: int = 0
+    """Order of arrival; the same in each look at the session."""
+    status: str = "done"
+    """`open`, `done` or `failed`."""
     annotations: Mapping[str, Value] = field(default_factory=dict[str, Value])
 
     @property
@@ -51,6 +56,8 @@ class Group:
 
     title: str
     spans: Sequence[Span]
+    model_id: str | None = None
+    sampling_session_id: str | None = None
     counters: Mapping[str, Sequence[tuple[float, float]]] = field(
         default_factory=dict[str, Sequence[tuple[float, float]]]
     )
@@ -58,6 +65,7 @@ class Group:
 
 def model_group(
     title: str,
+    model_id: str,
     requests: Iterable[RequestTimes],
     points: Sequence[Point],
     logged: Sequence[LoggedPoint],
@@ -72,7 +80,8 @@ def model_group(
     for point in logged:
         _count(counters, point.at, point.values)
     spans = [by_position[position] for position in sorted(by_position)]
-    return Group(title=title, spans=spans, counters={name: counters[name] for name in sorted(counters)[:MAX_COUNTERS]})
+    shown = {name: counters[name] for name in sorted(counters)[:MAX_COUNTERS]}
+    return Group(title=title, spans=spans, model_id=model_id, counters=shown)
 
 
 def request_span(request: RequestTimes, now: float) -> Span:
@@ -80,11 +89,16 @@ def request_span(request: RequestTimes, now: float) -> Span:
     annotations: dict[str, Value] = {"request_id": request.request_id, "status": request.status}
     if request.seq_id is not None:
         annotations["seq_id"] = request.seq_id
+    started_at = request.started_at
+    if request.status == "open" and started_at is not None and started_at <= request.created_at:
+        started_at = None  # the column has the time of arrival until the request is started
     return Span(
         name=request.kind,
         created_at=request.created_at,
-        started_at=request.started_at,
+        started_at=started_at,
         ended_at=now if request.completed_at is None else request.completed_at,
+        position=request.position,
+        status=request.status,
         annotations=annotations,
     )
 
@@ -144,6 +158,7 @@ def _point_span(row: Point) -> Span:
         started_at=row.started_at,
         ended_at=row.at,
         device_s=row.device_s,
+        position=row.position,
         annotations=annotations,
     )
 

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sqlmodel import Session
 
@@ -13,7 +13,10 @@ from skyrl_tx.commands.common import CommandError, Record, open_database, table,
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.store import checkpoints, logged, models, points, sessions
+from skyrl_tx.curves.device_users import device_users
+from skyrl_tx.curves.hints import Hint, hints, slow_since
+from skyrl_tx.curves.series import newest_steps, with_samples
+from skyrl_tx.store import checkpoints, logged, models, points, sampled_steps, sessions
 from skyrl_tx.store.logged import LoggedPoint
 from skyrl_tx.store.points import Point
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
@@ -39,6 +42,7 @@ class RunReport:
     summary: Record
     curves: Mapping[str, Curve]
     checkpoints: Sequence[Record]
+    hints: Sequence[Hint] = ()
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -47,7 +51,12 @@ def show(arguments: argparse.Namespace) -> None:
         report = store.read(lambda tx: read_report(tx, ModelId(arguments.run_id)))
     if arguments.json:
         curves = {name: [[step, value] for step, value in curve] for name, curve in report.curves.items()}
-        print(json.dumps({**report.summary, "curves": curves, "checkpoints": report.checkpoints}, indent=2))
+        warnings = [asdict(hint) for hint in report.hints]
+        print(
+            json.dumps(
+                {**report.summary, "curves": curves, "checkpoints": report.checkpoints, "hints": warnings}, indent=2
+            )
+        )
     else:
         print(*report_lines(report), sep="\n")
 
@@ -61,8 +70,21 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
     values = _newest_logged(tx, model_id)
     saved = checkpoints.list_of_run(tx, model_id, time.time())
     return RunReport(
-        summary=_summary(tx, row, found), curves=curves_of(found, values), checkpoints=list(map(_checkpoint, saved))
+        summary=_summary(tx, row, found),
+        curves=curves_of(found, values),
+        checkpoints=list(map(_checkpoint, saved)),
+        hints=_hints(tx, model_id, found),
     )
+
+
+def _hints(tx: Session, model_id: ModelId, found: Sequence[Point]) -> Sequence[Hint]:
+    """Return the warnings of the run's page, as an admin sees them."""
+    owner = models.owner(tx, model_id) or ""
+    sampled = {each.step + 1: each for each in sampled_steps.of_model(tx, model_id, owner, limit=MAX_POINTS)}
+    steps = [with_samples(step, sampled[step.step]) if step.step in sampled else step for step in newest_steps(found)]
+    since = slow_since(steps)
+    users = () if since is None else device_users(tx, since, model_id, owner, lambda _: True)
+    return hints(steps, time.time(), users)
 
 
 def last_loss(found: Iterable[Point]) -> float | None:
@@ -110,6 +132,10 @@ def report_lines(report: RunReport) -> Iterator[str]:
     width = max(map(len, report.summary))
     for name, value in report.summary.items():
         yield f"{name.replace('_', ' '):<{width}}  {_printable(value)}"
+    if report.hints:
+        yield ""
+    for hint in report.hints:
+        yield f"{hint.level}: {_printable(hint.text)} {_printable(hint.advice)}"
     if report.curves:
         yield ""
         yield from table([_curve_record(name, curve) for name, curve in list(report.curves.items())[:_MAX_CURVES]])

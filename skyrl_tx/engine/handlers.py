@@ -172,7 +172,9 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
             context.fail(queued, error)
 
     now, base_model = time.time(), context.settings.base_models[0]
-    run = manifests.run_metadata(model_id=model_id, owner=model.owner, base_model=base_model, spec=model.spec, now=now)
+    run = manifests.run_metadata(
+        model_id=model_id, owner=model.owner, base_model=base_model, spec=model.spec, now=now, step=step
+    )
     saved = manifests.checkpoint_metadata(
         kind=request.kind,
         name=request.name,

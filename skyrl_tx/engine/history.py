@@ -1,4 +1,4 @@
-"""The history that people read: points, usage and kept samples of completed requests, written with each result."""
+"""The history that people read, written with each result: points, usage, and kept samples with their sums."""
 
 import math
 from collections import OrderedDict
@@ -17,14 +17,17 @@ from skyrl_tx.engine.kept_groups import KeptGroups
 from skyrl_tx.engine.request_log import HistoryRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.store import kept_samples, points, samplers, usage
+from skyrl_tx.store import kept_samples, points, sampled_steps, samplers, usage
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.kept_samples import NewGroup, NewSample, TrainedSequence
 from skyrl_tx.store.points import Point
+from skyrl_tx.store.sampled_steps import SampledStep
 from skyrl_tx.store.samplers import BASE_WEIGHTS, Origin
 from skyrl_tx.store.usage import Work
 
 _MAX_ORIGINS = 4096
+_MIN_TEMPERATURE = 0.5
+"""Below it, the most likely tokens are drawn whatever the model has learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,16 @@ class History:
         ]
         if num_cached:
             work.append(Work(kind="prefill_cached", tokens=num_cached))
-        group, replaced = self._chosen_group(queued, request, output, origin, now)
+        # Prompts that are only scored are no samples, and private ones are none of the run.
+        is_scoring = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
+        is_left_out = is_scoring or request.is_private is True
+        sampled = None if is_left_out or origin.step is None else _sums(origin.step, request, output)
+        group, replaced = (None, []) if is_left_out else self._chosen_group(queued, request, output, origin, now)
 
         def rows(tx: Session, now: float) -> None:
             usage.add(tx, queued.owner, queued.session_id, origin.model_id, now, work)
+            if sampled is not None:
+                sampled_steps.add(tx, origin.model_id, queued.owner, sampled)
             if group is not None:
                 kept_samples.remove(tx, replaced)
                 kept_samples.add(tx, group, now)
@@ -164,9 +173,8 @@ class History:
     def _chosen_group(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float
     ) -> tuple[NewGroup | None, list[RequestId]]:
-        """Return the samples to keep, and the groups that they replace; none of a private or only scored prompt."""
-        is_scoring = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
-        if is_scoring or request.is_private is True or not self.settings.keep_samples:
+        """Return the samples to keep, and the groups that they replace."""
+        if not self.settings.keep_samples:
             return None, []
         sequence_ids = request.sequence_ids or [f"{queued.request_id}-{n}" for n in range(len(output.sequences))]
         samples = [
@@ -190,6 +198,22 @@ class History:
             return None, []
         self.grown_samples.add((origin.model_id, queued.owner))
         return group, [] if choice.replaced is None else [choice.replaced]
+
+
+def _sums(step: int, request: Sample, output: SampleOutput) -> SampledStep:
+    """Return what a request adds to the sums of its step."""
+    is_scored = request.params.temperature >= _MIN_TEMPERATURE
+    tokens = sum(sequence.tokens.size for sequence in output.sequences)
+    logprob_sum = sum(float(sequence.logprobs.sum(dtype=np.float64)) for sequence in output.sequences if is_scored)
+    is_scored = is_scored and math.isfinite(logprob_sum)
+    return SampledStep(
+        step=step,
+        samples=len(output.sequences),
+        cut=sum(sequence.stop_reason == "length" for sequence in output.sequences),
+        tokens=tokens,
+        scored_tokens=tokens if is_scored else 0,
+        logprob_sum=logprob_sum if is_scored else 0.0,
+    )
 
 
 def _trained_sequences(

@@ -219,7 +219,12 @@ class Models:
                 self._start_removal(replaced)
 
         run = manifests.run_metadata(
-            model_id=model_id, owner=model.owner, base_model=model.base_model, spec=model.spec, now=time.time()
+            model_id=model_id,
+            owner=model.owner,
+            base_model=model.base_model,
+            spec=model.spec,
+            now=time.time(),
+            step=model.num_steps,
         )
         extra = {**run, "effect_order": str(effect_order)}
         self.background_writer.submit(self.recovery.writer(snapshot.write, extra), on_written, model_id=model_id)

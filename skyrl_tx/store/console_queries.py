@@ -252,6 +252,19 @@ def usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
     return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)]
 
 
+def usage_of_session(tx: Session, session_id: SessionId, since: int, limit: int) -> list[tuple[int, str, int]]:
+    """Return the tokens of a session since a time, as bucket, kind and tokens: the newest buckets, oldest first."""
+    tokens = cast(func.sum(col(UsageRow.tokens)), BigInteger)
+    wanted = (
+        select(col(UsageRow.bucket_at), col(UsageRow.kind), tokens)
+        .where(col(UsageRow.session_id) == session_id, col(UsageRow.bucket_at) >= since)
+        .group_by(col(UsageRow.bucket_at), col(UsageRow.kind))
+        .order_by(col(UsageRow.bucket_at).desc())
+        .limit(limit)
+    )
+    return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)][::-1]
+
+
 def checkpoint_page(
     tx: Session, owner: str | None, *, kind: str, search: str, scope: str, limit: int, offset: int, now: float
 ) -> tuple[list[tuple[CheckpointRow, str]], int, int]:

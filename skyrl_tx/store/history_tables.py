@@ -141,6 +141,26 @@ class KeptSampleRow(SQLModel, table=True):
     """float32 [completion length]."""
 
 
+class SampledStepRow(SQLModel, table=True):
+    """Sums over the samples that an owner drew from the weights of one optimizer step."""
+
+    __tablename__ = "sampled_steps"
+
+    model_id: str = Field(primary_key=True)
+    step: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    """Optimizer steps of the model in the weights that were sampled."""
+    owner: str = Field(primary_key=True)
+    samples: int = Field(default=0, sa_type=BigInteger)
+    cut: int = Field(default=0, sa_type=BigInteger)
+    """Samples that ended at `max_tokens` or at the context limit."""
+    tokens: int = Field(default=0, sa_type=BigInteger)
+    """Sampled tokens."""
+    scored_tokens: int = Field(default=0, sa_type=BigInteger)
+    """Those among them that were drawn at a temperature at which their probabilities say how certain the model is."""
+    logprob_sum: float = 0.0
+    """Sum of the log-probabilities of the scored tokens."""
+
+
 class LoggedRunRow(SQLModel, table=True):
     """A run as the client's own logger names it."""
 

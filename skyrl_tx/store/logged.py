@@ -164,16 +164,22 @@ def list_runs(
     *,
     project: str | None = None,
     model_id: ModelId | None = None,
+    is_free: bool = False,
     limit: int = 1000,
     offset: int = 0,
 ) -> list[LoggedRunRow]:
-    """Return a page of logged runs, the most recently written first; `owner` None means all owners."""
+    """Return a page of logged runs, the most recently written first; `owner` None means all owners.
+
+    `is_free` leaves out those that belong to a model.
+    """
     wanted = select_rows(LoggedRunRow).order_by(col(LoggedRunRow.last_at).desc(), col(LoggedRunRow.logged_run_id))
     for column, value in ((LoggedRunRow.owner, owner), (LoggedRunRow.project, project)):
         if value is not None:
             wanted = wanted.where(col(column) == value)
     if model_id is not None:
         wanted = wanted.where(col(LoggedRunRow.model_id) == model_id)
+    if is_free:
+        wanted = wanted.where(col(LoggedRunRow.model_id).is_(None))
     return list(tx.exec(wanted.limit(limit).offset(offset)))
 
 

@@ -33,9 +33,13 @@ class Unrecoverable(Exception):
     """A manifest lacks what a row needs; the message says what."""
 
 
-def run_metadata(*, model_id: ModelId, owner: str, base_model: str, spec: ModelSpec, now: float) -> dict[str, str]:
-    """Return the metadata of every artifact that may become a checkpoint."""
+def run_metadata(
+    *, model_id: ModelId, owner: str, base_model: str, spec: ModelSpec, now: float, step: int | None = None
+) -> dict[str, str]:
+    """Return the metadata of every artifact that may become a checkpoint. `step` counts optimizer steps, if known."""
+    known = {} if step is None else {"step": str(step)}
     return {
+        **known,
         "model_id": model_id,
         "owner": owner,
         "base_model": base_model,
@@ -96,10 +100,16 @@ def restore_rows(tx: Session, artifact: Artifact, now: float) -> CheckpointPath:
         expires_at=expires_at if expires_at is not None and expires_at > now else None,
         size_bytes=artifact.size_bytes,
         user_metadata=json.loads(metadata["user_metadata"]) if "user_metadata" in metadata else None,
+        step=_step(metadata),
     )
     checkpoints.put(tx, row, overwrite=False)
     tx.flush()
     return row.path
+
+
+def _step(metadata: Mapping[str, str]) -> int | None:
+    """Return the run's optimizer steps at the save; early artifacts do not have them."""
+    return int(metadata["step"]) if metadata.get("step", "").isdecimal() else None
 
 
 def _kind(metadata: Mapping[str, str]) -> CheckpointKind:
@@ -114,6 +124,8 @@ def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
     metadata = artifact.metadata
     model_id = ModelId(metadata["model_id"]) if "model_id" in metadata else None
     if model_id is not None and (present := models.get(tx, model_id)) is not None:
+        if present.user_metadata == _CREATED_BY:  # artifacts are restored in any order
+            present.num_steps = max(present.num_steps, _step(metadata) or 0)
         return present
     config = _adapter_config(artifact)
     base_model = metadata.get("base_model") or config.get("base_model_name_or_path")
@@ -136,6 +148,7 @@ def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
         created_at=saved_at(artifact),
         last_request_at=saved_at(artifact),
         base_model_hash=metadata.get("base_model_hash"),
+        num_steps=_step(metadata) or 0,
     )
     models.create(tx, row)
     tx.flush()

@@ -156,6 +156,8 @@ def _add_history() -> None:
     op.create_index("ix_requests_failed", "requests", ["position"], sqlite_where=is_failed, postgresql_where=is_failed)
     op.add_column("checkpoints", sa.Column("step", sa.BigInteger))
     op.add_column("checkpoints", sa.Column("copied_from", sa.String))
+    op.create_index("ix_models_loaded_from", "models", ["loaded_from"])
+    op.create_index("ix_checkpoints_copied_from", "checkpoints", ["copied_from"])
     op.add_column("sampling_sessions", sa.Column("step", sa.BigInteger))
     op.add_column("engine_state", sa.Column("meters", sa.JSON))
     # Their first form is their definition; a later change of one of these tables is a migration of its own.
@@ -164,8 +166,8 @@ def _add_history() -> None:
 
 
 _HISTORY = (
-    *("run_points", "usage", "server_points", "kept_samples", "logged_runs", "logged_points"),
-    *("partials", "notices"),
+    *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
+    *("logged_runs", "logged_points", "partials", "notices"),
 )
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0002": _add_stability,

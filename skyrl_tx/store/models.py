@@ -8,7 +8,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
-from skyrl_tx.store import checkpoints, kept_samples, logged, points, pruning, samplers
+from skyrl_tx.store import checkpoints, kept_samples, logged, points, pruning, sampled_steps, samplers
 from skyrl_tx.store.database import execute, existing
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -273,6 +273,7 @@ def delete(tx: Session, model_id: ModelId) -> None:
         execute(tx, delete_from(table).where(col(table.model_id) == model_id))
     points.remove_runs(tx, [model_id])
     kept_samples.remove_runs(tx, [model_id])
+    sampled_steps.remove_runs(tx, [model_id])
     logged.forget_model(tx, model_id)
     tx.delete(row)
     tx.flush()

@@ -11,7 +11,7 @@ from sqlalchemy import Float, bindparam, delete, exists, func, literal_column, o
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
-from skyrl_tx.store import kept_samples, points
+from skyrl_tx.store import kept_samples, points, sampled_steps
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import high_water_mark, sequence_scope
 from skyrl_tx.store.sessions import SERVER_SESSIONS
@@ -192,6 +192,7 @@ def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) ->
     delete_high_water_marks(tx, [f"model/{name}" for name in names])
     points.remove_runs(tx, names)
     kept_samples.remove_runs(tx, names)
+    sampled_steps.remove_runs(tx, names)
     return len(names)
 
 

@@ -85,7 +85,7 @@ class ModelRow(SQLModel, table=True):
     """Hash of the base weights, once the model is created."""
     deleted_at: float | None = Field(default=None, index=True)
     """When the run was deleted; it can be restored for a while."""
-    loaded_from: str | None = None
+    loaded_from: str | None = Field(default=None, index=True)
     """The checkpoint's `tinker://` path that the run began with or loaded last."""
     num_steps: int = Field(default=0, sa_type=BigInteger)
     """Optimizer steps since the run began."""
@@ -214,7 +214,7 @@ class CheckpointRow(SQLModel, table=True):
     """When the checkpoint was deleted; it can be restored for a while."""
     step: int | None = Field(default=None, sa_type=BigInteger)
     """The model's optimizer steps at the save; None in rows of early releases."""
-    copied_from: str | None = None
+    copied_from: str | None = Field(default=None, index=True)
     """The `tinker://` path of the original, if this is a copy."""
 
     @property

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlmodel import Session
 
 from skyrl_tx.api.console.guard import CONTENT_SECURITY_POLICY
 from skyrl_tx.api.console.site import TABLES
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.store import keys, points
+from skyrl_tx.store import keys, logged, points
+from skyrl_tx.store.logged import Logged, LoggedRun
 from skyrl_tx.store.points import Point
 from tests.support.console_world import Browser, ConsoleWorld, console_world
 from tests.support.live_api import live_api
@@ -121,7 +123,7 @@ def test_owner_and_admin_see_every_page(world: ConsoleWorld, names: dict[str, st
     with world.browser(key[who]()) as browser:
         for path in get_pages(names):
             answer = browser.get(path)
-            expected = 303 if path.endswith("/download") else 200
+            expected = 303 if path.endswith(("/download", "/trace")) else 200
             assert answer.status_code == expected, (path, answer.text[-2000:])
             assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
             assert answer.headers["cache-control"] == "no-store"
@@ -208,6 +210,7 @@ FORMS = [
     ("/keys", {"name": "x", "scope": "user"}),
     ("/keys/1/revoke", {}),
     ("/checkpoints/delete", {"path": "{path}", "confirmed": "yes"}),
+    ("/training_runs/{run_id}/logged_runs", {"logged_run_id": "1"}),
     ("/checkpoints/{run_id}/weights/state/publish", {"public": "yes"}),
     ("/checkpoints/{run_id}/weights/state/ttl", {"days": "1"}),
 ]
@@ -233,6 +236,31 @@ def test_forms_of_other_sites_are_refused(
         body = filled | {"form_token": ann.token()}
         answer = ann.client.post(path.format(**names), data=body, headers=headers)
         assert answer.status_code == 403 and "not sent by a page" in answer.text
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example"])
+def test_a_server_without_keys_serves_no_page_under_a_foreign_name(tmp_path: Path, host: str) -> None:
+    """A name of an attacker that points to this machine would let a web page act as an admin (DNS rebinding)."""
+    with live_api(ApiSettings(port=0, data_dir=tmp_path, base_model="fake")) as server:
+        paths = [path for table in TABLES for _, path, _ in table.entries if "{" not in path]
+        assert server.client.get("/overview").status_code == 200
+        for path in [*paths, "/", "/login"]:
+            answer = server.client.get(path, headers={"Host": host})
+            assert answer.status_code == 403, path
+            assert "set-cookie" not in answer.headers and "Overview" not in answer.text
+        posted = server.client.post("/keys", headers={"Host": host, "Origin": f"http://{host}"}, data={"name": "x"})
+        assert posted.status_code == 403
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_server_without_keys_refuses_what_a_page_of_another_site_sends(tmp_path: Path, method: str) -> None:
+    with live_api(ApiSettings(port=0, data_dir=tmp_path, base_model="fake")) as server:
+        sent = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
+        for table in TABLES:
+            for path in (path for kind, path, _ in table.entries if kind == method):
+                answer = server.client.request(method, re.sub("{.*?}", "x", path), headers=sent)
+                assert answer.status_code == 403, path
+                assert "access-control-allow-origin" not in answer.headers
 
 
 @pytest.mark.parametrize(("path", "fields"), FORMS, ids=[path for path, _ in FORMS])
@@ -298,6 +326,36 @@ def test_a_checkpoint_is_published_given_a_lifetime_deleted_and_restored(
         assert ann.post("/checkpoints/delete", token).status_code == 400
         tar = ann.client.get(f"{page}/download", follow_redirects=True)
         assert tar.status_code == 200 and tar.headers["content-type"] == "application/x-tar"
+
+
+def test_a_logged_run_is_shown_in_a_run_and_removed(world: ConsoleWorld, names: dict[str, str], ann_key: str) -> None:
+    def log(tx: Session, owner: str) -> int:
+        row = logged.open_run(tx, LoggedRun(owner=owner, project="p", key=HOSTILE, name=HOSTILE), time.time())
+        logged.add_points(tx, row, [Logged(log_id="1", step=1, values={"reward": 0.5})], time.time())
+        return row.logged_run_id or 0
+
+    number, other = (world.server.store.write(lambda tx, owner=owner: log(tx, owner)) for owner in (OWNER, "bob"))
+    form, data = (
+        f"/training_runs/{names['run_id']}/logged_runs",
+        f"/console/data/training_runs/{names['run_id']}/curves",
+    )
+    config = f"/training_runs/{names['run_id']}?tab=config"
+    with world.browser(ann_key) as ann, world.browser(world.key("bob")) as bob:
+        token = {"form_token": ann.token()}
+        assert "Show in this run" in ann.get(config).text and "reward" not in ann.get(data).json()["logged"]
+        assert bob.post(form, {"logged_run_id": str(other), "form_token": bob.token()}).status_code == 404
+        for wrong, status in ((str(other), 404), ("999999", 404), ("x", 400), ("", 400), ("1" * 19, 400)):
+            assert ann.post(form, {"logged_run_id": wrong, **token}).status_code == status
+        assert ann.post(form, {"logged_run_id": str(number), "act": "x", **token}).status_code == 400
+        assert ann.post(form, {"logged_run_id": str(number), "act": "separate", **token}).status_code == 404
+        assert ann.post(form, {"logged_run_id": str(number), **token}).status_code == 303
+        assert ann.get(data).json()["logged"]["reward"]["value"] == [0.5]
+        assert "Remove from this run" in ann.get(config).text
+        with world.browser(world.key("root", "admin")) as root:
+            mixed = {"logged_run_id": str(other), "form_token": root.token()}
+            assert "another owner" in root.post(form, mixed).text, "also an admin mixes no owners"
+        assert ann.post(form, {"logged_run_id": str(number), "act": "separate", **token}).status_code == 303
+        assert "reward" not in ann.get(data).json()["logged"]
 
 
 def test_keys_are_shown_once_and_revoked(world: ConsoleWorld, ann_key: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.contract.ids import CheckpointPath, ModelId
-from skyrl_tx.store import checkpoints, keys, models
+from skyrl_tx.contract.ids import CheckpointPath, ModelId, SessionId
+from skyrl_tx.store import checkpoints, keys, models, sessions
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 
@@ -180,7 +180,20 @@ def test_deleted_run_is_hidden_everywhere_and_trains_on_after_a_restore(
     assert len(sampler.sample(prompt, 1, params).result().sequences) == 1
 
 
-def test_copy_is_a_separate_run_and_outlives_its_source(client_of: ClientOf, rest_of: RestOf) -> None:
+def test_a_session_records_the_key_that_created_it(keyed_stack: LiveStack) -> None:
+    made = [key_for(keyed_stack, "kim") for _ in range(2)]
+    for secret in made:
+        with tinker.ServiceClient(base_url=keyed_stack.url, api_key=secret) as service:
+            run_id = service.create_lora_training_client(PUBLIC_NAME, rank=4).result().model_id
+        session_id = SessionId(run_id.partition(":")[0])
+        session = keyed_stack.server.store.read(lambda tx, name=session_id: sessions.get(tx, name))
+        key = keyed_stack.server.store.read(lambda tx, secret=secret: keys.find(tx, secret))
+        assert session is not None and key is not None and session.key_id == key.key_id is not None
+
+
+def test_copy_is_a_separate_run_and_outlives_its_source(
+    keyed_stack: LiveStack, client_of: ClientOf, rest_of: RestOf
+) -> None:
     training = client_of("ann").create_lora_training_client(PUBLIC_NAME, rank=4, train_attn=False).result()
     state = training.save_state("state").result().path
     rest = rest_of("ann")
@@ -188,6 +201,8 @@ def test_copy_is_a_separate_run_and_outlives_its_source(client_of: ClientOf, res
     assert copy != state and copy.endswith("/weights/state")
     (listed,) = (found for found in rest.list_user_checkpoints().result().checkpoints if found.tinker_path == copy)
     assert listed.expires_at is not None
+    row = keyed_stack.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(copy), 0.0))
+    assert row is not None and (row.copied_from, row.step) == (state, 0)
     rest.delete_checkpoint_from_tinker_path(state).result()
     info = rest.get_weights_info_by_tinker_path(copy).result()
     assert info.lora_rank == 4 and info.train_attn is False

@@ -41,13 +41,18 @@ def train(client: tinker.TrainingClient, steps: int) -> None:
         client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
 
 
-def wait_for_points(page: Any, number: int) -> None:
-    """Wait until the first chart has a number of points; the page forbids `wait_for_function`, which evaluates."""
-    chart = page.locator("section.chart").first
+def wait_for_number(element: Any, name: str, least: int) -> int:
+    """Wait until an attribute is at least a number; the page forbids `wait_for_function`, which evaluates."""
     end = time.monotonic() + WITHIN_MS / 1000
-    while (found := int(chart.get_attribute("data-points") or 0)) < number:
-        assert time.monotonic() < end, f"{found} points, not {number}"
-        page.wait_for_timeout(100)
+    while (found := int(element.get_attribute(name) or 0)) < least:
+        assert time.monotonic() < end, f"{name} is {found}, not {least}"
+        time.sleep(0.1)
+    return found
+
+
+def wait_for_points(page: Any, number: int) -> None:
+    """Wait until the first chart has a number of points."""
+    wait_for_number(page.locator("section.chart").first, "data-points", number)
 
 
 def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots: Path) -> None:
@@ -90,6 +95,18 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     page.locator("select[name=x]").select_option("time")
     page.get_by_role("link", name="Samples").click()
     assert page.locator("article.sample").count() == 2
+
+    page.goto(f"/sessions/{first.model_id.partition(':')[0]}")
+    assert wait_for_number(page.locator("[data-timeline]"), "data-spans", 20) < 60
+    page.get_by_label("Requests of the session").focus()
+    for key in ("ArrowUp", "+", "ArrowLeft", "-", "0"):
+        page.keyboard.press(key)
+    assert re.search(r"sample · sampler sample:0 · .* · queued \d+ ms · ran", page.locator(".said").inner_text())
+    page.get_by_role("button", name="Zoom in").click()
+    page.screenshot(path=screenshots / "session.png")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Perfetto trace").first.click()
+    assert download.value.suggested_filename.endswith(".pftrace")
 
     page.goto("/training_runs")
     for box in page.get_by_role("checkbox").all():

@@ -11,6 +11,7 @@ import tinker
 
 from tests.support.client_environments import (
     CHAT_CLIENTS,
+    INSPECT,
     LITELLM,
     LM_EVAL,
     ClientEnvironment,
@@ -46,8 +47,9 @@ def expected_text(stack: LiveStack) -> str:
         (CHAT_CLIENTS, "openai_client.py"),
         (CHAT_CLIENTS, "anthropic_client.py"),
         (LITELLM, "litellm_client.py"),
+        (INSPECT, "inspect_client.py"),
     ],
-    ids=["openai", "anthropic", "litellm"],
+    ids=["openai", "anthropic", "litellm", "inspect-ai"],
 )
 def test_client_gets_the_same_text(
     stack: LiveStack, client_environment: Prepare, environment: ClientEnvironment, script: str

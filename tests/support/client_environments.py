@@ -146,7 +146,10 @@ LITELLM = ClientEnvironment(name="litellm", requirements=("litellm==1.106.0",))
 LM_EVAL = ClientEnvironment(name="lm-eval", requirements=("lm-eval[api]==0.4.13",), over=TORCH)
 """The evaluation harness, whose log-likelihoods need `echo` and `logprobs`."""
 
-ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, LM_EVAL)
+INSPECT = ClientEnvironment(name="inspect-ai", requirements=("inspect-ai==0.3.285", "openai==3.54.0"))
+"""The evaluation framework, whose provider for servers of one's own uses OpenAI's client."""
+
+ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, LM_EVAL, INSPECT)
 
 
 def is_required() -> bool:

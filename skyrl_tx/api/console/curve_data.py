@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_tx.api.console.series import CURVES, CurveCache, Step, thin
 from skyrl_tx.api.console.visit import Visit
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
-from skyrl_tx.store import console_queries, points
+from skyrl_tx.curves.series import CURVES, CurveCache, Step, thin
+from skyrl_tx.store import console_queries, points, sampled_steps
 
 _CURVES = CurveCache()
 """One for each process, like its store."""
@@ -16,10 +16,13 @@ _MAX_MARKS = 500
 _NAMES = [curve.name for curve in CURVES]
 
 
-def run_steps(visit: Visit, model_id: ModelId) -> Sequence[Step]:
-    """Return all steps of a run that the visitor may see."""
-    key = f"{id(visit.context)} {model_id}"
-    return _CURVES.steps(key, lambda after, limit: visit.read(lambda tx: points.series(tx, model_id, after, limit)))
+def run_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Step]:
+    """Return all steps of a run that the visitor may see, with its owner's samples from its weights."""
+    return _CURVES.steps(
+        f"{id(visit.context)} {model_id}",
+        lambda after, limit: visit.read(lambda tx: points.series(tx, model_id, after, limit)),
+        lambda after: visit.read(lambda tx: sampled_steps.of_model(tx, model_id, owner, after_step=after)),
+    )
 
 
 def logged_curves(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
@@ -37,9 +40,9 @@ def logged_curves(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, 
     return curves
 
 
-def curve_data(visit: Visit, model_id: ModelId, since: int) -> dict[str, Any]:
+def curve_data(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[str, Any]:
     """Return the steps from `since` on as columns. A reader replaces its own steps from there on."""
-    steps = run_steps(visit, model_id)
+    steps = run_steps(visit, model_id, owner)
     total = len(steps)
     if since:
         steps = [step for step in steps if step.step >= since]

@@ -10,15 +10,17 @@ from starlette.responses import Response
 from skyrl_tx.api import access
 from skyrl_tx.api.console import sample_views
 from skyrl_tx.api.console.curve_data import logged_curves, run_steps
-from skyrl_tx.api.console.hints import hints
-from skyrl_tx.api.console.series import CURVES, Step, thin
-from skyrl_tx.api.console.views.runs import RunView, newest_steps, request_view, reward_of, run_view
+from skyrl_tx.api.console.views.runs import RunView, request_view, reward_of, run_view
 from skyrl_tx.api.console.visit import Page, Pager, PageTable, Visit
 from skyrl_tx.api.errors import bad_request, not_found
 from skyrl_tx.api.validation import shown
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
-from skyrl_tx.store import console_queries, kept_samples, points, sessions, usage
+from skyrl_tx.curves.device_users import device_users
+from skyrl_tx.curves.hints import Hint, hints, slow_since
+from skyrl_tx.curves.series import CURVES, Step, newest_steps, thin
+from skyrl_tx.store import console_queries, kept_samples, logged, points, sessions, usage
 from skyrl_tx.store.console_queries import RunLine
+from skyrl_tx.store.history_tables import LoggedRunRow
 
 pages = PageTable()
 PAGE_ROWS = 25
@@ -30,6 +32,7 @@ _WHOLE_STEPS = 2000
 _STEP_ROWS = 100
 _REQUESTS = 30
 _CHECKPOINTS = 200
+_LOGGED_RUNS = 50
 MAX_COMPARED = 8
 TABS = ("curves", "samples", "steps", "checkpoints", "requests", "config")
 
@@ -63,7 +66,7 @@ def run_views(visit: Visit, lines: Sequence[RunLine]) -> list[RunView]:
     views: list[RunView] = []
     for line in lines:
         if line.num_steps <= _WHOLE_STEPS:
-            steps = thin(run_steps(visit, line.model_id), ("loss",), _SPARK_BUCKETS)
+            steps = thin(run_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
         else:
             found = visit.read(lambda tx, run=line: points.newest(tx, run.model_id, _SPARK_POINTS))
             steps = newest_steps(found)
@@ -109,14 +112,14 @@ def show_run(visit: Visit) -> Page:
     tab = visit.query("tab", "curves")
     if tab not in TABS:
         raise bad_request(f"tab: {tab!r} is not one of {', '.join(TABS)}")
-    steps = run_steps(visit, line.model_id)
+    steps = run_steps(visit, line.model_id, line.owner)
     (run,) = run_views(visit, [line])
     saved = visit.read(lambda tx: console_queries.checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
     values: dict[str, object] = {
         "run": run,
         "tab": tab,
         "tabs": TABS,
-        "hints": hints(steps, visit.now),
+        "hints": _hints(visit, line, steps),
         "num_steps": len(steps),
         "has_sampler": any(row.kind == CheckpointKind.SAMPLER for row in saved),
     }
@@ -141,9 +144,24 @@ def show_run(visit: Visit) -> Page:
             values["metadata"] = (
                 visit.read(lambda tx: access.model(tx, visit.caller, line.model_id)).user_metadata or {}
             )
+            values["joined"], values["free"] = visit.read(lambda tx: _logged_runs(tx, line))
         case _:
             values["curves"] = _shown_curves(steps)
     return Page("run.jinja", values)
+
+
+def _logged_runs(tx: Session, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
+    """Return the logged runs that are shown in a run, and its owner's newest ones that are shown in none."""
+    joined = logged.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
+    return joined, logged.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
+
+
+def _hints(visit: Visit, line: RunLine, steps: Sequence[Step]) -> Sequence[Hint]:
+    since = slow_since(steps)
+    if since is None:
+        return hints(steps, visit.now)
+    users = visit.read(lambda tx: device_users(tx, since, line.model_id, line.owner, visit.caller.may_see))
+    return hints(steps, visit.now, users)
 
 
 def _shown_curves(steps: Sequence[Step]) -> list[tuple[str, str]]:
@@ -156,16 +174,16 @@ def _shown_curves(steps: Sequence[Step]) -> list[tuple[str, str]]:
 def curves_csv(visit: Visit) -> Response:
     """Send all steps of a run as a table."""
     line = find_run(visit, ModelId(visit.path["run_id"]))
-    steps = run_steps(visit, line.model_id)
+    steps = run_steps(visit, line.model_id, line.owner)
     names = [curve.name for curve in CURVES]
-    logged = logged_curves(visit, line.model_id)
+    logged_metrics = logged_curves(visit, line.model_id)
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(["step", "time", *names, *(f"logged/{name}" for name in logged)])
-    by_step = {name: dict(zip(curve["step"], curve["value"], strict=True)) for name, curve in logged.items()}
+    table.writerow(["step", "time", *names, *(f"logged/{name}" for name in logged_metrics)])
+    by_step = {name: dict(zip(curve["step"], curve["value"], strict=True)) for name, curve in logged_metrics.items()}
     for step in steps:
         row: Iterable[object] = (step.values.get(name) for name in names)
-        table.writerow([step.step, f"{step.at:.3f}", *row, *(by_step[name].get(step.step) for name in logged)])
+        table.writerow([step.step, f"{step.at:.3f}", *row, *(by_step[name].get(step.step) for name in logged_metrics)])
     headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
 

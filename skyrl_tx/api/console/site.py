@@ -25,6 +25,7 @@ from skyrl_tx.api.console import (
     data_pages,
     format,
     key_pages,
+    logged_pages,
     overview_pages,
     playground_pages,
     run_pages,
@@ -49,6 +50,7 @@ _log = logging.getLogger(__name__)
 TABLES: tuple[PageTable, ...] = (
     overview_pages.pages,
     run_pages.pages,
+    logged_pages.pages,
     data_pages.pages,
     checkpoint_pages.pages,
     session_pages.pages,

@@ -7,10 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from sqlmodel import Session
 
-from skyrl_tx.api import access
+from skyrl_tx.api import access, logged_runs
 from skyrl_tx.api.client_metrics import metrics_of_model, store_metrics
-from skyrl_tx.api.context import AccessScope, Call, Incoming, Limit, Offset
-from skyrl_tx.api.errors import bad_request, not_found
+from skyrl_tx.api.context import AccessScope, Incoming, Limit, Offset
+from skyrl_tx.api.errors import bad_request
 from skyrl_tx.api.schemas import metrics as schemas
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store import logged, models
@@ -88,7 +88,7 @@ def get_logged_metrics(
     """Return the points of a logged run after a cursor."""
 
     def work(tx: Session) -> schemas.LoggedMetricsResponse:
-        _visible(tx, call, logged_run_id)
+        logged_runs.visible(tx, call.caller, logged_run_id)
         found = logged.read_points(tx, [logged_run_id], after=cursor, limit=limit)
         return schemas.LoggedMetricsResponse(
             logged=[_logged_metrics(point) for point in found],
@@ -104,25 +104,8 @@ def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, s
     """Join a logged run to a training run of the same owner, or separate them."""
     run_id = call.body.model(schemas.JoinRunRequest).training_run_id
 
-    def work(tx: Session) -> None:
-        row = _visible(tx, call, logged_run_id)
-        if run_id is None:
-            logged.set_model(tx, row, None)
-            return
-        model_id = access.model(tx, call.caller, ModelId(run_id)).model_id
-        if models.owner(tx, model_id) != row.owner:
-            raise bad_request(f"training_run_id {model_id!r}: it belongs to another owner than the logged run")
-        logged.set_model(tx, row, model_id)
-
-    call.store.write(work)
+    call.store.write(lambda tx: logged_runs.join(tx, call.caller, logged_run_id, run_id))
     return {"training_run_id": run_id}
-
-
-def _visible(tx: Session, call: Call, logged_run_id: int) -> LoggedRunRow:
-    row = logged.get_run(tx, logged_run_id)
-    if row is None or not call.caller.may_see(row.owner):
-        raise not_found(f"logged run {logged_run_id} does not exist")
-    return row
 
 
 def _positions(cursor: str) -> tuple[int, int]:

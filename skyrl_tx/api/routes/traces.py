@@ -1,7 +1,6 @@
 """Endpoints that export the timeline of a session: a signed URL, which needs no API key, and the file behind it."""
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from http import HTTPStatus
 from itertools import chain
@@ -12,18 +11,17 @@ from fastapi.responses import StreamingResponse
 from sqlmodel import Session
 
 from skyrl_tx.api import access, session_trace
+from skyrl_tx.api.authentication import Principal
 from skyrl_tx.api.context import ApiContext, Incoming, base_url, get_context
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.schemas.base import Response
-from skyrl_tx.api.session_trace import MAX_SLICES, Group, Span
-from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.store import logged, models, points, sessions, timeline
-from skyrl_tx.store.timeline import RequestTimes
+from skyrl_tx.api.session_groups import session_groups
+from skyrl_tx.api.session_trace import MAX_SLICES, Group
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store import sessions
 
 router = APIRouter()
 _PURPOSE = "trace"
-_MAX_GROUPS = 200
-"""Models, and samplers, in a trace; the oldest are left out."""
 
 
 class TraceExport(Response):
@@ -37,12 +35,16 @@ class TraceExport(Response):
 def trace_export(session_id: str, call: Incoming, request: Request) -> TraceExport:
     """Return a signed URL of a session's timeline as a Perfetto trace."""
     found = call.store.read(lambda tx: access.session(tx, call.caller, SessionId(session_id)))
-    expires = int(time.time() + call.settings.download_url_ttl_s)
-    key_id = call.caller.key_id
-    signature = call.context.signing_key.sign(_PURPOSE, found.session_id, str(expires), str(key_id))
-    key = "" if key_id is None else f"&key={key_id}"
-    base = base_url(call.settings, request)
-    return TraceExport(url=f"{base}/api/v1/traces/{found.session_id}?expires={expires}{key}&signature={signature}")
+    return TraceExport(url=trace_url(call.context, call.caller, request, found.session_id))
+
+
+def trace_url(context: ApiContext, caller: Principal, request: Request, session_id: SessionId) -> str:
+    """Return a signed URL of the trace of a session that the caller may see."""
+    expires = int(time.time() + context.settings.download_url_ttl_s)
+    signature = context.signing_key.sign(_PURPOSE, session_id, str(expires), str(caller.key_id))
+    key = "" if caller.key_id is None else f"&key={caller.key_id}"
+    base = base_url(context.settings, request)
+    return f"{base}/api/v1/traces/{session_id}?expires={expires}{key}&signature={signature}"
 
 
 @router.get("/traces/{session_id}")
@@ -67,7 +69,7 @@ def fetch(
         found = access.session(tx, asker, SessionId(session_id))
         row = sessions.get(tx, found.session_id)
         title = found.session_id if row is None or not row.display_name else row.display_name
-        return title, _groups(tx, found.session_id, now)
+        return title, session_groups(tx, found.session_id, now, MAX_SLICES)
 
     title, groups = context.store.read(work)
     parts: Iterator[bytes] = session_trace.trace_parts(title, groups)
@@ -78,26 +80,3 @@ def fetch(
         "x-content-type-options": "nosniff",
     }
     return StreamingResponse(chain([first], parts), HTTPStatus.OK, headers, "application/octet-stream")
-
-
-def _groups(tx: Session, session_id: SessionId, now: float) -> list[Group]:
-    """Return the newest requests of a session, by model and by sampler."""
-    by_model: defaultdict[ModelId, list[RequestTimes]] = defaultdict(list)
-    by_sampler: defaultdict[str, list[Span]] = defaultdict(list)
-    for row in timeline.requests_of_session(tx, session_id, MAX_SLICES):
-        if row.model_id is not None:
-            by_model[row.model_id].append(row)
-        else:
-            name = "other requests" if row.sampling_session_id is None else f"sampler {row.sampling_session_id}"
-            by_sampler[name].append(session_trace.request_span(row, now))
-    groups: list[Group] = []
-    left = MAX_SLICES
-    for model in reversed(models.of_session(tx, session_id)[-_MAX_GROUPS:]):  # the oldest models get what is left
-        found = points.newest(tx, model.model_id, left)
-        logged_points = logged.read_points_of_model(tx, model.model_id, limit=left)
-        title = f"model {model.model_id.partition(':')[2] or model.model_id}"
-        groups.append(session_trace.model_group(title, by_model[model.model_id], found, logged_points, now))
-        left = max(0, left - len(found) - len(logged_points))
-    groups.reverse()
-    samplers = list(by_sampler.items())[-_MAX_GROUPS:]
-    return groups + [Group(title=title, spans=spans) for title, spans in samplers]

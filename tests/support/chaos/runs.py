@@ -143,6 +143,7 @@ _HISTORY = {
     " CAST(SUM(CASE WHEN kind = 'prefill_cached' THEN 0 ELSE requests END) AS BIGINT)"  # PostgreSQL sums to a decimal
     " FROM usage GROUP BY session_id, owner, model_id, work",
     "kept": "SELECT model_id, step, sample_index, prompt, tokens, stop_reason FROM kept_samples",
+    "sampled": "SELECT model_id, step, samples, cut, tokens, scored_tokens FROM sampled_steps",
     "steps": "SELECT model_id, num_steps FROM models",
     "saved": "SELECT model_id, kind, name, step FROM checkpoints",
 }

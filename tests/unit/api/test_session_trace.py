@@ -130,7 +130,7 @@ def test_a_point_replaces_its_request_and_others_stay() -> None:
     requests = [request(1), request(2, status="failed"), request(3, status="open", completed_at=None)]
     points = [point(1, "step", **{"loss:sum": 0.5, "nan": None})]
     logged = [LoggedPoint(position=1, project="p", run="r", step=1, at=NOW + 9, values={"reward": 0.25, "x": None})]
-    group = model_group("m", requests, points, logged, NOW + 10)
+    group = model_group("m", "run-1", requests, points, logged, NOW + 10)
     trace = decoded([group])
     assert [row[1:] for row in slices_of(trace)["m"] if row[0] == "optim_step"] == [(1, 3), (3, 10), (2, 2.5)]
     notes = [
@@ -165,6 +165,6 @@ def test_the_largest_trace_is_bounded_and_quick() -> None:
     values = {f"metric_{number}": math.pi * number for number in range(20)}
     points = [point(number, **values) for number in range(session_trace.MAX_SLICES)]
     started = time.perf_counter()
-    sizes = [len(part) for part in trace_parts("t", [model_group("m", [], points, [], NOW)])]
+    sizes = [len(part) for part in trace_parts("t", [model_group("m", "run-1", [], points, [], NOW)])]
     assert sum(sizes) < 120 * 2**20 and max(sizes) < 2**20
     assert time.perf_counter() - started < 60

@@ -104,10 +104,12 @@ def test_recover_restores_checkpoints_and_the_newest_snapshot(trained, capsys) -
         restored, restored_run, restored_owner = after[path]
         assert (restored.artifact_id, restored.size_bytes) == (row.artifact_id, row.size_bytes)
         assert (restored.user_metadata, restored.public) == (row.user_metadata, False)
+        assert restored.step == row.step == 1 and restored_run.num_steps == 2
         assert abs(restored.created_at - row.created_at) < 10
         assert (restored.expires_at is None) == (row.expires_at is None)
         assert (restored_run.base_model, restored_run.spec, restored_owner) == (run.base_model, run.spec, owner)
         assert restored_run.status == "unloaded" and restored_run.base_model_hash == run.base_model_hash
+    assert after[f"tinker://{model_id}/weights/snapshot-6"][0].step == 2
     assert load(data_dir, f"tinker://{model_id}/weights/first") == loss
     assert load(data_dir, f"tinker://{model_id}/weights/snapshot-6") < loss
     status, out, _ = skyrl_tx(capsys, "recover", "--data-dir", data_dir)

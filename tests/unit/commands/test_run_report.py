@@ -11,10 +11,11 @@ from skyrl_tx.commands.run_report import sparkline
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
-from skyrl_tx.store import logged, points, sessions
+from skyrl_tx.store import logged, points, sampled_steps, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.logged import Logged, LoggedRun
 from skyrl_tx.store.points import Point
+from skyrl_tx.store.sampled_steps import SampledStep
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 RUN = ModelId("session-1:train:0")
@@ -96,6 +97,24 @@ def test_show_prints_config_curves_and_lineage(data_dir: Path, capsys: pytest.Ca
     assert ["reward?[1m", "0", "▁▂▃▄▅▆▇█", "0.875", "7"] in lines, "terminals execute no text of clients"
     text = " ".join(word for line in lines for word in line)
     assert "tinker://session-1:train:0/weights/s4" in text and "tinker://other:train:0/weights/old" in text
+
+
+def test_show_warns_as_the_page_does(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def spoil(tx) -> None:
+        points.add(tx, point(200, "train", 8, {"loss:sum": math.nan}))
+        for step in range(8):
+            sums = SampledStep(step=step, samples=4, cut=3, tokens=40, scored_tokens=40, logprob_sum=-40.0)
+            sampled_steps.add(tx, RUN, "ann", sums)
+
+    store = Store.open(data_dir, role="tool")
+    store.write(spoil)
+    store.close()
+    assert run(data_dir, "show", RUN) == 0
+    found = capsys.readouterr().out
+    assert "\nerror: The loss was NaN or infinite in step 9. Load the last good checkpoint" in found
+    assert "\nwarning: 75% of the samples of steps 4–8 were cut by max_tokens." in found
+    assert run(data_dir, "show", RUN, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["hints"][0]["level"] == "error"
 
 
 def test_show_as_json_has_all_points(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,17 @@ from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, SampledSpan, SaveWeights
-from skyrl_tx.store import cancellations, checkpoints, futures, kept_samples, models, points, samplers, usage
+from skyrl_tx.store import (
+    cancellations,
+    checkpoints,
+    futures,
+    kept_samples,
+    models,
+    points,
+    sampled_steps,
+    samplers,
+    usage,
+)
 from skyrl_tx.store.points import Point
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import (
@@ -169,6 +179,16 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
         total for total in harness.api.read(lambda tx: usage.totals(tx, OWNER, 0.0)) if total.kind == "sampled"
     ]
     assert sampled.device_s > 0
+    warm = harness.answer(replace(request, params=replace(request.params, temperature=1.0)), sampling_session_id=name)
+    (sums,) = harness.api.read(lambda tx: sampled_steps.of_model(tx, model_id, OWNER))
+    both = [*output.sequences, *warm.sequences]
+    assert (sums.step, sums.samples, sums.tokens) == (2, 4, sum(each.tokens.size for each in both))
+    assert sums.cut == sum(each.stop_reason == "length" for each in both) > 0
+    assert sums.scored_tokens == sum(each.tokens.size for each in warm.sequences), "greedy ones say nothing"
+    assert sums.logprob_sum == pytest.approx(sum(float(each.logprobs.sum()) for each in warm.sequences), rel=1e-5)
+    scored = replace(request, num_samples=1, sequence_ids=None, options=requests.PromptOptions(logprobs=True))
+    harness.answer(replace(scored, params=replace(request.params, max_tokens=1)), sampling_session_id=name)
+    assert harness.api.read(lambda tx: sampled_steps.of_model(tx, model_id, OWNER)) == [sums]
 
 
 def test_inflight_session_keeps_the_step_of_the_weights_that_were_sampled(harness: EngineHarness) -> None:

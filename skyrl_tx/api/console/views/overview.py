@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import cast
 
 from skyrl_tx.api.console.format import count, duration, short_id, size
-from skyrl_tx.api.console.series import spark
+from skyrl_tx.curves.series import spark
 from skyrl_tx.store.console_queries import OpenGroup
 from skyrl_tx.store.usage import BUCKET_S, Total
 

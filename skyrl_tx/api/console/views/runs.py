@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_tx.api.console.format import short_id
-from skyrl_tx.api.console.series import Step, fold, spark
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.contract.results import Failure
+from skyrl_tx.curves.series import Step, spark
 from skyrl_tx.store.console_queries import RequestLine, RunLine
-from skyrl_tx.store.points import Point
 
 _ACTIVE_S = 60.0
 _STATES = {"unloaded": "ended", "creating": "loading"}
@@ -65,12 +64,6 @@ def run_state(status: str, last_request_at: float, now: float) -> str:
     if status != "ready":
         return _STATES.get(status, status)
     return "training" if now - last_request_at < _ACTIVE_S else "idle"
-
-
-def newest_steps(points: Sequence[Point]) -> list[Step]:
-    """Fold the newest points of a run; the first step is left out, because some of its points may be missing."""
-    steps = fold(points)
-    return steps[1:] if len(steps) > 2 else steps
 
 
 def reward_of(values: Mapping[str, float | None]) -> float | None:

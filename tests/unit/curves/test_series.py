@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
-from skyrl_tx.api.console.series import CurveCache, fold, fold_metrics, smooth, spark, thin
+from skyrl_tx.curves.series import CurveCache, fold, fold_metrics, smooth, spark, thin
+from skyrl_tx.store.sampled_steps import SampledStep
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -126,3 +127,27 @@ def test_the_cache_reads_only_the_newest_steps_again_and_finds_late_chunks() -> 
     assert cache.steps("other", read) == fold(points)
     points.append(late)
     assert cache.steps("other", read) == fold(points)
+
+
+def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
+    points = passes(40)
+    sampled = {2: SampledStep(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logprob_sum=-6.0)}
+    reads: list[int] = []
+
+    def read(after: int, limit: int) -> Sequence[Point]:
+        return sorted((point for point in points if point.position > after), key=lambda point: point.position)[:limit]
+
+    def read_sampled(after: int) -> Sequence[SampledStep]:
+        reads.append(after)
+        return [each for each in sampled.values() if each.step > after]
+
+    cache = CurveCache()
+    first = cache.steps("run", read, read_sampled)
+    assert {"sampled_length", "cut_share", "surprise"} & first[1].values.keys() == set()
+    step = next(step for step in first if step.step == 3)
+    assert (step.values["sampled_length"], step.values["cut_share"], step.values["surprise"]) == (10.0, 0.25, 0.2)
+    sampled[38] = SampledStep(step=38, samples=2, cut=0, tokens=10, scored_tokens=0, logprob_sum=0.0)
+    sampled[2] = SampledStep(step=2, samples=8, cut=8, tokens=40, scored_tokens=40, logprob_sum=-4.0)
+    again = {step.step: step.values for step in cache.steps("run", read, read_sampled)}
+    assert (again[3]["cut_share"], again[39]["sampled_length"]) == (1.0, 5.0) and "surprise" not in again[39]
+    assert cache.steps("run", read, read_sampled) == cache.steps("run", read, read_sampled) and reads[-1] == 38 - 32

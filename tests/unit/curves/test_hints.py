@@ -2,8 +2,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from skyrl_tx.api.console.hints import hints
-from skyrl_tx.api.console.series import Step
+from skyrl_tx.curves.device_users import named_users
+from skyrl_tx.curves.hints import DeviceUser, hints, slow_since
+from skyrl_tx.curves.series import Step
+from skyrl_tx.store.usage import Total
 
 
 def step(number: int, wall_s: float = 2.0, queue_s: float = 0.0, **values: float | None) -> Step:
@@ -28,6 +30,8 @@ GOOD: Mapping[str, float | None] = {
     "clip_fraction": 0.1,
     "learning_rate": 1e-4,
     "advantages": 8.0,
+    "cut_share": 0.2,
+    "surprise": 0.8,
 }
 
 
@@ -48,6 +52,8 @@ def test_a_healthy_run_gives_no_hint() -> None:
         ({"grad_norm": 30.0}, "30 times its median"),
         ({"clip_fraction": 0.5}, "50% of the ratios are clipped"),
         ({"learning_rate": 0.0}, "learning rate is 0"),
+        ({"cut_share": 0.75}, "75% of the samples of steps 41–45 were cut by max_tokens"),
+        ({"surprise": 0.04}, "mean -log p of sampled tokens is 0.04"),
     ],
 )
 def test_a_problem_of_the_newest_steps_is_reported(last: Mapping[str, float | None], words: str) -> None:
@@ -67,6 +73,39 @@ def test_slow_steps_name_whom_they_wait_for() -> None:
     working = [step(number, wall_s=6.0) for number in range(31, 36)]
     assert "wait for the device" in hints(usual + waiting, 400.0)[0].text
     assert "their own passes" in hints(usual + working, 400.0)[0].text
+
+
+def test_one_batch_of_cut_or_certain_samples_is_no_hint() -> None:
+    assert hints(run({"cut_share": 0.6}, times=1), 500.0) == [] and hints(run({"surprise": 0.0}, times=4), 500.0) == []
+
+
+def test_slow_steps_name_who_uses_the_device() -> None:
+    usual = [step(number) for number in range(1, 31)]
+    waiting = [step(number, wall_s=6.0, queue_s=5.0) for number in range(31, 36)]
+    users = [DeviceUser("bob", 7.0), DeviceUser("ann's run b", 2.5), DeviceUser("cy", 0.5)]
+    (hint,) = hints(usual + waiting, 400.0, users)
+    assert "meanwhile works for bob (70%), ann's run b (25%)." in hint.text
+    assert slow_since(usual + waiting) == 310.0 and slow_since(usual) is None
+    assert slow_since(usual + [step(number, wall_s=6.0) for number in range(31, 36)]) is None
+
+
+def test_names_of_other_owners_are_for_those_who_may_see_them() -> None:
+    def total(owner: str, model: str, device_s: float) -> Total:
+        return Total(group=(owner, model), kind="training", tokens=1, requests=1, device_s=device_s)
+
+    totals = [
+        total("ann", "session-1:train:0", 9.0),
+        total("ann", "session-1:train:1", 2.0),
+        total("ann", "", 1.0),
+        total("bob", "session-2:train:0", 3.0),
+        total("cy", "session-3:train:0", 3.0),
+        total("dan", "", 0.0),
+    ]
+    own = [DeviceUser("ann's run session-1:train:1", 2.0), DeviceUser("ann's samples of base weights", 1.0)]
+    everyone = named_users(totals, "session-1:train:0", "ann", lambda _: True)
+    assert everyone == [DeviceUser("bob", 3.0), DeviceUser("cy", 3.0), *own]
+    seen_by_ann = named_users(totals, "session-1:train:0", "ann", lambda owner: owner == "ann")
+    assert seen_by_ann == [DeviceUser("other owners", 6.0), *own]
 
 
 def test_passes_without_a_step_are_reported_after_half_an_hour() -> None:

@@ -5,9 +5,10 @@ Rows of one step are combined as the SDK combines the chunks of one call (`tinke
 
 import math
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 Value = float | None
@@ -16,6 +17,8 @@ Value = float | None
 _MAX_RUNS = 64
 _PAGE = 5000
 _BUCKETS = 250
+_SAMPLED_AGAIN = 32
+"""Steps of the weights whose samples are read again."""
 
 
 class PointLike(Protocol):
@@ -88,6 +91,9 @@ CURVES: tuple[Curve, ...] = (
     Curve("grad_norm", "Gradient norm", "L2 norm of the gradient before clipping"),
     Curve("learning_rate", "Learning rate", "of the optimizer step"),
     Curve("loss_sum", "Loss, summed", "loss of the step as the client got it"),
+    Curve("sampled_length", "Sampled length", "mean tokens of the samples from the weights that the step began with"),
+    Curve("cut_share", "Cut samples", "share of these samples that ended at max_tokens"),
+    Curve("surprise", "Surprise", "mean -log p of their tokens: 0 means that the model is certain of each", "nats"),
     Curve("tokens", "Tokens", "tokens that the passes of the step trained on"),
     Curve("datums", "Examples", "examples of the step"),
     Curve("device_s", "Device time", "seconds of the device that the step took", "s"),
@@ -146,6 +152,12 @@ def fold(points: Iterable[PointLike]) -> list[Step]:
     for point in points:
         by_step.setdefault(displayed_step(point.kind, point.step), []).append(point)
     return [_fold_step(step, by_step[step]) for step in sorted(by_step)]
+
+
+def newest_steps(points: Sequence[PointLike]) -> list[Step]:
+    """Fold the newest points of a run; the first step is left out, because some of its points may be missing."""
+    steps = fold(points)
+    return steps[1:] if len(steps) > 2 else steps
 
 
 def _fold_step(step: int, points: Sequence[PointLike]) -> Step:
@@ -257,6 +269,34 @@ def spark(values: Sequence[Value], width: int = 120, height: int = 28) -> str:
     return " ".join(place(index, value) for index, value in known)
 
 
+class SampledLike(Protocol):
+    """The sums over the samples from the weights of a step that curves need."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102
+    @property
+    def samples(self) -> int: ...  # noqa: D102
+    @property
+    def cut(self) -> int: ...  # noqa: D102
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def scored_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def logprob_sum(self) -> float: ...  # noqa: D102
+
+
+def with_samples(step: Step, sampled: SampledLike) -> Step:
+    """Return a step with the curves of the samples from the weights that it began with."""
+    curves: dict[str, Value] = {}
+    if sampled.samples:
+        curves["sampled_length"] = sampled.tokens / sampled.samples
+        curves["cut_share"] = sampled.cut / sampled.samples
+    if sampled.scored_tokens:
+        curves["surprise"] = -sampled.logprob_sum / sampled.scored_tokens
+    return replace(step, values={**step.values, **curves})
+
+
 class CurveCache:
     """The folded steps of the runs that were looked at last; each look reads only the rows of the newest steps."""
 
@@ -265,26 +305,42 @@ class CurveCache:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, _CachedRun] = OrderedDict()
 
-    def steps(self, model_id: str, read: Callable[[int, int], Sequence[PointLike]]) -> Sequence[Step]:
-        """Return all steps of a run. `read(after, limit)` returns its points after a position, in order."""
+    def steps(
+        self,
+        model_id: str,
+        read: Callable[[int, int], Sequence[PointLike]],
+        read_sampled: Callable[[int], Sequence[SampledLike]] = lambda _: (),
+    ) -> Sequence[Step]:
+        """Return all steps of a run.
+
+        `read(after, limit)` returns its points after a position, in order; `read_sampled(after)` the sums over its
+        samples after a step of the weights.
+        """
         with self._lock:
             run = self._runs.pop(model_id, None) or _CachedRun()
             self._runs[model_id] = run
             while len(self._runs) > self._max_runs:
                 self._runs.popitem(last=False)
-        return run.refresh(read)
+        return run.refresh(read, read_sampled)
 
 
 class _CachedRun:
-    """The steps of one run. The newest two are read again: chunks of a pass may arrive in another order."""
+    """The steps of one run. The newest two are read again: chunks of a pass may arrive in another order.
+
+    So are the samples from the weights of the last steps, which asynchronous training uses for a while.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[int, Step] = {}
+        self._sampled: dict[int, SampledLike] = {}
+        self._merged: list[Step] = []
         self._after = -1
         """The position after which points are read again."""
 
-    def refresh(self, read: Callable[[int, int], Sequence[PointLike]]) -> Sequence[Step]:
+    def refresh(
+        self, read: Callable[[int, int], Sequence[PointLike]], read_sampled: Callable[[int], Sequence[SampledLike]]
+    ) -> Sequence[Step]:
         with self._lock:
             points: list[PointLike] = []
             after = self._after
@@ -293,10 +349,26 @@ class _CachedRun:
                 if len(page) < _PAGE:
                     break
                 after = page[-1].position
-            for step in fold(points):
+            folded = fold(points)
+            for step in folded:
                 self._steps[step.step] = step
             if points:
                 newest = max(displayed_step(point.kind, point.step) for point in points)
                 again = [point.position for point in points if displayed_step(point.kind, point.step) >= newest - 1]
                 self._after = min(again) - 1
-            return [self._steps[step] for step in sorted(self._steps)]
+            again = max(self._sampled, default=-1) - _SAMPLED_AGAIN
+            grown = {each.step: each for each in read_sampled(again) if self._sampled.get(each.step) != each}
+            self._sampled |= grown
+            changed = [step.step for step in folded] + [step + 1 for step in grown]
+            self._merge(min(changed, default=None))
+            return list(self._merged)
+
+    def _merge(self, first: int | None) -> None:
+        """Combine the steps from a number on with their samples; the weights of step n sample for step n + 1."""
+        if first is None:
+            return
+        kept = bisect_left(self._merged, first, key=lambda step: step.step)
+        del self._merged[kept:]
+        for number in sorted(number for number in self._steps if number >= first):
+            step, sampled = self._steps[number], self._sampled.get(number - 1)
+            self._merged.append(step if sampled is None else with_samples(step, sampled))

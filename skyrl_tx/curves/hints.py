@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from skyrl_tx.api.console.series import Step, Value
+from skyrl_tx.curves.series import Step, Value
 
 _FEW, _MANY = 5, 50
 _GRADIENT_FACTOR = 10.0
@@ -13,6 +13,9 @@ _MAX_KL = 0.05
 _MAX_CLIPPED = 0.4
 _SLOWER = 2.0
 _IDLE_S = 1800.0
+_MAX_CUT = 0.5
+_MIN_SURPRISE = 0.1
+_MIN_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,19 @@ class Hint:
     step: int
 
 
-def hints(steps: Sequence[Step], now: float) -> list[Hint]:
-    """Return what the steps of a run, in order, say about it at a time; errors first."""
+@dataclass(frozen=True, slots=True)
+class DeviceUser:
+    """Somebody else's use of the device, under a name that the reader may see."""
+
+    name: str
+    device_s: float
+
+
+def hints(steps: Sequence[Step], now: float, others: Sequence[DeviceUser] = ()) -> list[Hint]:
+    """Return what the steps of a run, in order, say about it at a time; errors first.
+
+    `others` are the other users of the device since `slow_since`.
+    """
     if not steps:
         return []
     found = [
@@ -38,7 +52,9 @@ def hints(steps: Sequence[Step], now: float) -> list[Hint]:
             _far_from_sampler(steps),
             _much_clipped(steps),
             _no_learning_rate(steps),
-            _slow(steps),
+            _cut_samples(steps),
+            _certain(steps),
+            _slow(steps, others),
             _no_step(steps, now),
         )
         if hint is not None
@@ -133,21 +149,71 @@ def _no_learning_rate(steps: Sequence[Step]) -> Hint | None:
     return Hint("warning", "The learning rate is 0: steps change nothing.", "Look at the schedule.", known[0][0])
 
 
-def _slow(steps: Sequence[Step]) -> Hint | None:
-    done = [step for step in steps if step.is_applied and step.passes][-_MANY:]
-    if len(done) < 4 * _FEW:
+def _cut_samples(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "cut_share")[-_FEW:]
+    if len(known) < _FEW or (share := sum(value for _, value in known) / len(known)) <= _MAX_CUT:
         return None
-    usual = median(step.wall_s for step in done[:-_FEW])
-    recent = median(step.wall_s for step in done[-_FEW:])
-    if not usual or recent < _SLOWER * usual or recent < 1.0:
-        return None
-    waits = median(step.queue_s for step in done[-_FEW:]) - median(step.queue_s for step in done[:-_FEW])
-    reason = "they wait for the device" if waits > (recent - usual) / 2 else "their own passes take longer"
     return Hint(
         "warning",
-        f"Steps take {recent:.1f} s, {recent / usual:.1f} times as long as before: {reason}.",
+        f"{share:.0%} of the samples of {_span(known[0][0], known[-1][0])} were cut by max_tokens.",
+        "Their rewards are those of unfinished answers: raise max_tokens, or reward shorter ones.",
+        known[0][0],
+    )
+
+
+def _certain(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "surprise")[-_FEW:]
+    if len(known) < _FEW or max(value for _, value in known) >= _MIN_SURPRISE:
+        return None
+    return Hint(
+        "warning",
+        f"The mean -log p of sampled tokens is {known[-1][1]:.2g}: samples of one prompt hardly differ any more.",
+        "If this is not wanted, go back to an earlier checkpoint, and lower the learning rate or add a KL penalty.",
+        known[0][0],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slowness:
+    usual_s: float
+    recent_s: float
+    waits: bool
+    first: Step
+
+
+def _slowness(steps: Sequence[Step]) -> _Slowness | None:
+    done = [step for step in steps[-2 * _MANY :] if step.is_applied and step.passes][-_MANY:]
+    if len(done) < 4 * _FEW:
+        return None
+    before, newest = done[:-_FEW], done[-_FEW:]
+    usual, recent = median(step.wall_s for step in before), median(step.wall_s for step in newest)
+    if not usual or recent < _SLOWER * usual or recent < 1.0:
+        return None
+    waited = median(step.queue_s for step in newest) - median(step.queue_s for step in before)
+    return _Slowness(usual, recent, waited > (recent - usual) / 2, newest[0])
+
+
+def slow_since(steps: Sequence[Step]) -> float | None:
+    """Return when the steps began to wait for the device for longer than before; None if they do not."""
+    slow = _slowness(steps)
+    return slow.first.began_at if slow is not None and slow.waits else None
+
+
+def _slow(steps: Sequence[Step], others: Sequence[DeviceUser]) -> Hint | None:
+    slow = _slowness(steps)
+    if slow is None:
+        return None
+    reason = "they wait for the device" if slow.waits else "their own passes take longer"
+    if slow.waits and others:
+        total = sum(other.device_s for other in others)
+        most = [other for other in others if other.device_s >= _MIN_SHARE * total][:3]
+        users = ", ".join(f"{other.name} ({other.device_s / total:.0%})" for other in most)
+        reason += f", which meanwhile works for {users}" if users else ""
+    return Hint(
+        "warning",
+        f"Steps take {slow.recent_s:.1f} s, {slow.recent_s / slow.usual_s:.1f} times as long as before: {reason}.",
         "The overview shows who uses the device.",
-        done[-_FEW].step,
+        slow.first.step,
     )
 
 
