@@ -79,7 +79,7 @@ class RecordingMiddleware:
         replacements = self._replacements.get((path, kind)) or self._replacements.get((path, None))
         replaced_by = replacements.pop(0) if replacements else None
         received: list[bytes] = []
-        is_left = False  # the client is gone, so nobody reads the response
+        is_left = False  # the client is gone, so no client reads the response
 
         async def record_receive() -> Message:
             nonlocal is_left
