@@ -11,7 +11,8 @@ from tests.support import client_environments
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
 
-@pytest.fixture(scope="session")
+# Of each module, because asyncio cannot start an event loop in this thread while playwright runs.
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
     playwright = pytest.importorskip("playwright.sync_api")
     if not CHROMIUM.exists():

@@ -191,16 +191,21 @@ def test_half_sent_requests_keep_no_client_out(server: Server) -> None:
 
 
 def test_idle_connection_makes_room_and_a_poll_does_not(server: Server) -> None:
-    request_id = server.post("optim_step", model_id=server.model(), seq_id=1, adam_params={"learning_rate": 0.1}).json()
-    body = b'{"request_id": "%s"}' % request_id["request_id"].encode()
-    poll = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    model_id, polls = server.model(), []
+    for number in range(1, MAX_PER_ADDRESS + 1):
+        fields = {"model_id": model_id, "seq_id": number, "adam_params": {"learning_rate": 0.1}}
+        body = b'{"request_id": "%s"}' % server.post("optim_step", **fields).json()["request_id"].encode()
+        head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        polls.append(head + body)
     server.client.close()
+    until(lambda: server.api.connections.num_open == 0)
     with ExitStack() as stack:
-        polling = [stack.enter_context(connect(server, poll)) for _ in range(MAX_PER_ADDRESS - 1)]
+        polling = [stack.enter_context(connect(server, poll)) for poll in polls[:-1]]
         idle = stack.enter_context(connect(server, HEAD + b"\r\n"))
         assert status_of(idle) in (200, 503)
-        with connect(server, poll) as last:
+        with connect(server, polls[-1]) as last:
             assert is_closed(idle)
+            until(lambda: server.api.app.state.context.results.num_waiting == MAX_PER_ADDRESS)
             with connect(server) as refused:
                 assert is_closed(refused)
             assert {status_of(connection) for connection in (*polling, last)} == {408}
