@@ -1,5 +1,6 @@
 """The cookbook's sl_loop and rl_loop run unmodified against a server."""
 
+import re
 from dataclasses import replace
 
 import httpx
@@ -75,3 +76,8 @@ def test_rl_loop_logs_its_reward_to_the_server(working_directory, server, client
     assert run["training_run_id"] is not None
     series = httpx.get(f"{server.url}/api/v1/training_runs/{run['training_run_id']}/metrics").json()["logged"]
     assert [point["metrics"]["reward/total"] for point in series] == rewards and len(rewards) == 2
+    page = httpx.get(f"{server.url}/training_runs/{run['training_run_id']}").text
+    (shown,) = re.findall(r"<span>Reward</span>([^<]+)", page)
+    assert float(shown) == pytest.approx(rewards[-1], abs=0.01)
+    curve = httpx.get(f"{server.url}/console/data/training_runs/{run['training_run_id']}/curves").json()["logged"]
+    assert curve["reward/total"]["value"] == rewards

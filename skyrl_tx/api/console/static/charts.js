@@ -1,5 +1,7 @@
 // Charts of runs with uPlot: loads their steps, then polls for new ones while the page is seen.
 
+import { visible } from "./text.js";
+
 /* global uPlot */
 
 const POLL_MS = 2000;
@@ -207,10 +209,10 @@ function draw(rebuild) {
     if (!chart) {
       const element = document.createElement("section");
       element.className = "chart";
-      element.setAttribute("aria-label", about.title);
+      element.setAttribute("aria-label", visible(about.title));
       const heading = document.createElement("h2");
       const title = document.createElement("span");
-      title.textContent = about.title + (about.unit ? `, ${about.unit}` : "");
+      title.textContent = visible(about.title) + (about.unit ? `, ${about.unit}` : "");
       const output = document.createElement("output");
       heading.append(title, output);
       const help = document.createElement("p");

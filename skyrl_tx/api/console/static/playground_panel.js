@@ -1,7 +1,8 @@
 // One panel of the playground: a model, its conversation, and its replies while they are written.
 
 import { Refusal, score, stream } from "./playground_calls.js";
-import { addTokens, element, signed, tokenList, visible } from "./token_views.js";
+import { visible } from "./text.js";
+import { addTokens, element, signed, tokenList } from "./token_views.js";
 
 const BY_PATH = "by path…";
 const template = document.getElementById("panel-template");

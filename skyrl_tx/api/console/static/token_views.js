@@ -1,14 +1,13 @@
 // Tokens as coloured spans with numbers: by probability, or by how much another model differs. Arrow keys move.
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
+import { visible } from "./text.js";
+
 const LIKELY = [[0.9, "p4", "p ≥ 0.9"], [0.5, "p3", "0.5 to 0.9"], [0.1, "p2", "0.1 to 0.5"], [0.01, "p1", "0.01 to 0.1"], [-1, "p0", "below 0.01"]];
 const CHANGE = [[2, "up2", "≥ 2"], [0.25, "up1", "0.25 to 2"], [-0.25, "same", "about equal"], [-2, "down1", "−0.25 to −2"], [-Infinity, "down2", "≤ −2"]];
 
 const tip = document.getElementById("tip");
 const details = new WeakMap();
 
-/** Text with control and direction characters as escapes, as text.py has it. */
-export const visible = (text) => text.replace(HIDDEN, (found) => `\\u${found.codePointAt(0).toString(16).padStart(4, "0")}`);
 export const signed = (value, digits = 2) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(digits);
 
 export function element(name, className = "", text = "") {
