@@ -33,7 +33,7 @@ def engine(server: Server, settings: ApiSettings) -> Iterator[ScriptedEngine]:
         yield engine
 
 
-@pytest.fixture(scope="session", params=["fake", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.fixture(scope="package", params=["fake", pytest.param("jax", marks=pytest.mark.slow)])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     """API and engine over the fake backend, and in the slow tests over JAX.
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.support.live_stack import PUBLIC_NAME, LiveStack
 from tests.support.tiny_tokenizer import PACKAGED
 
-pytestmark = pytest.mark.parametrize("stack", ["jax"], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("stack", ["jax"], indirect=True, scope="package")
 TOKENIZER = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
 PROMPT = "Natalia sold 48 clips"
 TOKENS = TOKENIZER.encode(PROMPT).ids

@@ -13,7 +13,7 @@ BODY: dict[str, Any] = {
     "sampling_params": {"max_tokens": 4, "stop": [], "seed": 3},
     "num_samples": 2,
 }
-pytestmark = pytest.mark.parametrize("stack", ["fake"], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("stack", ["fake"], indirect=True, scope="package")
 
 
 def draw(stack: LiveStack, **weights: str) -> list[list[int]]:

@@ -38,7 +38,7 @@ def describe(client: tinker.SamplingClient, *, temperature: float = 1.0, **optio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stack", ["jax"], indirect=True, scope="session")
+@pytest.mark.parametrize("stack", ["jax"], indirect=True, scope="package")
 def test_cached_prefix_tokens_are_reported_and_change_no_result(base: tinker.SamplingClient):
     prompt = types.ModelInput.from_ints([9, *PROMPT, 9, *PROMPT])
     params = types.SamplingParams(max_tokens=4, stop=[], seed=3)

@@ -27,7 +27,7 @@ VOCAB_SIZE = 1024
 CONTEXT = 128  # tokens
 MAX_RANK = 16
 
-both_backends = pytest.mark.parametrize("stack", ["fake", "jax"], indirect=True, scope="session")
+both_backends = pytest.mark.parametrize("stack", ["fake", "jax"], indirect=True, scope="package")
 """The mark of a test in `tests/api` that runs over JAX by default; over JAX the others are slow tests."""
 
 

@@ -1,11 +1,12 @@
 """Activities of the engine's loop: published, and limited in time."""
 
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from skyrl_tx.api.engine_status import EngineHealth
+from skyrl_tx.engine import activity as activity_module
 from skyrl_tx.engine import status_publisher, watchdog
 from skyrl_tx.engine.activity import LoopActivity, monitored
 from skyrl_tx.engine.watchdog import Watchdog
@@ -52,11 +53,17 @@ def guard(harness, slow, activity, stuck):
     return Watchdog(activity, slow, settings, stuck.append)
 
 
+def replace_clock(monkeypatch, monotonic):
+    """Give the modules under test another clock. Event loops of other tests in this process keep theirs."""
+    for module in (watchdog, activity_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+
+
 @pytest.fixture
 def later(monkeypatch):
     """Let a time pass that no test waits for."""
     clock = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    replace_clock(monkeypatch, lambda: clock[0])
 
     def pass_by(seconds, guard):
         clock[0] += seconds
@@ -116,7 +123,7 @@ def test_suspended_time_does_not_count(slow, activity, guard, stuck, monkeypatch
     checks = []
     monkeypatch.setattr(guard, "check", checks.append)
     clock = iter((0.0, 3600.0, 3601.0))
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: next(clock))
+    replace_clock(monkeypatch, lambda: next(clock))
     monkeypatch.setattr(guard._ended, "wait", lambda _: len(checks) == 2)
     guard._repeat()
     assert checks == [2.0, 1.0]

@@ -1,0 +1,1 @@
+"""The SDK, and other clients, against a server with an engine."""
