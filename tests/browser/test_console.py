@@ -151,54 +151,6 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     context.close()
 
 
-def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any) -> None:
-    """Markup, templates, direction marks and a line of almost a megabyte, wherever a client may name something."""
-    key = world.key("mallory", "admin")
-    with httpx.Client(base_url=f"{world.server.url}/api/v1", headers={"X-API-Key": key}, timeout=60) as client:
-
-        def post(path: str, **fields: object) -> dict[str, Any]:
-            response = client.post(path, json=fields)
-            assert response.status_code == 200, response.text[:500]
-            return response.json()
-
-        metadata = {"note": HOSTILE, "long": "y" * 60_000}  # 65,536 is the limit
-        session = post("create_session", tags=[HOSTILE], user_metadata=metadata, sdk_version="0.38.0")["session_id"]
-        made = post("create_model", session_id=session, model_seq_id=0, base_model=PUBLIC_NAME, lora_config={"rank": 8})
-        while post_status(client, made["request_id"]) == 408:
-            pass
-        run = f"{session}:train:0"
-        client.put(f"/sessions/{session}/project", json={"project_id": HOSTILE[:100]})
-        post(f"training_runs/{run}/metrics", step=1, metrics={HOSTILE: 1.0})
-    base = world.server.url
-    context = chromium.new_context(base_url=base)
-    watched = Watched(context, base)
-    page = watched.page
-    page.on("dialog", lambda dialog: watched.problems.append(f"dialog: {dialog.message}"))
-    page.goto("/login")
-    page.get_by_label("API key").fill(key)
-    page.get_by_role("button", name="Log in").click()
-    page.wait_for_url("**/overview")
-    tabs = ("curves", "samples", "steps", "checkpoints", "requests", "config")
-    shown: dict[str, str] = {}
-    for address in ["/training_runs", "/sessions", f"/sessions/{session}", f"/compare?runs={run}"] + [
-        f"/training_runs/{run}?tab={tab}" for tab in tabs
-    ]:
-        page.goto(address)
-        page.wait_for_load_state("networkidle")
-        shown[address] = page.locator("main").inner_text()
-        assert "\u202e" not in shown[address] and "\x1b" not in shown[address], address
-        assert page.locator("main script, main img").count() == 0, address
-    of_session = shown[f"/sessions/{session}"]
-    assert "<script>alert(1)</script>{{7*7}}\\u202etxt" in of_session and "49" not in of_session.partition("{{")[0]
-    assert "60,000 characters" in of_session
-    assert watched.problems == []
-    context.close()
-
-
-def post_status(client: httpx.Client, request_id: str) -> int:
-    return client.post("retrieve_future", json={"request_id": request_id}).status_code
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1440])
 def test_pages_are_accessible_and_fit(
@@ -247,3 +199,51 @@ def test_pages_are_accessible_and_fit(
         page.screenshot(path=screenshots / f"{scheme}-{width}-{number:02d}-{name}.png", full_page=True)
     assert watched.problems == []
     context.close()
+
+
+def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any) -> None:
+    """Markup, templates, direction marks and a line of almost a megabyte, wherever a client may name something."""
+    key = world.key("mallory", "admin")
+    with httpx.Client(base_url=f"{world.server.url}/api/v1", headers={"X-API-Key": key}, timeout=60) as client:
+
+        def post(path: str, **fields: object) -> dict[str, Any]:
+            response = client.post(path, json=fields)
+            assert response.status_code == 200, response.text[:500]
+            return response.json()
+
+        metadata = {"note": HOSTILE, "long": "y" * 60_000}  # 65,536 is the limit
+        session = post("create_session", tags=[HOSTILE], user_metadata=metadata, sdk_version="0.38.0")["session_id"]
+        made = post("create_model", session_id=session, model_seq_id=0, base_model=PUBLIC_NAME, lora_config={"rank": 8})
+        while post_status(client, made["request_id"]) == 408:
+            pass
+        run = f"{session}:train:0"
+        client.put(f"/sessions/{session}/project", json={"project_id": HOSTILE[:100]})
+        post(f"training_runs/{run}/metrics", step=1, metrics={HOSTILE: 1.0})
+    base = world.server.url
+    context = chromium.new_context(base_url=base)
+    watched = Watched(context, base)
+    page = watched.page
+    page.on("dialog", lambda dialog: watched.problems.append(f"dialog: {dialog.message}"))
+    page.goto("/login")
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Log in").click()
+    page.wait_for_url("**/overview")
+    tabs = ("curves", "samples", "steps", "checkpoints", "requests", "config")
+    shown: dict[str, str] = {}
+    for address in ["/training_runs", "/sessions", f"/sessions/{session}", f"/compare?runs={run}"] + [
+        f"/training_runs/{run}?tab={tab}" for tab in tabs
+    ]:
+        page.goto(address)
+        page.wait_for_load_state("networkidle")
+        shown[address] = page.locator("main").inner_text()
+        assert "\u202e" not in shown[address] and "\x1b" not in shown[address], address
+        assert page.locator("main script, main img").count() == 0, address
+    of_session = shown[f"/sessions/{session}"]
+    assert "<script>alert(1)</script>{{7*7}}\\u202etxt" in of_session and "49" not in of_session.partition("{{")[0]
+    assert "60,000 characters" in of_session
+    assert watched.problems == []
+    context.close()
+
+
+def post_status(client: httpx.Client, request_id: str) -> int:
+    return client.post("retrieve_future", json={"request_id": request_id}).status_code
