@@ -62,7 +62,7 @@ _DATA_COMMANDS = frozenset(
         *("status", "top", "stacks"),
     }
 )
-_QUICKSTART_PACKAGES = frozenset({"matplotlib", "tinker"})
+_QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})
 _FIRST_FLAGS = (
     *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
     *("--backend", "--load-format", "--config", "--log-level"),

@@ -1,7 +1,9 @@
 """The command line: sources of settings, their precedence, and error messages."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from skyrl_tx import __version__
 from skyrl_tx.cli import main, read_settings
 from skyrl_tx.settings import SettingsError, default_data_dir
+
+ROOT = Path(__file__).parents[2]
 
 FAKE = ["--base-model", "m", "--backend", "fake"]
 
@@ -152,7 +156,12 @@ def test_version() -> None:
     assert shown.stdout == f"skyrl-tx {__version__}\n"
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "tinker"])
+def extra_packages(name: str) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [re.split(r"[<>=\[]", each)[0] for each in project["optional-dependencies"][name]]
+
+
+@pytest.mark.parametrize("package", extra_packages("quickstart"))
 def test_quickstart_names_its_extra(package: str) -> None:
     code = f"import sys; sys.modules['{package}'] = None; from skyrl_tx.cli import main; sys.exit(main(['quickstart']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
