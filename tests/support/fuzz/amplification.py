@@ -36,6 +36,8 @@ MAX_GROWTH_BYTES = 64 * 2**20
 MAX_BYTES_PER_BYTE = 40
 """The most that each further byte on the wire may cost: numbers of JSON take four bytes and become 32 or 40, twice."""
 SMALL_BYTES = 100_000
+FEW_BYTES = 3000
+"""A body so small that it should cost other clients at most `MAX_WAIT_S`."""
 MAX_WAIT_S = 0.05
 """The most that a small body may cost another client, on an idle machine."""
 
@@ -347,6 +349,11 @@ def main() -> None:
             f"| {path} | {len(made)} | {large[1].growth_bytes / 2**20:.0f} MiB | {large[0].name} "
             f"| {large[1].num_bytes:,} | {slow[1].waited_s * 1000:.0f} ms | {slow[0].name} | {slow[1].num_bytes:,} |"
         )
+    of_size = [(attack, cost) for made in worst.values() for attack, cost in made if cost.num_bytes <= FEW_BYTES]
+    slowest = sorted(of_size, key=lambda each: each[1].waited_s, reverse=True)[:3]
+    print(f"{len(of_size)} calls of at most {FEW_BYTES:,} bytes; the longest health checks during them:")
+    for attack, cost in slowest:
+        print(f"  {cost.waited_s * 1000:.0f} ms: {attack.path}, {attack.name}, {cost.num_bytes:,} bytes")
     raise SystemExit(1 if num_found else 0)
 
 
