@@ -365,7 +365,10 @@ def _in_progress(folder: Path) -> Generator[None]:
     """Create and lock a directory, so that garbage collection does not take it for an interrupted creation."""
     while True:
         folder.mkdir(mode=0o700)
-        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # garbage collection removed it before it was opened
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if folder.is_dir():  # not removed before the lock was taken

@@ -78,6 +78,26 @@ def test_an_interrupted_creation_is_invisible_and_removed(tmp_path: Path) -> Non
     assert entries(tmp_path) == []
 
 
+def test_a_creation_begins_again_if_its_directory_is_removed_at_once(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage collection of another process may see the directory before the creation has locked it."""
+    create = Path.mkdir
+    removed: list[Path] = []
+
+    def create_and_remove_the_first(path: Path, *args: object, **kwargs: object) -> None:
+        create(path, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+        if path.name.startswith(".tmp-") and not removed:
+            removed.append(path)
+            assert store.collect(set()) == []
+            assert not path.exists()
+
+    monkeypatch.setattr(Path, "mkdir", create_and_remove_the_first)
+    made = store.create(write_adapter)
+    assert removed
+    assert store.open(made.artifact_id) == made
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
