@@ -11,6 +11,8 @@ CPU time of API and engine per call, and the latency of a call, are compared blo
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -152,12 +154,23 @@ def compare(servers: list[LiveServer], calls: Calls, num_blocks: int, count: int
     }
 
 
+def environment_of(checkout: Path) -> dict[str, str]:
+    """Return an environment in which Python imports a checkout. Raises RuntimeError if it imports another one."""
+    # Without PYTHONSAFEPATH, the working directory comes before PYTHONPATH.
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+    program = [sys.executable, "-c", "import skyrl_tx; print(skyrl_tx.__file__)"]
+    imported = Path(subprocess.check_output(program, env=environment, text=True).strip())
+    if not imported.is_relative_to(checkout.resolve()):
+        raise RuntimeError(f"{imported} is imported instead of {checkout}")
+    return environment
+
+
 def compare_with(checkout: Path, num_blocks: int, count: int) -> dict[str, Any]:
     """Compare this checkout with another one."""
     flags = ["--base-model", BASE_MODEL, "--backend", "fake"]
     here = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as directory:
-        environments = [{**os.environ, "PYTHONPATH": str(tree)} for tree in (checkout, here)]
+        environments = [environment_of(tree) for tree in (checkout, here)]
         with (
             LiveServer(Path(directory) / "other", flags=flags, environment=environments[0]) as other,
             LiveServer(Path(directory) / "here", flags=flags, environment=environments[1]) as ours,

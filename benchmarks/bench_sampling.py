@@ -40,7 +40,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
-from skyrl_tx.models.adapters import target_sizes
+from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.process_setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
@@ -152,13 +152,15 @@ def make_request(name: str, prompt: np.ndarray, sampler: SamplerId | None, sampl
 def least_work(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
     """Return the least FLOPs and float32 bytes of a decode step of all samples, averaged over the steps."""
     frozen, lora = 0, 0
-    for name, (inputs, outputs) in target_sizes(shape).items():
+    for name, target in models.targets(shape).items():
         repeats = 1 if name == "unembed" else shape.num_layers
-        frozen += repeats * inputs * outputs
-        lora += repeats * rank * (inputs + outputs)
+        frozen += repeats * target.inputs * target.outputs
+        lora += repeats * rank * (target.inputs + target.outputs)
     cached = work.length + work.tokens / 2
-    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * cached
-    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * cached * work.rows
+    mixer = shape.blocks[0].mixer
+    assert isinstance(mixer, Attention)
+    attention = 4 * shape.num_layers * mixer.num_heads * mixer.head_dim * cached
+    cache = 2 * shape.num_layers * mixer.num_kv_heads * mixer.head_dim * cached * work.rows
     used = num_adapters if rank else 0
     return work.rows * (2 * (frozen + lora) + attention), 4 * (frozen + used * lora + cache)
 

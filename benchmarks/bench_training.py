@@ -44,7 +44,8 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
 from skyrl_tx.engine.prepare import pass_examples, pass_output
-from skyrl_tx.models.adapters import EXPERT_TARGETS, target_layers, target_sizes
+from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.mixture import Mixture
 from skyrl_tx.process_setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
@@ -149,16 +150,18 @@ def least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], tr
 
     In a mixture of experts, a token counts the router and the experts that are chosen for it.
     """
-    frozen, lora = 0, 0
-    if shape.experts is not None:
-        frozen += len(shape.experts.layers) * shape.hidden_size * shape.experts.routing.num_experts
-    for name, (inputs, outputs) in target_sizes(shape).items():
-        repeats = 1 if name == "unembed" else len(target_layers(shape, name))
-        if shape.experts is not None and name in EXPERT_TARGETS:
-            repeats *= shape.experts.routing.num_chosen
-        frozen += repeats * inputs * outputs
-        lora += repeats * rank * (inputs + outputs) if train_unembed or name != "unembed" else 0
-    per_pair = 12 * shape.num_layers * shape.num_heads * shape.head_dim  # 2 products forward, 4 backward
+    frozen, lora, per_pair = 0, 0, 0
+    for block in shape.blocks:
+        routing = block.feed_forward.routing if isinstance(block.feed_forward, Mixture) else None
+        frozen += 0 if routing is None else shape.hidden_size * routing.num_experts
+        for target in (*block.mixer.targets().values(), *block.feed_forward.targets().values()):
+            repeats = 1 if routing is None or target.num_experts is None else routing.num_chosen
+            frozen += repeats * target.inputs * target.outputs
+            lora += repeats * rank * (target.inputs + target.outputs)
+        assert isinstance(block.mixer, Attention)
+        per_pair += 12 * block.mixer.num_heads * block.mixer.head_dim  # 2 products forward, 4 backward
+    frozen += shape.hidden_size * shape.vocab_size
+    lora += rank * (shape.hidden_size + shape.vocab_size) if train_unembed else 0
     return sum((4 * frozen + 6 * lora) * length + per_pair * length * (length + 1) / 2 for length in lengths)
 
 

@@ -55,7 +55,7 @@ def extending_attention(
 ) -> jax.Array:
     """Return attention of the positions from `start` on over themselves and all earlier ones, float32 [B, T, N, H].
 
-    `past` is all layers' [L, B, K, C, H], of which positions < `start` are visible; the keys and values of
+    `past` is a stack of layers [n, B, K, C, H], of which positions < `start` are visible; the keys and values of
     the tokens are passed separately. The past is read in blocks up to `start`, without copies, whatever C is.
     """
     B, T, N, H = q_BTNH.shape

@@ -27,6 +27,8 @@ class Parameter:
     init: Init = "normal"
     layers: tuple[int, ...] | None = None
     """The numbers of the stacked layers, if not all."""
+    is_float32: bool = False
+    """Whether the array is float32 whatever the type of the base weights: small, and read in float32."""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.axes} does not name the dims of {self.shape}"
@@ -34,7 +36,7 @@ class Parameter:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a parameter tree by dotted path, such as `layers.q_proj`."""
+    """Return the leaves of a parameter tree by dotted path, such as `layers.0.q_proj`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

@@ -10,13 +10,24 @@ from skyrl_tx.models.adapters import (
     fit_adapter,
     init_adapter,
     target_layers,
+    targets,
     trained_targets,
 )
 from skyrl_tx.models.base import ModelFamily
-from skyrl_tx.models.config import HfConfig, ModelConfig, UnsupportedModel
-from skyrl_tx.models.decoder import decode_step, extend, forward, logits, target_logprobs, target_logprobs_and_gradient
+from skyrl_tx.models.config import HfConfig, ModelConfig
+from skyrl_tx.models.decoder import (
+    constrain_cache,
+    decode_step,
+    embed,
+    extend,
+    forward,
+    logits,
+    target_logprobs,
+    target_logprobs_and_gradient,
+)
 from skyrl_tx.models.llama import LLAMA
-from skyrl_tx.models.params import DecoderParams, by_layer, describe_params
+from skyrl_tx.models.params import DecoderParams, by_layer, describe_params, empty_cache
+from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.qwen2 import QWEN2
 from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.models.qwen3_moe import QWEN3_MOE
@@ -44,8 +55,11 @@ __all__ = [
     "adapter_format",
     "adapter_shapes",
     "by_layer",
+    "constrain_cache",
     "decode_step",
     "describe_params",
+    "embed",
+    "empty_cache",
     "extend",
     "find_family",
     "fit_adapter",
@@ -55,5 +69,6 @@ __all__ = [
     "target_layers",
     "target_logprobs",
     "target_logprobs_and_gradient",
+    "targets",
     "trained_targets",
 ]

@@ -6,6 +6,7 @@ Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank, V v
 """
 
 import hashlib
+import itertools
 
 import jax
 import numpy as np
@@ -14,78 +15,60 @@ from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.models.config import ModelConfig
+from skyrl_tx.models.parts.base import Target
 from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, stack_of
 from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, adapter_modules
 
-ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
-UNEMBED_TARGETS = ("unembed",)
-EXPERT_PREFIX = "expert_"
-EXPERT_TARGETS = tuple(EXPERT_PREFIX + name for name in MLP_TARGETS)
+UNEMBED = "unembed"
+"""The target that is no part of a block."""
 
 ALPHA = 32.0
 """LoRA's alpha. It is not part of the protocol; hosted adapters have 32 for every rank."""
 
 
+def targets(config: ModelConfig) -> dict[str, Target]:
+    """Return every linear map that adapters change: those of dense blocks, of experts, and the unembedding."""
+    found: dict[str, Target] = {}
+    for stack in config.stacks:
+        for part in (stack.block.mixer, stack.block.feed_forward):
+            found |= part.targets()
+    found = dict(sorted(found.items(), key=lambda item: item[1].num_experts is not None))
+    axes: tuple[Axis, Axis] = ("embed", "vocab")
+    return found | {UNEMBED: Target(inputs=config.hidden_size, outputs=config.vocab_size, axes=axes, group="unembed")}
+
+
 def trained_targets(config: ModelConfig, lora: LoraSpec) -> tuple[str, ...]:
     """Return the targets that are trained. The pairs of others are zero and stay zero."""
-    groups = (
-        (ATTENTION_TARGETS, lora.train_attn),
-        (MLP_TARGETS + EXPERT_TARGETS, lora.train_mlp),
-        (UNEMBED_TARGETS, lora.train_unembed),
-    )
-    present = target_sizes(config)
-    return tuple(name for names, trained in groups if trained for name in names if name in present)
-
-
-def target_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of each target."""
-    D, F = config.hidden_size, config.mlp_size
-    NH, KH = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    sizes = {"q_proj": (D, NH), "k_proj": (D, KH), "v_proj": (D, KH), "o_proj": (NH, D)}
-    if config.dense_layers:
-        sizes |= {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
-    if config.experts is not None:
-        width = config.experts.mlp_size
-        sizes |= {"expert_gate_proj": (D, width), "expert_up_proj": (D, width), "expert_down_proj": (width, D)}
-    return sizes | {"unembed": (D, config.vocab_size)}
+    trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    return tuple(name for name, target in targets(config).items() if trained[target.group])
 
 
 def adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, ...], tuple[Axis | None, ...]]]:
     """Return the logical axes of A and B of each target: those of the map that it changes; ranks are not sharded."""
-    ends: dict[str, tuple[Axis, Axis]] = {
-        "q_proj": ("embed", "heads"),
-        "k_proj": ("embed", "kv_heads"),
-        "v_proj": ("embed", "kv_heads"),
-        "o_proj": ("heads", "embed"),
-        "unembed": ("embed", "vocab"),
-    }
-    for prefix in ("", EXPERT_PREFIX):
-        ends |= {f"{prefix}gate_proj": ("embed", "mlp"), f"{prefix}up_proj": ("embed", "mlp")}
-        ends |= {f"{prefix}down_proj": ("mlp", "embed")}
     stacks: tuple[Axis, ...] = ("layers", "expert")
     return {
-        name: ((*stack, ends[name][0], None), (*stack, None, ends[name][1]))
-        for name in target_sizes(config)
+        name: ((*stack, target.axes[0], None), (*stack, None, target.axes[1]))
+        for name, target in targets(config).items()
         for stack in [stacks[: len(target_stack(config, name))]]
     }
 
 
 def target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
     """Return the layers that have a target; none for the unembedding."""
-    if name in UNEMBED_TARGETS:
-        return ()
-    if name in EXPERT_TARGETS:
-        return config.sparse_layers
-    return config.dense_layers if name in MLP_TARGETS else tuple(range(config.num_layers))
+    layers = (
+        stack.layers
+        for stack in config.stacks
+        if name in stack.block.mixer.targets() or name in stack.block.feed_forward.targets()
+    )
+    return tuple(sorted(itertools.chain.from_iterable(layers)))
 
 
 def target_stack(config: ModelConfig, name: str) -> tuple[int, ...]:
     """Return the leading dimensions of a target's factors: [L], [L, E] for experts, none for the unembedding."""
-    stack = () if name in UNEMBED_TARGETS else (len(target_layers(config, name)),)
-    if config.experts is not None and name in EXPERT_TARGETS:
-        stack = (*stack, config.experts.routing.num_experts)
-    return stack
+    if name == UNEMBED:
+        return ()
+    num_layers, num_experts = len(target_layers(config, name)), targets(config)[name].num_experts
+    return (num_layers,) if num_experts is None else (num_layers, num_experts)
 
 
 def adapter_shapes(config: ModelConfig, rank: int) -> Adapter:
@@ -95,9 +78,10 @@ def adapter_shapes(config: ModelConfig, rank: int) -> Adapter:
         return jax.ShapeDtypeStruct(dims, np.float32)
 
     weights: dict[str, LoraPair] = {}
-    for name, (inputs, outputs) in target_sizes(config).items():
+    for name, target in targets(config).items():
         stack = target_stack(config, name)
-        weights[name] = LoraPair(a=shape(*stack, inputs, rank), b=shape(*stack, rank, outputs))  # type: ignore[arg-type]
+        a, b = shape(*stack, target.inputs, rank), shape(*stack, rank, target.outputs)
+        weights[name] = LoraPair(a=a, b=b)  # type: ignore[arg-type]
     return Adapter(weights=weights, scale=shape())  # type: ignore[arg-type]
 
 
@@ -127,10 +111,10 @@ def adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> 
             module=names[name],
             stack=target_stack(config, name),
             layers=target_layers(config, name) or None,
-            inputs=inputs,
-            outputs=outputs,
+            inputs=target.inputs,
+            outputs=target.outputs,
         )
-        for name, (inputs, outputs) in target_sizes(config).items()
+        for name, target in targets(config).items()
     }
     return AdapterFormat(base_model=base_model, modules=modules)
 
@@ -145,13 +129,13 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
     if config.tied_embeddings and "lm_head" in factors:
         factors[TIED_UNEMBED_MODULE] = factors.pop("lm_head")
     leaves = {stack_of(module)[0].rpartition(".")[2] for module in factors}
-    changed = {name for name, module in format.modules.items() if module.leaf in leaves}
+    changed = {targets(config)[name].group for name, module in format.modules.items() if module.leaf in leaves}
     lora = LoraSpec(
         rank=adapter.rank,
         seed=0,
-        train_attn=not changed.isdisjoint(ATTENTION_TARGETS),
-        train_mlp=not changed.isdisjoint(MLP_TARGETS + EXPERT_TARGETS),
-        train_unembed=not changed.isdisjoint(UNEMBED_TARGETS),
+        train_attn="attn" in changed,
+        train_mlp="mlp" in changed,
+        train_unembed="unembed" in changed,
     )
     fresh = init_adapter(config, lora).weights
     trained: AdapterWeights = {name: fresh[name] for name in trained_targets(config, lora)}

@@ -1,89 +1,115 @@
 """The configuration of the shared decoder, read from the `config.json` of a Hugging Face checkpoint."""
 
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_tx.layers.moe import Routing
 from skyrl_tx.layers.rope import Rope
+from skyrl_tx.models.parts.base import FeedForward, Mixer, UnsupportedModel
 
 HfConfig = Mapping[str, Any]
 
 
-class UnsupportedModel(ValueError):
-    """The checkpoint requires an unsupported feature that changes the numbers."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer, as data."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The mixtures of experts of a model."""
-
-    routing: Routing
-    mlp_size: int  # of each expert
-    layers: tuple[int, ...]  # that have one in place of the dense feed-forward, in order
+    mixer: Mixer
+    feed_forward: FeedForward
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRun:
-    """Neighbouring layers of one kind: their numbers, and their places among all layers of the kind."""
+class Stack:
+    """Equal blocks, whose parameters are stacked: the layers at one place of a cycle, in order."""
 
-    is_sparse: bool
-    layers: range
-    of_kind: range
+    block: Block
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring layers that repeat a cycle of blocks: one loop, whose body is one cycle."""
+
+    stacks: tuple[Stack, ...]  # of equal length, in the order of the cycle
+
+    @property
+    def num_repeats(self) -> int:
+        """How often the cycle repeats."""
+        return len(self.stacks[0].layers)
+
+
+def group_blocks(blocks: Sequence[Block]) -> tuple[Group, ...]:
+    """Return the layers as groups with the fewest stacks, hence the smallest program; of equals the fewest groups."""
+    kinds = [blocks.index(block) for block in blocks]
+    # By layer, the best way to group it and all later ones: the stacks, the groups, the end of the first group
+    # (negative, as the longest is taken of equals) and its cycle.
+    best = {len(blocks): (0, 0, 0, 0)}
+    for first in reversed(range(len(blocks))):
+        best[first] = min((cycle + best[end][0], 1 + best[end][1], -end, cycle) for cycle, end in _cycles(kinds, first))
+    groups: list[Group] = []
+    first = 0
+    while first < len(blocks):
+        *_, end, cycle = best[first]
+        stacks = (Stack(blocks[place], tuple(range(place, -end, cycle))) for place in range(first, first + cycle))
+        groups.append(Group(tuple(stacks)))
+        first = -end
+    return tuple(groups)
+
+
+def _cycles(kinds: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
+    """Yield the length of each cycle that begins at a layer, with each layer that its repeats may end before."""
+    yield 1, first + 1
+    for cycle in range(1, (len(kinds) - first) // 2 + 1):
+        end = first + 2 * cycle
+        while end <= len(kinds) and kinds[end - cycle : end] == kinds[first : first + cycle]:
+            yield cycle, end
+            end += cycle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The configuration of all decoder blocks; hashable, to be a static argument of jitted functions."""
+    """The configuration of the decoder; hashable, to be a static argument of jitted functions."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
     norm_epsilon: float
-    rope: Rope
     max_context_length: int  # tokens
     tied_embeddings: bool
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: Experts | None = None
-
-    @property
-    def sparse_layers(self) -> tuple[int, ...]:
-        """The layers that have experts."""
-        return () if self.experts is None else self.experts.layers
-
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """The layers that have a dense feed-forward."""
-        return tuple(sorted(set(range(self.num_layers)) - set(self.sparse_layers)))
-
-    def runs(self) -> Iterator[LayerRun]:
-        """Yield the layers in as few runs as possible."""
-        sparse = frozenset(self.sparse_layers)
-        seen = {True: 0, False: 0}
-        for is_sparse, group in itertools.groupby(range(self.num_layers), lambda layer: layer in sparse):
-            layers = tuple(group)
-            first, seen[is_sparse] = seen[is_sparse], seen[is_sparse] + len(layers)
-            yield LayerRun(is_sparse, range(layers[0], layers[-1] + 1), range(first, seen[is_sparse]))
+    groups: tuple[Group, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UnsupportedModel(f"{name} must be a whole number above 0, not {value!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
-        if self.head_dim % 2:
-            raise UnsupportedModel(f"head_dim must be even for rotary embedding, not {self.head_dim}")
-        if self.experts is not None and not 1 <= self.experts.routing.num_chosen <= self.experts.routing.num_experts:
-            chosen, experts = self.experts.routing.num_chosen, self.experts.routing.num_experts
-            raise UnsupportedModel(f"a token cannot go to {chosen!r} of {experts!r} experts")
+        object.__setattr__(self, "_hash", hash((self.architecture, self.vocab_size, self.hidden_size, self.groups)))
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once, because each call of a jitted function asks for it
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """All stacks, in the order of the parameters and of the cache."""
+        return tuple(stack for group in self.groups for stack in group.stacks)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All layers in order."""
+        by_layer = {layer: stack.block for stack in self.stacks for layer in stack.layers}
+        return tuple(by_layer[layer] for layer in range(len(by_layer)))
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return sum(len(stack.layers) for stack in self.stacks)
+
+
+def read_size(hf: HfConfig, key: str) -> int:
+    """Return a size of a `config.json`. Raises UnsupportedModel if it is absent or not a whole number above 0."""
+    value = hf.get(key)
+    if value is None:
+        raise UnsupportedModel(f"config.json of a {(hf.get('architectures') or ['model'])[0]} lacks {key!r}")
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"config.json has {key} = {value!r}, not a whole number above 0")
+    return value
 
 
 # Keys that would change the maths, with the values under which they do not. Anything else is refused by name.

@@ -1,28 +1,34 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in place of most feed-forwards. Qwen Team 2025, arXiv:2505.09388."""
 
 from skyrl_tx.layers.moe import Routing
-from skyrl_tx.models.base import ModelFamily
-from skyrl_tx.models.config import Experts, HfConfig
+from skyrl_tx.models.base import ModelFamily, read_attention, read_dense
+from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.parts.mixture import Mixture
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, QK_NORM_WEIGHTS
 
 
-def read_experts(hf: HfConfig) -> Experts:
-    """Read the number of experts and the layers that have them."""
-    step, dense, num_layers = hf["decoder_sparse_step"], hf["mlp_only_layers"] or (), hf["num_hidden_layers"]
-    return Experts(
-        routing=Routing(
-            num_experts=hf["num_experts"],
-            num_chosen=hf["num_experts_per_tok"],
-            renormalizes=hf["norm_topk_prob"],
-        ),
-        mlp_size=hf["moe_intermediate_size"],
-        layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers, dense or with experts."""
+    attention = read_attention(hf, has_norm=True)
+    routing = Routing(
+        num_experts=read_size(hf, "num_experts"),
+        num_chosen=read_size(hf, "num_experts_per_tok"),
+        renormalizes=hf["norm_topk_prob"],
+    )
+    width = read_size(hf, "moe_intermediate_size")
+    sparse = Block(attention, Mixture(hidden_size=attention.hidden_size, mlp_size=width, routing=routing))
+    dense = Block(attention, read_dense(hf))
+    step, others = read_size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
+    return tuple(
+        sparse if layer not in others and (layer + 1) % step == 0 else dense
+        for layer in range(read_size(hf, "num_hidden_layers"))
     )
 
 
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
     weights=DENSE_WEIGHTS + QK_NORM_WEIGHTS + EXPERT_WEIGHTS,
+    read_blocks=read_blocks,
     defaults={
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -34,6 +40,4 @@ QWEN3_MOE = ModelFamily(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    qk_norm=True,
-    read_experts=read_experts,
 )

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+TINY = "tiny"
+"""The name of this model for `--base-model`."""
 UNEMBED_STD = 0.05
 SUBLAYER_GAIN = 0.5
 QK_NORM = 1.5

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import FAMILIES, describe_params
+from skyrl_tx.weights.weight_map import rule_path
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -124,18 +125,16 @@ def write_model(
     }
     if rope_scaling is not None:
         config["rope_scaling"] = rope_scaling
-    if family.read_experts is not None:
+    if "num_experts" in family.defaults:
         config |= TINY_EXPERTS | (experts or {})
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
     generator = np.random.Generator(np.random.Philox(key=seed))
     tensors: dict[str, np.ndarray] = {}
     for rule in family.weights:
-        if rule.path not in parameters:
-            continue
-        parameter = parameters[rule.path]
-        center = 1.0 if parameter.init == "ones" else 0.0
-        for index, name in rule.tensors(parameter):
-            shape = parameter.shape[len(index) :]
+        own = [parameter for path, parameter in parameters.items() if rule_path(path) == rule.path]
+        for name, parameter in rule.in_layer_order(own):
+            center = 1.0 if parameter.init == "ones" else 0.0
+            shape = parameter.shape[rule.num_stacked :]
             drawn = (center + std * generator.standard_normal(shape)).astype(np.float32)
             tensors[name] = np.ascontiguousarray(drawn.T if rule.transpose else drawn)
 

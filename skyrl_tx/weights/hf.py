@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
-from skyrl_tx.weights.weight_map import WeightMap, WeightRule
+from skyrl_tx.weights.weight_map import WeightMap, WeightRule, rule_path
 
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
@@ -110,7 +110,7 @@ def load(
     """
     rules = {rule.path: rule for rule in weights}
     files = locate_tensors(directory)
-    expected = {name for path, each in flatten(parameters).items() for _, name in rules[path].tensors(each)}
+    expected = {name for path, each in flatten(parameters).items() for _, name in rules[rule_path(path)].tensors(each)}
     unexpected = sorted(
         name
         for name in files.keys() - expected
@@ -126,10 +126,11 @@ def load(
         opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
 
         def fill(path: str, parameter: Parameter) -> jax.Array:
-            rule = rules[path]
+            rule = rules[rule_path(path)]
+            stored = jnp.float32 if parameter.is_float32 else dtype
 
             def read(part: Part) -> np.ndarray:
-                host = np.empty([stop - start for start, stop in part], dtype)
+                host = np.empty([stop - start for start, stop in part], stored)
                 for index, name in rule.tensors(parameter):
                     stacked, rest = part[: len(index)], part[len(index) :]
                     if all(start <= i < stop for i, (start, stop) in zip(index, stacked, strict=True)):
@@ -167,12 +168,15 @@ def dummy(parameters: Tree, *, seed: int = 0, dtype: Any = jnp.float32, placemen
 
     def fill(path: str, parameter: Parameter) -> jax.Array:
         # Bytes of the path, folded as a polynomial: a seed of its own for each parameter, equal on every machine.
-        own_seed = (seed + int.from_bytes(path.encode(), "big")) % 4294967291
+        first_layer = parameter.layers[0] if parameter.layers else 0
+        own_seed = (seed + 65_537 * first_layer + int.from_bytes(rule_path(path).encode(), "big")) % 4_294_967_291
+
+        stored = jnp.float32 if parameter.is_float32 else dtype
 
         def make() -> jax.Array:
             if parameter.init == "normal":
-                return pseudo_random(parameter.shape, own_seed, dtype)
-            return jnp.full(parameter.shape, 1.0 if parameter.init == "ones" else 0.0, dtype)
+                return pseudo_random(parameter.shape, own_seed, stored)
+            return jnp.full(parameter.shape, 1.0 if parameter.init == "ones" else 0.0, stored)
 
         return jax.jit(make, out_shardings=placement(parameter))()
 

@@ -1,7 +1,7 @@
 """The mapping between parameters and tensors of a Hugging Face checkpoint, usable in both directions."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from skyrl_tx.layers.parameter import Parameter
@@ -15,7 +15,7 @@ class WeightRule:
     checkpoints and as [in, out] here: `transpose`.
     """
 
-    path: str  # ours, such as layers.q_proj
+    path: str  # ours, such as layers.q_proj, whatever the stack
     tensor: str  # theirs, such as model.layers.{layer}.self_attn.q_proj.weight
     transpose: bool = False
 
@@ -28,8 +28,27 @@ class WeightRule:
         """Yield the index in the array and the name of each tensor."""
         return expand(self.tensor, parameter.shape, parameter.layers)
 
+    @property
+    def num_stacked(self) -> int:
+        """How many leading dims are layers and experts."""
+        return ("{layer}" in self.tensor) + ("{expert}" in self.tensor)
+
+    def in_layer_order(self, stacks: Iterable[Parameter]) -> list[tuple[str, Parameter]]:
+        """Return the names of all tensors of these stacks, by layer and expert, each with its stack."""
+        found = [
+            (parameter.layers[index[0]] if parameter.layers is not None else 0, index[1:], name, parameter)
+            for parameter in stacks
+            for index, name in self.tensors(parameter)
+        ]
+        return [(name, parameter) for *_, name, parameter in sorted(found, key=lambda each: each[:2])]
+
 
 WeightMap = tuple[WeightRule, ...]
+
+
+def rule_path(path: str) -> str:
+    """Return the path of a parameter's rule: its own without the number of its stack."""
+    return ".".join(each for each in path.split(".") if not each.isdigit())
 
 
 def expand(

@@ -28,6 +28,12 @@ VARIANTS = {
         "num_layers": 4,
         "experts": {"mlp_only_layers": [1], "norm_topk_prob": False, "num_experts_per_tok": 3},
     },
+    "qwen3-moe-alternating": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "tied_embeddings": True,
+        "num_layers": 4,
+        "experts": {"decoder_sparse_step": 2},
+    },
     "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
 }
 UNTIED = "qwen3-untied"

@@ -23,7 +23,9 @@ from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
+from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.layers.sharding import WHOLE, Layout
 
 TRAINING_SHARE = 0.5
 """Share of the memory left by weights, KV cache and prompts that a micro-batch may take; models need the rest."""
@@ -185,15 +187,14 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     Call it when the weights are on the device. The KV cache is never larger than all slots can use.
     """
     layout, dtype = params.layout, params.embed.dtype
-    kv_heads = model.num_kv_heads // math.gcd(layout.num_shards("kv_heads"), model.num_kv_heads)
+    token = _position_bytes(model, layout, dtype.itemsize)
     shards = layout.num_shards("batch")  # of the KV cache; a prompt is a single row, which is not sharded
     free = free_bytes(params)
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
         free = _free_on_host(params)
         most = min(most, DEFAULT_SAMPLE_TOKENS)
-        kv_heads, shards = model.num_kv_heads, 1  # all devices share the host's memory
-    token = 2 * model.num_layers * kv_heads * model.head_dim * dtype.itemsize
+        token, shards = _position_bytes(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
     memory = _largest_sample_memory(int(SAMPLE_SHARE * max(free, 0) / token), shards, most, config, model)
     log.info(
         "KV cache of %d tokens%s, and prompts of %d: %.1f GiB are free, a token takes %.1f KiB",
@@ -204,6 +205,17 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
         token / 2**10,
     )
     return replace(memory, prompt_bytes=memory.prompt_tokens * token)
+
+
+def _position_bytes(model: models.ModelConfig, layout: Layout, itemsize: int) -> int:
+    """Return the bytes that one position takes on each device."""
+
+    def size(each: Parameter) -> int:
+        shards = (math.gcd(layout.num_shards(axis), size) for axis, size in zip(each.axes, each.shape, strict=True))
+        return math.prod(each.shape) // math.prod(shards) * itemsize
+
+    rooms = ((len(stack.layers), stack.block.mixer.room()) for stack in model.stacks)
+    return sum(num_layers * size(each) for num_layers, room in rooms for each in jax.tree.leaves(room.positions))
 
 
 def _largest_sample_memory(

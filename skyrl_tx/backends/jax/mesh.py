@@ -53,7 +53,7 @@ def make_layout(config: MeshConfig) -> Layout:
 
 def check_divides(layout: Layout, config: ModelConfig) -> None:
     """Raise MeshError unless every mesh axis divides the sizes that it shards."""
-    if config.experts is None and layout.num_shards("expert") > 1:
+    if layout.num_shards("expert") > 1 and all(axis != "expert" for axis, _, _ in _sizes(config)):
         raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; shard it over fsdp and tp")
     for axis, name, size in _sizes(config):
         if size % layout.num_shards(axis):
@@ -62,16 +62,12 @@ def check_divides(layout: Layout, config: ModelConfig) -> None:
 
 
 def _sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
-    """Yield the logical axes that a mesh may shard, with their names in config.json and sizes. Heads stay whole."""
+    """Yield the logical axes that a mesh may shard, with their names in config.json and sizes."""
     yield "embed", "hidden_size", config.hidden_size
-    yield "heads", "num_attention_heads", config.num_heads
-    yield "kv_heads", "num_key_value_heads", config.num_kv_heads
     yield "vocab", "vocab_size", config.vocab_size
-    if config.dense_layers:
-        yield "mlp", "intermediate_size", config.mlp_size
-    if config.experts is not None:
-        yield "mlp", "moe_intermediate_size", config.experts.mlp_size
-        yield "expert", "num_experts", config.experts.routing.num_experts
+    for stack in config.stacks:
+        yield from stack.block.mixer.sharded_sizes()
+        yield from stack.block.feed_forward.sharded_sizes()
 
 
 def parameter_sharding(layout: Layout, parameter: Parameter) -> NamedSharding:

@@ -29,7 +29,16 @@ class Loaded:
         return made
 
 
+CYCLE = "qwen3-moe-alternating"
+"""A model of dense and sparse layers in turn: one loop, whose body is two layers."""
+
 VARIANTS = {
+    CYCLE: {
+        "architecture": "Qwen3MoeForCausalLM",
+        "tied_embeddings": True,
+        "num_layers": 4,
+        "experts": {"decoder_sparse_step": 2},
+    },
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True},
     "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": False},
     "qwen3-moe-untied": {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
@@ -43,8 +52,14 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), "qwen3-tied")
 
 
-DEFAULT = ("qwen3-tied", "qwen3-moe-untied")
-"""One dense model and one mixture of experts; other variants are slow tests, and the conformance tests cover them."""
+DEFAULT = ("qwen3-tied", CYCLE)
+"""One dense model and one of unlike layers; other variants are slow tests, and the conformance tests cover them."""
+
+
+@pytest.fixture(scope="module")
+def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Give a model of unlike layers."""
+    return read_back(tmp_path_factory.mktemp("model"), CYCLE)
 
 
 @pytest.fixture(

@@ -9,21 +9,25 @@ import pytest
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models import ModelConfig, adapter_shapes, init_adapter
+from skyrl_tx.models.config import Block, group_blocks
+from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.dense import Dense
 
-CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=50,
-    hidden_size=16,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    mlp_size=20,
-    norm_epsilon=1e-6,
-    rope=Rope(theta=1e4),
-    max_context_length=64,
-    tied_embeddings=True,
-)
+
+def config_of(hidden_size: int) -> ModelConfig:
+    attention = Attention(hidden_size=hidden_size, num_heads=4, num_kv_heads=2, head_dim=6, rope=Rope(theta=1e4))
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=50,
+        hidden_size=hidden_size,
+        norm_epsilon=1e-6,
+        max_context_length=64,
+        tied_embeddings=True,
+        groups=group_blocks([Block(attention, Dense(hidden_size=hidden_size, mlp_size=20))] * 3),
+    )
+
+
+CONFIG = config_of(16)
 SPEC = LoraSpec(rank=4, seed=7)
 
 
@@ -37,8 +41,7 @@ def test_shapes_of_the_arrays():
 
 
 def test_a_is_uniform_as_in_peft_and_b_is_zero():
-    wide = replace(CONFIG, hidden_size=256)
-    made = init_adapter(wide, SPEC)
+    made = init_adapter(config_of(256), SPEC)
     a = np.asarray(made.weights["q_proj"].a)
     bound = 256**-0.5
     assert np.abs(a).max() <= bound and np.abs(a).max() > 0.98 * bound

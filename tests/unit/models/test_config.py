@@ -4,6 +4,9 @@ import pytest
 
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models import UnsupportedModel, find_family
+from skyrl_tx.models.config import Block, group_blocks
+from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.dense import Dense
 
 QWEN3_06B = {  # as published, less what no model reads
     "architectures": ["Qwen3ForCausalLM"],
@@ -38,19 +41,22 @@ def read(**changes):
 
 def test_qwen3():
     config = read()
-    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (28, 1024, 16, 8)
-    assert (config.head_dim, config.mlp_size, config.vocab_size) == (128, 3072, 151936)
-    assert config.rope == Rope(theta=1e6) and config.max_context_length == 40960
-    assert config.tied_embeddings and config.qk_norm and not config.qkv_bias
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (28, 1024, 151936)
+    attention = Attention(
+        hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128, rope=Rope(theta=1e6), norm_epsilon=1e-6
+    )
+    assert config.blocks == (Block(attention, Dense(hidden_size=1024, mlp_size=3072)),) * 28
+    assert config.max_context_length == 40960 and config.tied_embeddings
     assert hash(config) == hash(read())
 
 
 def test_absent_keys_take_the_defaults_of_the_family():
     hf = {key: value for key, value in QWEN3_06B.items() if key != "head_dim"}
-    assert find_family(hf).config_from_hf(hf).head_dim == 128
+    assert find_family(hf).config_from_hf(hf).blocks[0].mixer.head_dim == 128
     llama = {**hf, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": None}
     config = find_family(llama).config_from_hf(llama)
-    assert (config.head_dim, config.num_kv_heads, config.qk_norm) == (64, 16, False)
+    attention = config.blocks[0].mixer
+    assert (attention.head_dim, attention.num_kv_heads, attention.norm_epsilon) == (64, 16, None)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -67,11 +73,12 @@ def test_both_spellings_of_a_scaled_rope(changes):
     expected = Rope(
         5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
-    assert read(architectures=["LlamaForCausalLM"], **changes).rope == expected
+    assert read(architectures=["LlamaForCausalLM"], **changes).blocks[0].mixer.rope == expected
 
 
 def test_a_default_rope_in_the_new_spelling():
-    assert read(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6}).rope == Rope(1e6)
+    config = read(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert config.blocks[0].mixer.rope == Rope(1e6)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,8 @@ def test_a_default_rope_in_the_new_spelling():
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "odd"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({"num_hidden_layers": 0}, "num_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"head_dim": "128"}, "head_dim = '128'"),
         ({"num_key_value_heads": 3}, "3 key/value heads"),
         ({"vocab_size": None}, "'vocab_size'"),
         ({"architectures": ["MambaForCausalLM"]}, r"MambaForCausalLM.*Qwen3ForCausalLM.*LlamaForCausalLM"),
@@ -101,3 +109,34 @@ def test_unsupported_config_keys_are_refused_by_name(changes, named):
 
 def test_a_window_that_is_off_is_accepted():
     assert read(sliding_window=4096, use_sliding_window=False) == read()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "groups"),
+    [
+        ("aaaa", ["aaaa"]),
+        ("aaabaaabaaab", ["(a a a b) x 3"]),  # Qwen3.5
+        ("wfwfwf", ["(w f) x 3"]),  # gpt-oss
+        ("dddssss", ["ddd", "ssss"]),  # DeepSeek-V3
+        ("wwfwwfww", ["(w w f) x 2", "ww"]),  # Gemma 3
+        ("sdss", ["s", "d", "ss"]),
+        ("ababa", ["(a b) x 2", "a"]),
+        ("abc", ["a", "b", "c"]),
+        ("dsssdsss", ["(d s s s) x 2"]),
+        ("dsssssdsssss", ["d", "sssss", "d", "sssss"]),  # the cycle would have six stacks
+    ],
+)
+def test_layers_are_grouped_into_cycles(kinds, groups):
+    blocks = {kind: Block(read().blocks[0].mixer, Dense(hidden_size=8, mlp_size=ord(kind))) for kind in kinds}
+    names = {block: kind for kind, block in blocks.items()}
+    found = group_blocks([blocks[kind] for kind in kinds])
+
+    def text(group) -> str:
+        cycle = [names[stack.block] for stack in group.stacks]
+        return cycle[0] * group.num_repeats if len(cycle) == 1 else f"({' '.join(cycle)}) x {group.num_repeats}"
+
+    assert [text(group) for group in found] == groups
+    layers = [stack.layers[repeat] for group in found for repeat in range(group.num_repeats) for stack in group.stacks]
+    assert layers == list(range(len(kinds)))
+    for stack in (stack for group in found for stack in group.stacks):
+        assert {kinds[layer] for layer in stack.layers} == {names[stack.block]}

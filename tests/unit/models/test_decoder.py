@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.layers import kv_cache
+from skyrl_tx.layers import held
 from skyrl_tx.layers.attention import DENSE_LENGTH
 from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.models.config import Group, Stack, group_blocks
 from tests.support.fast_jit import fast_jit
 
 # Tests share the shapes of these programs: three rows of 40 tokens, three adapters, prompts and caches of 96 positions.
@@ -19,7 +20,7 @@ LENGTH, PROMPT = 40, 96
 forward = fast_jit(models.forward, static_argnames=("config", "remat"))
 extend = fast_jit(models.extend, static_argnames="config")
 target_logprobs = fast_jit(models.target_logprobs)
-insert = fast_jit(kv_cache.insert)
+insert = fast_jit(held.insert)
 
 
 @partial(fast_jit, static_argnames=("config", "bucket", "by_layer"))
@@ -29,27 +30,25 @@ def decode_step(
     """Decode a slice of one step."""
     if by_layer:
         params = models.by_layer(params, config)
-    opened = kv_cache.open_slice(cache, position, read_length=bucket, max_tokens=4, by_layer=by_layer)
+    opened = held.open_slice(cache, position, read_length=bucket, max_tokens=4, by_layer=by_layer)
     hidden, ended = models.decode_step(params, config, token, opened, adapter, rows)
-    return hidden, kv_cache.close_slice(cache, ended)
+    return hidden, held.close_slice(cache, ended)
 
 
 def tokens(rows: int = 3, length: int = LENGTH, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (rows, length), dtype=np.int32)
 
 
-def keys_and_values(config, value: float, dtype="float32") -> kv_cache.KeyValues:
-    """Return keys and values of three rows, all of which are `value`."""
-    shape = (config.num_layers, 3, config.num_kv_heads, PROMPT, config.head_dim)
-    return kv_cache.KeyValues(k=np.full(shape, value, dtype), v=np.full(shape, value, dtype))
+def filled_cache(params, config, value: float, rows: int = 3) -> held.Cache:
+    """Return a cache of three rows, all of which is `value`."""
+    empty = models.empty_cache(jax.tree.map(jnp.asarray, params), config, rows, PROMPT)
+    return jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), empty)
 
 
 def prefill(params, config, x, adapter=None, rows=None):
     """Run whole rows, in one chunk of 32, into prompts in which nothing was written."""
     chunk = np.pad(x, ((0, 0), (0, 32 - x.shape[1])))
-    return extend(
-        params, config, chunk, np.int32(0), keys_and_values(config, np.nan, params.embed.dtype), adapter, rows
-    )
+    return extend(params, config, chunk, np.int32(0), filled_cache(params, config, np.nan), adapter, rows)
 
 
 def prompt_of(keys, row: int):
@@ -122,7 +121,7 @@ def test_decoding_equals_the_full_forward(each_family, by_layer):
     whole = evaluate(each_family.params, config, x, slots, rows)
 
     _, prefilled = prefill(each_family.params, config, x[:, :6], slots, rows)
-    cache = keys_and_values(config, np.nan)
+    cache = filled_cache(each_family.params, config, np.nan)
     for row, slot in ((0, 2), (1, 0), (0, 1)):
         cache = insert(cache, prompt_of(prefilled, row), np.int32(6), np.int32(slot))
     in_slot = np.array([1, 0, 0])
@@ -147,7 +146,7 @@ def test_chunked_prefill_equals_the_full_forward(each_family, chunks):
     x = tokens()
     assert sum(chunks) == LENGTH
     whole = evaluate(each_family.params, config, x, slots, rows)
-    past = keys_and_values(config, np.nan)  # what is not written is not seen
+    past = filled_cache(each_family.params, config, np.nan)  # what is not written is not seen
     start = 0
     for size in chunks:
         chunk = np.pad(x[:, start : start + size], ((0, 0), (0, 32 - size)))
@@ -161,7 +160,7 @@ def test_slots_decode_at_separate_positions(loaded):
     x = tokens()
     whole = evaluate(loaded.params, config, x)
     _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a slot's position must not be seen
-    cache = keys_and_values(config, 0)
+    cache = filled_cache(loaded.params, config, 0)
     for row in range(3):
         cache = insert(cache, prompt_of(prefilled, row), np.int32(10), np.int32(row))
     rows, positions = np.arange(3), np.array([3, 7, 9])
@@ -215,7 +214,7 @@ def test_padded_rank_is_a_fixpoint(loaded):
 
 def test_compiled_size_does_not_grow_with_layers(loaded):
     def lines(num_layers: int) -> int:
-        config = replace(loaded.config, num_layers=num_layers)
+        config = replace(loaded.config, groups=group_blocks(loaded.config.blocks[:1] * num_layers))
         shapes = jax.tree.map(
             lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.float32), models.describe_params(config)
         )
@@ -230,14 +229,75 @@ def test_bfloat16_weights_keep_float32_results(loaded):
     rounded = jax.tree.map(lambda leaf: leaf.astype(np.float32), low)
     adapter, x = loaded.adapter(1), tokens()
     hidden, prefilled = prefill(low, loaded.config, x[:, :10], adapter)
-    assert hidden.dtype == jnp.float32 and prefilled.k.dtype == jnp.bfloat16
+    assert hidden.dtype == jnp.float32 and {leaf.dtype for leaf in jax.tree.leaves(prefilled)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
     expected = evaluate(rounded, loaded.config, x, adapter)[:, :10]
     error = np.abs(hidden[:, :10] - expected).max() / np.abs(expected).max()
     assert 0 < error < 0.03  # activations are rounded to 8 bits of mantissa at each product, sums are not
 
-    cache = keys_and_values(loaded.config, 0, jnp.bfloat16)
+    cache = filled_cache(low, loaded.config, 0)
     for row in range(3):
         cache = insert(cache, prompt_of(prefilled, row), np.int32(10), np.int32(row))
     decoded, cache = decode_step(low, loaded.config, x[:, 9], np.full(3, 9), cache, adapter)
-    assert decoded.dtype == jnp.float32 and cache.k.dtype == jnp.bfloat16
+    assert decoded.dtype == jnp.float32 and cache[0].positions.k.dtype == jnp.bfloat16
     assert np.abs(decoded - expected[:, 9]).max() / np.abs(expected).max() < 0.03
+
+
+def test_embeddings_and_positions_may_be_given(loaded):
+    params, config, x = loaded.params, loaded.config, tokens()
+    embedded, start = np.asarray(fast_jit(models.embed)(params, x)), np.zeros(x.shape, np.int32)
+    start[:, 15:] = 15
+    whole = evaluate(params, config, x, start_BT=start)
+    np.testing.assert_array_equal(evaluate(params, config, embedded, start_BT=start), whole)
+    later = np.arange(LENGTH) - start + 7  # rotations are relative, so that a constant changes nothing
+    np.testing.assert_allclose(evaluate(params, config, x, start_BT=start, position_BT=later), whole, atol=1e-5)
+    assert np.abs(evaluate(params, config, x, start_BT=start, position_BT=2 * later) - whole).max() > 1e-2
+
+    hidden, past = extend(params, config, embedded[:, :32], np.int32(0), filled_cache(params, config, np.nan))
+    expected, same = extend(params, config, x[:, :32], np.int32(0), filled_cache(params, config, np.nan))
+    np.testing.assert_array_equal(hidden, expected)
+    jax.tree.map(np.testing.assert_array_equal, past, same)
+
+
+def one_by_one(params, config):
+    """Return the same model with each layer as a group of its own."""
+    found = {
+        layer: (stack.block, {name: leaf[place : place + 1] for name, leaf in own.items()})
+        for stack, own in zip(config.stacks, params.layers, strict=True)
+        for place, layer in enumerate(stack.layers)
+    }
+    layers = [found[layer] for layer in range(config.num_layers)]
+    groups = tuple(Group((Stack(block, (layer,)),)) for layer, (block, _) in enumerate(layers))
+    return replace(params, layers=tuple(own for _, own in layers)), replace(config, groups=groups)
+
+
+def in_layer_order(cache, config) -> list:
+    """Return the positions of each layer."""
+    found = {
+        layer: jax.tree.map(lambda leaf, place=place: np.asarray(leaf)[place], each.positions)
+        for stack, each in zip(config.stacks, cache, strict=True)
+        for place, layer in enumerate(stack.layers)
+    }
+    return [found[layer] for layer in range(config.num_layers)]
+
+
+def test_a_cycle_of_unlike_layers_equals_its_layers_one_by_one(alternating):
+    params, config = alternating.params, alternating.config
+    (group,) = config.groups
+    assert len(group.stacks) == 2 and group.num_repeats == 2
+    apart = one_by_one(params, config)
+    adapter, x = alternating.adapter(1), tokens()
+    slots, rows = slots_of(alternating)
+    close = partial(np.testing.assert_allclose, atol=1e-5)
+    close(evaluate(params, config, x, adapter), evaluate(*apart, x, adapter))
+    close(evaluate(params, config, x, slots, rows), evaluate(*apart, x, slots, rows))
+    gradients = [adapter_gradient(*model, adapter, tokens(2, 8)) for model in ((params, config), apart)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *gradients)
+    (hidden, past), (expected, other) = (prefill(*model, x[:, :20], slots, rows) for model in ((params, config), apart))
+    close(hidden, expected)
+    jax.tree.map(
+        lambda ours, theirs: close(ours[..., :20, :], theirs[..., :20, :]),
+        in_layer_order(past, config),
+        in_layer_order(other, apart[1]),
+    )

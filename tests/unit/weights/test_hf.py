@@ -59,9 +59,9 @@ def test_tensors_land_where_they_belong(directory):
     np.testing.assert_array_equal(params.final_norm, tensors["model.norm.weight"])
     for layer in range(3):
         prefix = f"model.layers.{layer}"
-        np.testing.assert_array_equal(params.layers.down_proj[layer], tensors[f"{prefix}.mlp.down_proj.weight"].T)
-        np.testing.assert_array_equal(params.layers.q_norm[layer], tensors[f"{prefix}.self_attn.q_norm.weight"])
-    assert params.layers.q_bias is None and "layers.q_bias" not in flatten(params)
+        np.testing.assert_array_equal(params.layers[0]["down_proj"][layer], tensors[f"{prefix}.mlp.down_proj.weight"].T)
+        np.testing.assert_array_equal(params.layers[0]["q_norm"][layer], tensors[f"{prefix}.self_attn.q_norm.weight"])
+    assert "layers.0.q_norm" in flatten(params) and "layers.0.q_bias" not in flatten(params)
 
 
 def cached(hub, name, directory, revision):
@@ -122,14 +122,15 @@ def test_the_host_never_holds_a_second_copy(tmp_path, monkeypatch):
     assert peak < 0.75 * num_bytes
 
 
-def test_bfloat16_files_load_into_either_type(directory):
+def test_bfloat16_files_load_into_either_type_and_norms_are_float32(directory):
     def halve(tensors):
         for name in tensors:
             tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
 
     rewrite(directory, halve)
     low, high = load(directory, dtype=jnp.bfloat16), load(directory)
-    assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
+    for path, leaf in flatten(low).items():
+        assert leaf.dtype == (jnp.float32 if "norm" in path else jnp.bfloat16), path
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(jnp.float32), b), low, high)
 
 

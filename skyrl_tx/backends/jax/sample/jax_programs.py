@@ -24,9 +24,9 @@ from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.layers import kv_cache
-from skyrl_tx.layers.kv_cache import SEGMENT, KeyValues
-from skyrl_tx.models import DecoderParams, ModelConfig
+from skyrl_tx.layers.held import Cache
+from skyrl_tx.layers.kv_cache import SEGMENT
+from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
 
 MAX_INT32 = 2**31 - 1
 
@@ -56,13 +56,13 @@ class JaxPrograms:
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         self._layout = self.memory.layout_for(1)
         self._transfer = min(TRANSFER, self._layout.length)  # every layout's slots are at least as long
-        self._cache: KeyValues | None = None
+        self._cache: Cache | None = None
 
     # Prompts
 
     def allocate_prompt(self, length: int) -> PromptKV:
         """Return an empty prompt buffer."""
-        return PromptKV(empty_keys(self._params, self._model, 1, length), length)
+        return PromptKV(empty_cache(self._params, self._model, 1, length), length)
 
     def copy_prompt(self, prompt: PromptKV, length: int) -> PromptKV:
         """Return a copy of a prompt buffer, cut or extended to `length` positions."""
@@ -128,11 +128,11 @@ class JaxPrograms:
         """Replace the KV cache by an empty one."""
         self._cache = None  # freed before the next is allocated
         self._layout = layout
-        self._cache = empty_keys(self._params, self._model, layout.num_slots, layout.length)
+        self._cache = empty_cache(self._params, self._model, layout.num_slots, layout.length)
 
     @property
-    def cache(self) -> KeyValues:
-        """The KV cache [L, S, K, C, H]."""
+    def cache(self) -> Cache:
+        """The KV cache."""
         assert self._cache is not None
         return self._cache
 
@@ -144,7 +144,7 @@ class JaxPrograms:
         with self._detect_loss():
             self._cache = programs.insert(self.cache, prompt.data, np.int32(num_tokens), slot_S, np.int32(len(slots)))
 
-    def read_slot(self, slot: int, num_positions: int) -> list[tuple[int, KeyValues]]:
+    def read_slot(self, slot: int, num_positions: int) -> list[tuple[int, Cache]]:
         """Return a copy of a slot's first positions on the host: blocks of equal size, with their first positions."""
         size = self._transfer
         last = max(num_positions - size, 0)  # the last block ends at the last position, so it fits into any slot
@@ -153,7 +153,7 @@ class JaxPrograms:
             for start in (*range(0, last, size), last)
         ]
 
-    def write_slot(self, saved: list[tuple[int, KeyValues]], slot: int) -> None:
+    def write_slot(self, saved: list[tuple[int, Cache]], slot: int) -> None:
         """Write what `read_slot` returned into a slot of the current cache."""
         for start, block in saved:
             self._cache = programs.write_positions(self.cache, block, np.int32(slot), np.int32(start))
@@ -201,7 +201,7 @@ class JaxPrograms:
         try:
             yield
         except Exception as error:
-            if cache.k.is_deleted():
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
                 raise BackendLost(f"decoding failed and destroyed the KV cache: {error}") from error
             raise
 
@@ -238,14 +238,6 @@ class JaxPrograms:
             for adapters, any_adapter in ((by_tile, False), (by_tile, True), (by_slot, True)):
                 each = replace(batch, adapter_G=jnp.asarray(adapters, jnp.int32))
                 self._run_slice(each, adapters, 1, read_length, any_adapter)
-
-
-def empty_keys(params: DecoderParams, model: ModelConfig, num_rows: int, length: int) -> KeyValues:
-    """Return empty keys and values on the devices of the weights, with the sharding that programs give them."""
-    dims = (model.num_layers, num_rows, model.num_kv_heads, length, model.head_dim)
-    layout, dtype = params.layout, params.embed.dtype
-    device = layout.sharding(kv_cache.AXES, dims) if layout.is_split else params.embed.sharding
-    return KeyValues(k=jnp.zeros(dims, dtype, device=device), v=jnp.zeros(dims, dtype, device=device))
 
 
 def draw_params(samples: Rows, num_rows: int) -> DrawParams:

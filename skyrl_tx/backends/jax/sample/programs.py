@@ -16,12 +16,12 @@ from flax import struct
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
-from skyrl_tx.layers import kv_cache
-from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers import held
+from skyrl_tx.layers.held import Cache, Held
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig
 
-Recent = KeyValues | tuple[KeyValues, ...]
+Live = tuple[Held | tuple[Held, ...], ...]
 
 
 @struct.dataclass
@@ -44,7 +44,7 @@ def take_adapter(pool: Adapter | None, adapter: jax.Array) -> Adapter | None:
 by_layer = jax.jit(models.by_layer, static_argnames="config")
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="keys")
+@partial(jax.jit, static_argnames="config", donate_argnames="prompt")
 def extend(
     params: DecoderParams,
     config: ModelConfig,
@@ -53,25 +53,20 @@ def extend(
     token_T: jax.Array,
     start: jax.Array,
     last: jax.Array,
-    keys: KeyValues,
-) -> tuple[jax.Array, jax.Array, KeyValues]:
-    """Compute a chunk of one prompt, padded on the right, after the first `start` positions of `keys` [L, 1, K, C, H].
+    prompt: Cache,
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Compute a chunk of one prompt, padded on the right, after the first `start` positions of `prompt`.
 
-    Returns the chunk's hidden states [T, D], the one at index `last` [1, D], and the keys with the chunk's own.
+    Returns the chunk's hidden states [T, D], the one at index `last` [1, D], and the prompt with the chunk.
     """
-    hidden_1TD, keys = models.extend(params, config, token_T[None], start, keys, take_adapter(pool, adapter))
-    return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), keys
+    hidden_1TD, prompt = models.extend(params, config, token_T[None], start, prompt, take_adapter(pool, adapter))
+    return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), prompt
 
 
 @partial(jax.jit, static_argnames="length")
-def copy_prompt(keys: KeyValues, *, length: int) -> KeyValues:
-    """Return a copy of a prompt's keys, cut or padded to `length` positions."""
-
-    def copy(leaf: jax.Array) -> jax.Array:
-        first = leaf[:, :, :, :length]
-        return jnp.pad(first, ((0, 0), (0, 0), (0, 0), (0, length - first.shape[3]), (0, 0)))
-
-    return jax.tree.map(copy, keys)
+def copy_prompt(prompt: Cache, *, length: int) -> Cache:
+    """Return a copy of a prompt, cut or padded to `length` positions."""
+    return held.resize(prompt, length)
 
 
 @jax.jit
@@ -89,32 +84,25 @@ def draw_first(logits_1V: jax.Array, draws: DrawParams, wants_topk: jax.Array, *
 
 
 @partial(jax.jit, donate_argnames="cache")
-def insert(cache: KeyValues, prompt: KeyValues, size: jax.Array, slot_S: jax.Array, count: jax.Array) -> KeyValues:
+def insert(cache: Cache, prompt: Cache, size: jax.Array, slot_S: jax.Array, count: jax.Array) -> Cache:
     """Copy a prompt of `size` tokens into the first `count` of `slot_S`, one by one, so that no second cache exists."""
 
-    def one(i: jax.Array, cache: KeyValues) -> KeyValues:
-        return kv_cache.insert(cache, prompt, size, slot_S[i])
+    def one(i: jax.Array, cache: Cache) -> Cache:
+        return held.insert(cache, prompt, size, slot_S[i])
 
     return jax.lax.fori_loop(0, count, one, cache)
 
 
 @partial(jax.jit, static_argnames="size")
-def read_positions(cache: KeyValues, slot: jax.Array, start: jax.Array, *, size: int) -> KeyValues:
-    """Return a copy [L, 1, K, T, H] of `size` positions of one slot; the slot must have all of them."""
-
-    def read(leaf: jax.Array) -> jax.Array:
-        num_layers, _, num_kv_heads, _, head_dim = leaf.shape
-        return jax.lax.dynamic_slice(leaf, (0, slot, 0, start, 0), (num_layers, 1, num_kv_heads, size, head_dim))
-
-    return jax.tree.map(read, cache)
+def read_positions(cache: Cache, slot: jax.Array, start: jax.Array, *, size: int) -> Cache:
+    """Return a copy of `size` positions of one slot; the slot must have all of them."""
+    return held.read_piece(cache, slot, start, size)
 
 
 @partial(jax.jit, donate_argnames="cache")
-def write_positions(cache: KeyValues, block: KeyValues, slot: jax.Array, start: jax.Array) -> KeyValues:
+def write_positions(cache: Cache, piece: Cache, slot: jax.Array, start: jax.Array) -> Cache:
     """Write what `read_positions` returned into a slot."""
-    return jax.tree.map(
-        lambda into, leaf: jax.lax.dynamic_update_slice(into, leaf, (0, slot, 0, start, 0)), cache, block
-    )
+    return held.write_piece(cache, piece, slot, start)
 
 
 @partial(jax.jit, static_argnames=("config", "read_length", "max_steps", "max_topk"), donate_argnames="cache")
@@ -122,14 +110,14 @@ def decode_slice(
     params: DecoderParams,
     config: ModelConfig,
     pool: Adapter | None,
-    cache: KeyValues,
+    cache: Cache,
     batch: SlotBatch,
     num_steps: jax.Array,
     *,
     read_length: int,
     max_steps: int,
     max_topk: int,
-) -> tuple[KeyValues, Drawn]:
+) -> tuple[Cache, Drawn]:
     """Run `num_steps` <= `max_steps` decode steps of every slot.
 
     `read_length` must be at least the position of every live slot. A slot that runs past its own end, or the cache's,
@@ -139,18 +127,18 @@ def decode_slice(
     Returns:
         The cache, and the tokens drawn with a leading axis N of `max_steps`, filled up to `num_steps`.
     """
-    is_by_layer = isinstance(params.layers, tuple)
-    opened = kv_cache.open_slice(
+    is_by_layer = isinstance(params.layers[0], tuple)
+    opened = held.open_slice(
         cache, batch.position_S, read_length=read_length, max_tokens=max_steps, by_layer=is_by_layer
     )
 
-    def step(n: jax.Array, carry: tuple[Recent, jax.Array, Drawn]) -> tuple[Recent, jax.Array, Drawn]:
-        recent, token_S, kept = carry
-        now = replace(opened, recent=recent, num_recent=n)
+    def step(n: jax.Array, carry: tuple[Live, jax.Array, Drawn]) -> tuple[Live, jax.Array, Drawn]:
+        live, token_S, kept = carry
+        now = replace(opened, live=live, num_recent=n)
         hidden_SD, now = models.decode_step(params, config, token_S, now, pool, batch.adapter_G)
         logits_SV = models.logits(params, hidden_SD, pool, batch.adapter_G)
         drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
-        return now.recent, drawn.tokens, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
+        return now.live, drawn.tokens, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
 
     S, K = batch.token_S.shape[0], min(max_topk, config.vocab_size)
     kept = Drawn(
@@ -159,6 +147,6 @@ def decode_slice(
         topk_tokens=jnp.zeros((max_steps, S, K), jnp.int32),
         topk_logprobs=jnp.zeros((max_steps, S, K), jnp.float32),
     )
-    recent, _, kept = jax.lax.fori_loop(0, num_steps, step, (opened.recent, batch.token_S, kept))
-    cache = kv_cache.close_slice(cache, replace(opened, recent=recent, num_recent=num_steps))
-    return jax.tree.map(lambda leaf: params.layout.constrain(leaf, *kv_cache.AXES), cache), kept
+    live, _, kept = jax.lax.fori_loop(0, num_steps, step, (opened.live, batch.token_S, kept))
+    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_steps))
+    return models.constrain_cache(params.layout, config, cache), kept

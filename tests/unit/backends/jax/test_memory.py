@@ -34,6 +34,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.models.config import group_blocks
 from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
@@ -89,7 +90,8 @@ def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
 
 def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(tiny, monkeypatch):
     config = tiny.config
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    attention = config.blocks[0].mixer
+    token = 2 * config.num_layers * attention.num_kv_heads * attention.head_dim * 4
 
     def planned(free: int, **settings) -> SampleMemory:
         monkeypatch.setattr(memory, "free_bytes", lambda _: free)
@@ -105,8 +107,10 @@ def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(t
 @pytest.mark.parametrize("free_gib", [1, 7, 60, 120])
 @pytest.mark.parametrize("settings", [{}, {"prefix_cache_tokens": 500}, {"prefill_chunk_tokens": 512}])
 def test_samples_and_prompts_take_at_most_their_share(tiny, monkeypatch, free_gib, settings):
-    large = {"num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_context_length": 40_960}
-    config, free = replace(tiny.config, **large), free_gib * 2**30
+    block = tiny.config.blocks[0]
+    block = replace(block, mixer=replace(block.mixer, num_heads=32, num_kv_heads=8, head_dim=128))
+    config = replace(tiny.config, groups=group_blocks([block] * 36), max_context_length=40_960)
+    free = free_gib * 2**30
     monkeypatch.setattr(memory, "free_bytes", lambda _: free)
     planned = plan_sample_memory(JaxConfig(**settings), tiny.params, config)
     token = 2 * 36 * 8 * 128 * 4

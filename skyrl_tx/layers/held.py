@@ -1,0 +1,232 @@
+"""The cache of the decoder: what it keeps of prompts and of slots, and what a mixer sees of it.
+
+It has one `Held` for each stack of layers, with two kinds of arrays. *Positions*, such as keys and values, grow with
+the tokens; a mixer never sees how they are stored, but calls `attend`. *Fixed-size state*, such as that of linear
+attention, is replaced as a whole.
+
+Legend: n layers of a stack, S decode slots, B batch rows, N heads, K kv heads, T tokens, C cache positions, H head dim.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from skyrl_tx.layers.attention import cached_attention, extending_attention
+from skyrl_tx.layers.kv_cache import KeyValues, Segments, append, read_segments
+from skyrl_tx.layers.parameter import Axis
+
+AXES: tuple[Axis | None, ...] = ("layers", "batch", "kv_heads", None, "head_dim")
+"""The logical axes of positions."""
+
+
+@struct.dataclass
+class Held:
+    """The cache of one stack: trees with leaves [n, S, K, C, H] and [n, S, ...], of prompts with B in place of S."""
+
+    positions: Any = ()
+    fixed: Any = ()
+
+
+Cache = tuple[Held, ...]
+"""The cache of all stacks."""
+
+
+@struct.dataclass
+class ChunkHeld:
+    """The cache of one layer before a chunk of prompts: the state [B, ...], and the positions before `start`."""
+
+    past: Any  # of the whole stack, which is not copied
+    layer: Any
+    fixed: Any
+    start: jax.Array
+
+    def attend(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, KeyValues]:
+        """Return attention over the past and the chunk, [B, T, N, H], and the chunk's keys and values."""
+        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, self.past, self.layer, self.start)
+        return mixed_BTNH, KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2))
+
+
+@struct.dataclass
+class StepHeld:
+    """The cache of one layer before a decode step: the state [S, ...], the past, and the tokens of the slice."""
+
+    past: Segments
+    recent: KeyValues
+    fixed: Any
+    start_S: jax.Array
+    num_recent: jax.Array
+
+    def attend(self, q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array) -> tuple[jax.Array, KeyValues]:
+        """Return attention over all tokens up to the new one, [S, N, H], and the slice's keys and values with it."""
+        recent = append(self.recent, KeyValues(k=k_SKH, v=v_SKH), self.num_recent)
+        return cached_attention(q_SNH, self.past, recent, self.start_S, self.num_recent + 1), recent
+
+
+@struct.dataclass
+class SliceCache:
+    """The cache during a decode slice: by stack the past, which is read-only, and what the steps change.
+
+    `live` holds the recent tokens [n, S, K, T, H] and the state. Both are stacks; or by layer, tuples of layers, the
+    past in segments. A step that takes its layer out of a stack copies it: on CPU that took longer than attention.
+    """
+
+    past: tuple[Any, ...]
+    live: tuple[Held | tuple[Held, ...], ...]
+    start_S: jax.Array  # int32: positions that each slot's past has
+    num_recent: jax.Array  # int32 scalar
+    read_length: int = struct.field(pytree_node=False)  # how many positions of the past are read
+
+    def layer(self, stack: int, layer: Any, fixed: Any) -> StepHeld:
+        """Return what one layer of a stack has; `fixed` is its state."""
+        past, live = self.past[stack], self.live[stack]
+        if isinstance(live, tuple):
+            segments, recent = past[layer], live[layer].positions
+        else:
+            segments = _segments(past, layer, self.read_length)
+            recent = jax.tree.map(lambda leaf: leaf[layer], live.positions)
+        return StepHeld(segments, recent, fixed, self.start_S, self.num_recent)
+
+
+def insert(cache: Cache, prompt: Cache, size: jax.Array, slot: jax.Array) -> Cache:
+    """Copy the first `size` positions of a prompt, and its state, into one slot, from position 0 on.
+
+    The rest of the slot is cleared: attention weighs positions not yet written with 0, and 0 * NaN of a former tenant
+    would be NaN.
+    """
+    # Always true: but a mask that is the same for all slots would have XLA make the masked row before a loop over them,
+    # and hold as much again.
+    size = jnp.where(slot < jax.tree.leaves(cache)[0].shape[1], size, 0)
+
+    def write(into: jax.Array, rows: jax.Array) -> jax.Array:
+        length = into.shape[3]
+        kept = rows[:, :, :, :length].astype(into.dtype)
+        kept = jnp.where((jnp.arange(kept.shape[3]) < size)[:, None], kept, 0)
+        rest = jnp.zeros((*kept.shape[:3], length - kept.shape[3], kept.shape[4]), into.dtype)
+        into = jax.lax.dynamic_update_slice(into, kept, (0, slot, 0, 0, 0))
+        return jax.lax.dynamic_update_slice(into, rest, (0, slot, 0, kept.shape[3], 0))
+
+    return tuple(
+        Held(
+            positions=jax.tree.map(write, into.positions, one.positions),
+            fixed=jax.tree.map(lambda all, row: _put_row(all, row, slot), into.fixed, one.fixed),
+        )
+        for into, one in zip(cache, prompt, strict=True)
+    )
+
+
+def write_chunk(held: Held, new: Held, start: jax.Array) -> Held:
+    """Write the positions from `start` on [n, B, K, T, H], all of which `held` must have, and replace the state."""
+
+    def write(into: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(into, rows.astype(into.dtype), start, axis=3)
+
+    return Held(positions=jax.tree.map(write, held.positions, new.positions), fixed=new.fixed)
+
+
+def resize(cache: Cache, length: int) -> Cache:
+    """Return a copy, cut or padded to `length` positions."""
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        first = leaf[:, :, :, :length]
+        return jnp.pad(first, ((0, 0), (0, 0), (0, 0), (0, length - first.shape[3]), (0, 0)))
+
+    return tuple(Held(jax.tree.map(copy, held.positions), jax.tree.map(jnp.copy, held.fixed)) for held in cache)
+
+
+def read_piece(cache: Cache, slot: jax.Array, start: jax.Array, size: int) -> Cache:
+    """Return a copy of `size` positions [n, 1, K, T, H] and of the state of one slot, which must have all of them."""
+
+    def read(leaf: jax.Array) -> jax.Array:
+        num_layers, _, num_kv_heads, _, head_dim = leaf.shape
+        return jax.lax.dynamic_slice(leaf, (0, slot, 0, start, 0), (num_layers, 1, num_kv_heads, size, head_dim))
+
+    def row(leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=1)
+
+    return tuple(Held(jax.tree.map(read, held.positions), jax.tree.map(row, held.fixed)) for held in cache)
+
+
+def write_piece(cache: Cache, piece: Cache, slot: jax.Array, start: jax.Array) -> Cache:
+    """Write what `read_piece` returned into a slot."""
+
+    def write(into: jax.Array, leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(into, leaf, (0, slot, 0, start, 0))
+
+    return tuple(
+        Held(
+            positions=jax.tree.map(write, into.positions, one.positions),
+            fixed=jax.tree.map(lambda all, row: _put_row(all, row, slot), into.fixed, one.fixed),
+        )
+        for into, one in zip(cache, piece, strict=True)
+    )
+
+
+def open_slice(
+    cache: Cache, start_S: jax.Array, *, read_length: int, max_tokens: int, by_layer: bool = False
+) -> SliceCache:
+    """Return the cache for a decode slice of up to `max_tokens`; slots hold `start_S` <= `read_length` positions."""
+
+    def empty(leaf: jax.Array) -> jax.Array:
+        return jnp.zeros((*leaf.shape[:3], max_tokens, leaf.shape[4]), leaf.dtype)
+
+    live = tuple(Held(jax.tree.map(empty, held.positions), held.fixed) for held in cache)
+    past = tuple(held.positions for held in cache)
+    if not by_layer:
+        return SliceCache(past, live, start_S, jnp.int32(0), read_length)
+    num_layers = [jax.tree.leaves(held)[0].shape[0] for held in cache]
+    return SliceCache(
+        past=tuple(
+            tuple(_segments(each, layer, read_length) for layer in range(num))
+            for each, num in zip(past, num_layers, strict=True)
+        ),
+        live=tuple(
+            tuple(
+                Held(
+                    positions=jax.tree.map(lambda leaf: leaf[0], each.positions),  # all are zeros
+                    fixed=jax.tree.map(lambda leaf, layer=layer: leaf[layer], each.fixed),
+                )
+                for layer in range(num)
+            )
+            for each, num in zip(live, num_layers, strict=True)
+        ),
+        start_S=start_S,
+        num_recent=jnp.int32(0),
+        read_length=read_length,
+    )
+
+
+def close_slice(cache: Cache, ended: SliceCache) -> Cache:
+    """Write what a decode slice changed into the cache. Positions >= C are ignored."""
+
+    def stacked(live: Held | tuple[Held, ...]) -> Held:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *live) if isinstance(live, tuple) else live
+
+    live = tuple(stacked(each) for each in ended.live)
+    positions = _scatter([held.positions for held in cache], [each.positions for each in live], ended)
+    return tuple(Held(into, each.fixed) for into, each in zip(positions, live, strict=True))
+
+
+def _scatter(into: list[Any], recent: list[Any], ended: SliceCache) -> list[Any]:
+    """Return the positions of all stacks with the recent tokens in their places."""
+    if not jax.tree.leaves(into):
+        return into
+    (_, num_slots, _, length, _), num_tokens = jax.tree.leaves(into)[0].shape, jax.tree.leaves(recent)[0].shape[3]
+    token_T = jnp.arange(num_tokens)
+    position_ST = jnp.where(token_T < ended.num_recent, ended.start_S[:, None] + token_T, length)
+    slot_S1 = jnp.arange(num_slots)[:, None]
+
+    def write(into: jax.Array, new_nSKTH: jax.Array) -> jax.Array:
+        # Two index arrays with a slice between put their dims first: [S, T, n, K, H].
+        return into.at[:, slot_S1, :, position_ST].set(jnp.transpose(new_nSKTH, (1, 3, 0, 2, 4)), mode="drop")
+
+    return jax.tree.map(write, into, recent)
+
+
+def _segments(positions: Any, layer: Any, length: int) -> Segments:
+    return read_segments(positions, layer, length) if isinstance(positions, KeyValues) else ()
+
+
+def _put_row(all_rows: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(all_rows, row.astype(all_rows.dtype), slot, axis=1)

@@ -1,0 +1,140 @@
+"""Softmax attention with grouped heads and rotary positions, as a part of a block.
+
+Legend: B batch, T tokens, S slots, D embed, N heads, K kv heads, H head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx.layers.attention import causal_attention
+from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers.lora import linear
+from skyrl_tx.layers.norm import rms_norm
+from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.rope import Rope, rotate
+from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.models.parts.base import (
+    LayerAdapters,
+    LayerParams,
+    Place,
+    Room,
+    Rotation,
+    ShardedSize,
+    Target,
+    UnsupportedModel,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """See Mixer."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    has_bias: bool = False
+    """Whether queries, keys and values have a bias."""
+    norm_epsilon: float | None = None
+    """The epsilon of the norms of queries and keys; None if they have none."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
+        if self.head_dim % 2:
+            raise UnsupportedModel(f"head_dim must be even for rotary embedding, not {self.head_dim}")
+
+    @property
+    def rotation(self) -> Rotation:
+        """See Mixer."""
+        return self.rope, self.head_dim
+
+    def targets(self) -> dict[str, Target]:
+        """See Part."""
+        D, NH, KH = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "q_proj": Target(inputs=D, outputs=NH, axes=("embed", "heads"), group="attn"),
+            "k_proj": Target(inputs=D, outputs=KH, axes=("embed", "kv_heads"), group="attn"),
+            "v_proj": Target(inputs=D, outputs=KH, axes=("embed", "kv_heads"), group="attn"),
+            "o_proj": Target(inputs=NH, outputs=D, axes=("heads", "embed"), group="attn"),
+        }
+
+    def describe(self) -> dict[str, Parameter]:
+        """See Part."""
+        maps = self.targets()
+        found = {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in maps.items()}
+        if self.has_bias:
+            for name in ("q", "k", "v"):
+                each = maps[f"{name}_proj"]
+                found[f"{name}_bias"] = Parameter((each.outputs,), each.axes[1:], "zeros")
+        if self.norm_epsilon is not None:
+            for name in ("q_norm", "k_norm"):
+                found[name] = Parameter((self.head_dim,), ("head_dim",), "ones", is_float32=True)
+        return found
+
+    def sharded_sizes(self) -> Iterator[ShardedSize]:
+        """See Part. A head stays whole."""
+        yield "heads", "num_attention_heads", self.num_heads
+        yield "kv_heads", "num_key_value_heads", self.num_kv_heads
+
+    def room(self) -> Room:
+        """See Mixer."""
+        each = Parameter((self.num_kv_heads, self.head_dim), ("kv_heads", "head_dim"), "zeros")
+        return Room(positions=KeyValues(k=each, v=each))  # type: ignore[arg-type]
+
+    def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+        """See Mixer."""
+        q_BTNH, k_BTKH, v_BTKH = self._project(x, params, adapters, at)
+        return _output(_attend(q_BTNH, k_BTKH, v_BTKH, at.start_BT, at.layout), params, adapters)
+
+    def extend(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld | StepHeld, at: Place
+    ) -> tuple[jax.Array, Held]:
+        """See Mixer. How keys and values are kept, and how many tokens each row has, are the cache's business."""
+        q, k, v = self._project(x, params, adapters, at)
+        mixed, kept = held.attend(q, k, v)
+        mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
+        return _output(mixed, params, adapters), Held(positions=kept)
+
+    step = extend
+
+    def _project(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return rotated queries [..., N, H] and keys [..., K, H], and values, in the weights' type."""
+
+        def heads(name: str, num_heads: int) -> jax.Array:
+            weight, adapter, bias = params[f"{name}_proj"], adapters.maps.get(f"{name}_proj"), f"{name}_bias"
+            z = linear(x, weight, adapter, params.get(bias))
+            return z.reshape(*z.shape[:-1], num_heads, self.head_dim)
+
+        q, k, v = heads("q", self.num_heads), heads("k", self.num_kv_heads), heads("v", self.num_kv_heads)
+        if self.norm_epsilon is not None:
+            q = rms_norm(q, params["q_norm"], self.norm_epsilon)
+            k = rms_norm(k, params["k_norm"], self.norm_epsilon)
+        dtype, angles = params["q_proj"].dtype, at.angles[self.rotation]
+        return rotate(q, *angles).astype(dtype), rotate(k, *angles).astype(dtype), v.astype(dtype)
+
+
+def _output(mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
+    return linear(mixed.reshape(*mixed.shape[:-2], -1), params["o_proj"], adapters.maps.get("o_proj"))
+
+
+def _attend(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, start_BT: jax.Array | None, layout: Layout
+) -> jax.Array:
+    """Return `causal_attention`, computed without communication between devices."""
+    if not layout.is_split:
+        return causal_attention(q_BTNH, k_BTKH, v_BTKH, start_BT)
+    assert layout.mesh is not None
+    start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
+    heads = layout.spec(("batch", None, "heads", None), q_BTNH.shape)
+    kv_heads = layout.spec(("batch", None, "kv_heads", None), k_BTKH.shape)
+    specs = (heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape))
+    alone = jax.shard_map(causal_attention, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    return alone(q_BTNH, k_BTKH, v_BTKH, start_BT)

@@ -1,0 +1,137 @@
+"""The two kinds of parts of a decoder block, mixers and feed-forwards, and what the decoder passes to them.
+
+A part is frozen data with all its sizes: part of `ModelConfig`, hence hashable. Its methods are pure functions. The
+names of its parameters and linear maps are unique within a block; adapters and checkpoints use the same names.
+
+Legend: B batch, T tokens, S slots, D embed, n layers of a stack.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import jax
+
+from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.lora import RowAdapter
+from skyrl_tx.layers.moe import ExpertAdapters
+from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.rope import Rope
+from skyrl_tx.layers.sharding import Layout
+
+LayerParams = Mapping[str, Any]
+"""Parameters by name: those of one layer, or with a leading n those of a stack."""
+
+Rotation = tuple[Rope, int]
+"""A rope and the number of dims that it rotates."""
+
+Angles = tuple[jax.Array, jax.Array]
+"""Cosine and sine of each position."""
+
+ShardedSize = tuple[Axis, str, int]
+"""A size that a mesh may divide: its logical axis, its name in config.json, and the size."""
+
+Group = Literal["attn", "mlp", "unembed"]
+"""The linear maps that a client trains together."""
+
+
+class UnsupportedModel(ValueError):
+    """The checkpoint requires an unsupported feature that changes the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A linear map that adapters change, or one such map per expert."""
+
+    inputs: int
+    outputs: int
+    axes: tuple[Axis, Axis]
+    group: Group
+    num_experts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The arrays that the cache keeps of one layer, as trees of `Parameter`.
+
+    Those of each position are [K, H], in the type of the base weights; others have a fixed size for each sample.
+    """
+
+    positions: Any = ()
+    fixed: Any = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """The adapters of the rows in one layer; empty for the base model."""
+
+    maps: Mapping[str, RowAdapter] = field(default_factory=dict[str, RowAdapter])
+    experts: ExpertAdapters | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a call's tokens, the same for all layers."""
+
+    layout: Layout
+    angles: Mapping[Rotation, Angles]
+    start_BT: jax.Array | None = None
+    """In training, the start in the row of the sequence of each position; None if a row holds one sequence."""
+
+
+class Part(Protocol):
+    """The methods that mixers and feed-forwards share."""
+
+    def describe(self) -> Mapping[str, Parameter]:
+        """Return the parameters of one layer."""
+        ...
+
+    def targets(self) -> Mapping[str, Target]:
+        """Return the linear maps that adapters change."""
+        ...
+
+    def sharded_sizes(self) -> Iterator[ShardedSize]:
+        """Yield the sizes that a mesh may divide."""
+        ...
+
+
+class Mixer(Part, Protocol):
+    """A part that mixes positions. `rows`, `extend` and `step` give the same numbers; `x` is normalised already."""
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The rotation whose angles the mixer reads."""
+        ...
+
+    def room(self) -> Room:
+        """Return what the cache keeps of one layer."""
+        ...
+
+    def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+        """Return the output for whole rows [B, T, D]."""
+        ...
+
+    def extend(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
+    ) -> tuple[jax.Array, Held]:
+        """Return the output for a chunk of prompts [B, T, D], and what it adds to the cache."""
+        ...
+
+    def step(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
+    ) -> tuple[jax.Array, Held]:
+        """Return the output for one token per slot [S, D], and what has changed in the cache."""
+        ...
+
+
+class FeedForward(Part, Protocol):
+    """A part that maps each position by itself."""
+
+    @property
+    def marks_matmuls(self) -> bool:
+        """Whether `mark_matmul` marks its products for the remat policy."""
+        ...
+
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
+        """Return the output for positions [..., D]."""
+        ...

@@ -1,0 +1,47 @@
+"""A dense feed-forward with a gate (SwiGLU: Shazeer 2020, arXiv:2002.05202), as a part of a block."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+
+from skyrl_tx.layers.lora import linear
+from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """See FeedForward."""
+
+    hidden_size: int
+    mlp_size: int
+
+    @property
+    def marks_matmuls(self) -> bool:
+        """See FeedForward."""
+        return True
+
+    def targets(self) -> dict[str, Target]:
+        """See Part."""
+        D, F = self.hidden_size, self.mlp_size
+        return {
+            "gate_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp"),
+            "up_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp"),
+            "down_proj": Target(inputs=F, outputs=D, axes=("mlp", "embed"), group="mlp"),
+        }
+
+    def describe(self) -> dict[str, Parameter]:
+        """See Part."""
+        return {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in self.targets().items()}
+
+    def sharded_sizes(self) -> Iterator[ShardedSize]:
+        """See Part."""
+        yield "mlp", "intermediate_size", self.mlp_size
+
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
+        """See FeedForward."""
+        gate = linear(x, params["gate_proj"], adapters.maps.get("gate_proj"))
+        up = linear(x, params["up_proj"], adapters.maps.get("up_proj"))
+        return linear(jax.nn.silu(gate) * up, params["down_proj"], adapters.maps.get("down_proj"))
