@@ -33,6 +33,8 @@ from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.api.routes import (
     account,
+    audit,
+    billing,
     downloads,
     futures,
     metrics,
@@ -63,7 +65,21 @@ _TICKS_PER_LOOK = 5
 _TICK_S = 0.1
 """Interval at which uvicorn calls `on_tick`."""
 # Matched in this order, the most frequently called first.
-_ROUTERS = futures, sampling, training, service, sessions, weights, runs, metrics, traces, downloads, account
+_ROUTERS = (
+    futures,
+    sampling,
+    training,
+    service,
+    sessions,
+    weights,
+    runs,
+    metrics,
+    traces,
+    downloads,
+    account,
+    billing,
+    audit,
+)
 
 
 def create_context(settings: ApiSettings, store: Store) -> ApiContext:

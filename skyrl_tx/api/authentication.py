@@ -29,9 +29,10 @@ from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
 from skyrl_tx.api.errors import ApiError, Refusal
-from skyrl_tx.api.scopes import FULL_SCOPES, check_scope
+from skyrl_tx.api.scopes import ADMIN_ONLY, FULL_SCOPES, check_scope
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store import keys
+from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.keys import LOCAL_OWNER
@@ -106,13 +107,18 @@ class Principal:
     key_id: int | None = None
 
     @property
+    def actor(self) -> Actor:
+        """The caller as the audit log names it."""
+        return Actor(self.owner, self.key_id)
+
+    @property
     def is_admin(self) -> bool:
         """Whether the caller sees the rows of all owners."""
         return self.scope == "admin"
 
     @property
     def has_full_scope(self) -> bool:
-        """Whether every route is allowed; `scopes` lists those of other scopes."""
+        """Whether every route but those of admins alone is allowed; `scopes` lists those of other scopes."""
         return self.scope in FULL_SCOPES
 
     def may_see(self, owner: str | None) -> bool:
@@ -353,7 +359,7 @@ async def authenticate_credential(request: Request, credential: str) -> Principa
         address = "" if request.client is None else request.client.host
         principal = await run_in_threadpool(authenticator.authenticate, credential, address)
     request.scope[OWNER] = principal.owner
-    if not principal.has_full_scope:
+    if not principal.has_full_scope or (request.scope["path"] in ADMIN_ONLY and not principal.is_admin):
         check_scope(principal.scope, request)
     return principal
 

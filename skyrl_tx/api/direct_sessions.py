@@ -11,7 +11,7 @@ from skyrl_tx.api import access
 from skyrl_tx.api.authentication import Principal
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
-from skyrl_tx.store import samplers, sessions
+from skyrl_tx.store import audit, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import SamplingSessionRow
 
@@ -49,7 +49,7 @@ def sampling_session(
         if row is not None:
             return row
         name = _unused_name(tx, session_id)
-        return new_row(tx, session_id, name, base_model, path_text, sampler)
+        return new_row(tx, caller, session_id, name, base_model, path_text, sampler)
 
     return store.read(look) or store.write(create)
 
@@ -72,14 +72,17 @@ def sampler_id(tx: Session, caller: Principal, path: CheckpointPath | None) -> S
 
 def new_row(
     tx: Session,
+    caller: Principal,
     session_id: SessionId,
     name: SamplingSessionId,
     base_model: str,
     path: str | None,
     sampler: SamplerId | None,
 ) -> SamplingSessionRow:
-    """Insert a sampling session."""
+    """Insert a sampling session, and record that its checkpoint is read."""
     now = time.time()
+    if path is not None:
+        audit.record(tx, "checkpoint_read", caller.actor, now, path=path, purpose="sample")
     row = SamplingSessionRow(
         sampling_session_id=name,
         session_id=session_id,

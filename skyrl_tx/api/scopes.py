@@ -1,7 +1,7 @@
 """Which routes the scope of an API key admits: the one place where each route declares it.
 
-The scopes `user` and `admin` admit every route; they differ in whose rows exist for them. A route that is not listed
-here admits no other scope.
+The scopes `user` and `admin` admit every route, but for those of admins alone; they differ in whose rows exist for
+them. A route that is not listed here admits no other scope.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,10 @@ _SAMPLE: frozenset[KeyScope] = frozenset({"sample"})
 _READ: frozenset[KeyScope] = frozenset({"read"})
 _CLIENT = _SAMPLE | _READ
 _METRICS: frozenset[KeyScope] = frozenset({"metrics"})
+
+_ADMIN: frozenset[KeyScope] = frozenset({"admin"})
+ADMIN_ONLY = {f"{API_PREFIX}/audit": "GET audit"}
+"""Path and name of the routes of admins alone."""
 
 _OTHER_PREFIXES = ("oai/api/v1", "v1", "anthropic/api/v1")
 """Prefixes of the OpenAI and Anthropic endpoints."""
@@ -68,7 +72,6 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET billing/usage/events": _READ,
     "GET billing/usage/checkpoints/current": _READ,
     # Refused with 404 whatever the key, which newer clients understand
-    "GET audit": _CLIENT,
     **{
         f"{method} {prefix}{{path:path}}": _CLIENT
         for prefix in ("", *(f"{each}/" for each in _OTHER_PREFIXES))
@@ -81,13 +84,11 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
 
 def scopes_of(route: str) -> frozenset[KeyScope]:
     """Return the scopes that a route admits, for example of "GET training_runs/{run_id}"."""
-    return FULL_SCOPES | _ADMITTED.get(route, frozenset())
+    return _ADMIN if route in ADMIN_ONLY.values() else FULL_SCOPES | _ADMITTED.get(route, frozenset())
 
 
 def check_scope(scope: KeyScope, request: Request) -> None:
-    """Raise ApiError 403, which clients do not retry, if a narrow scope does not admit the route of a request."""
-    if scope in FULL_SCOPES:
-        return
+    """Raise ApiError 403, which clients do not retry, if a scope does not admit the route of a request."""
     route = request.scope.get("route")  # None for the long poll, which is served before routing
     path: str = request.scope["path"] if route is None else route.path
     prefix = next((each for each in _OTHER_PREFIXES if request.scope["path"].startswith(f"/{each}/")), "")

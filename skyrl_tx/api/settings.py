@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.prices import Prices
 from skyrl_tx.process_setup import CommonSettings
 
 _HUB_NAME_SLASHES = 2
@@ -48,6 +49,8 @@ class ApiSettings(CommonSettings):
     """Lifetime of a signed download URL in seconds."""
     public_url: str | None = None
     """Base URL of this server in download URLs; default: the address of the request."""
+    prices: Prices = Prices()
+    """Prices in reports of usage; without one, reports show no cost."""
     no_console: bool = False
     """Serve no console: the web pages about runs, samples, checkpoints, sessions, keys and the server."""
     request_threads: int = Field(default=100, ge=1)

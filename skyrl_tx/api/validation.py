@@ -201,12 +201,14 @@ def seed_or_random(value: int | None, where: str) -> int:
 
 def first_error(error: ValidationError) -> str:
     """Describe the first field that does not match the schema, with its value."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "missing":
         return f"{where}: missing"
     if first["type"] == "finite_number":
         return f"{where} {shown(first['input'])}: must be a finite number"
+    if first["type"] == "too_long" and isinstance(first["input"], dict):
+        return f"{where}: must have at most {first.get('ctx', {})['max_length']} names"
     return f"{where}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
 
 

@@ -11,11 +11,18 @@ from pathlib import Path
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact, ArtifactStore
-from skyrl_tx.commands.common import CommandError, absolute_path, find_checkpoint, finish_parser, open_database
+from skyrl_tx.commands.common import (
+    CommandError,
+    absolute_path,
+    find_checkpoint,
+    finish_parser,
+    open_database,
+    os_user,
+)
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, checkpoint_name, model_id
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.store import checkpoints, engine_state, keys, manifests, models, sessions
+from skyrl_tx.store import audit, checkpoints, engine_state, keys, manifests, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
@@ -238,4 +245,5 @@ def _record(
             size_bytes=artifact.size_bytes,
         )
         checkpoints.put(tx, row, overwrite=False)
+        audit.record(tx, "checkpoint_create", audit.OPERATOR, now, path=path, os_user=os_user(), purpose="import")
     return paths[0], paths[1]

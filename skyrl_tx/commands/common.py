@@ -1,6 +1,7 @@
 """Shared by the commands: flags, access to a data directory, and output of records as a table or as JSON."""
 
 import argparse
+import getpass
 import json
 import os
 import re
@@ -42,6 +43,17 @@ def duration_s(text: str) -> float:
             f"{text!r} must be a number of seconds, or one with a unit: 45s, 90m, 12h, 30d"
         )
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+
+
+def add_since(parser: argparse.ArgumentParser, days: int) -> None:
+    """Add the flag --since, a duration in seconds; `days` is the default."""
+    parser.add_argument(
+        "--since",
+        type=duration_s,
+        default=days * 86_400.0,
+        metavar="TIME",
+        help=f"how far back, for example 12h or 30d (default: {days}d)",
+    )
 
 
 def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None]) -> None:
@@ -127,6 +139,14 @@ def confirmed(question: str) -> bool:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         raise CommandError("no terminal to ask for confirmation; add --yes") from None
+
+
+def os_user() -> str:
+    """Return the account that runs the command, for the audit log; its number if it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def in_units(num_bytes: int) -> str:

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 import time
+from functools import partial
 from typing import get_args
 
 from sqlmodel import Session
@@ -15,9 +16,10 @@ from skyrl_tx.commands.common import (
     finish_list_parser,
     finish_parser,
     open_database,
+    os_user,
     when,
 )
-from skyrl_tx.store import keys
+from skyrl_tx.store import audit, keys
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
@@ -77,26 +79,36 @@ def _create(arguments: argparse.Namespace) -> None:
     if owner == keys.LOCAL_OWNER:
         raise CommandError(f"owner {owner!r} is reserved for data created without authentication; choose another name")
     now = time.time()
-    with open_database(arguments, create=True) as store:
-        key, row = store.write(
-            lambda tx: keys.create(
-                tx,
-                owner=owner,
-                scope=arguments.scope,
-                name=arguments.name or owner,
-                note=arguments.note,
-                now=now,
-                expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
-            )
+
+    def work(tx: Session) -> tuple[str, ApiKeyRow]:
+        key, row = keys.create(
+            tx,
+            owner=owner,
+            scope=arguments.scope,
+            name=arguments.name or owner,
+            note=arguments.note,
+            now=now,
+            expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
         )
+        _record(tx, "organization_key_created", row.key_id, owner=owner, scope=row.scope)
+        return key, row
+
+    with open_database(arguments, create=True) as store:
+        key, row = store.write(work)
     _print(key, row)
 
 
 def _rotate(arguments: argparse.Namespace) -> None:
     now = time.time()
+
+    def work(tx: Session) -> tuple[str, ApiKeyRow]:
+        key, row = keys.rotate(tx, arguments.key_id, overlap_s=arguments.overlap, now=now)
+        _record(tx, "organization_key_rotated", arguments.key_id, owner=row.owner, replaced_by=row.key_id)
+        return key, row
+
     with open_database(arguments) as store:
         try:
-            key, row = store.write(lambda tx: keys.rotate(tx, arguments.key_id, overlap_s=arguments.overlap, now=now))
+            key, row = store.write(work)
         except keys.KeyNotUsable as error:
             raise CommandError(f"{error}; `skyrl-tx keys list` shows all") from error
     _print(key, row)
@@ -130,10 +142,22 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     ]
 
 
+def _record(tx: Session, event: audit.Event, key_id: int | None, **details: audit.Detail) -> None:
+    audit.record(tx, event, audit.OPERATOR, time.time(), path=None, key=key_id, os_user=os_user(), **details)
+
+
+def _revoke_one(tx: Session, key_id: int) -> bool:
+    row = keys.get(tx, key_id)
+    if row is None or not keys.revoke(tx, key_id, time.time()):
+        return False
+    _record(tx, "organization_key_revoked", key_id, owner=row.owner)
+    return True
+
+
 def _revoke(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         for key_id in arguments.key_id:
-            if not store.write(lambda tx, key_id=key_id: keys.revoke(tx, key_id, time.time())):
+            if not store.write(partial(_revoke_one, key_id=key_id)):
                 raise CommandError(
                     f"key {key_id}: there is none, or it has been revoked; `skyrl-tx keys list` shows all"
                 )

@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from sqlmodel import Session, col, select
 
@@ -18,12 +19,14 @@ from skyrl_tx.commands.common import (
     finish_list_parser,
     finish_parser,
     open_database,
+    os_user,
     when,
 )
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
-from skyrl_tx.store import checkpoints, futures, models, points
+from skyrl_tx.store import audit, checkpoints, futures, models, points
+from skyrl_tx.store.audit import OPERATOR
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
@@ -109,15 +112,24 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
             if arguments.now:
                 _delete_run(store, run_id)
             else:
-                store.write(lambda tx, run_id=run_id: models.mark_deleted(tx, run_id, time.time()))
+                store.write(partial(_change_run, run_id=run_id, event="run_delete"))
             print(f"deleted {run_id}")
         print(collect_artifacts(store, arguments.data_dir) if arguments.now else f"{_RESTORE}runs undelete`")
+
+
+def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
+    """Delete or restore a run; return False if that was not possible."""
+    now = time.time()
+    is_done = models.mark_deleted(tx, run_id, now) if event == "run_delete" else models.undelete(tx, run_id)
+    if is_done:
+        audit.record(tx, event, OPERATOR, now, run_id=run_id, os_user=os_user())
+    return is_done
 
 
 def _undelete_runs(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         for run_id in map(ModelId, arguments.run_id):
-            if not store.write(lambda tx, run_id=run_id: models.undelete(tx, run_id)):
+            if not store.write(partial(_change_run, run_id=run_id, event="run_restore")):
                 raise CommandError(
                     f"{run_id!r}: there is no such deleted run; `skyrl-tx runs list --deleted` shows all"
                 )
@@ -212,17 +224,20 @@ def _delete_checkpoints(arguments: argparse.Namespace) -> None:
         if arguments.now:
             claim_artifacts(store, arguments.data_dir)
             paths = list(map(CheckpointPath.parse, arguments.path))
-            store.write(lambda tx: [_required(checkpoints.delete(tx, path), path) for path in paths])
+            store.write(partial(_purge, paths=paths))
         else:
-            paths = _for_each(store, arguments.path, partial(checkpoints.mark_deleted, now=time.time()))
+            change = partial(checkpoints.mark_deleted, now=time.time())
+            paths = _for_each(store, arguments.path, change, "checkpoint_delete")
         for path in paths:
             print(f"deleted {path}")
         print(collect_artifacts(store, arguments.data_dir) if arguments.now else f"{_RESTORE}checkpoints undelete`")
 
 
-def _required(was_there: bool, path: CheckpointPath) -> None:
-    if not was_there:
-        raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:
+    for path in paths:
+        if not checkpoints.delete(tx, path):
+            raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+        audit.record(tx, "checkpoint_delete", OPERATOR, time.time(), path=path, os_user=os_user(), for_good=True)
 
 
 def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
@@ -239,6 +254,7 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
                     f"{path}: there is no such deleted checkpoint, or its name was used again; "
                     "`skyrl-tx checkpoints list --deleted` shows all"
                 )
+            audit.record(tx, "checkpoint_restore", OPERATOR, time.time(), path=path, os_user=os_user())
 
     with open_database(arguments) as store:
         store.write(work)
@@ -253,14 +269,25 @@ def _keep(arguments: argparse.Namespace) -> None:
         )
     expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
     with open_database(arguments) as store:
-        for path in _for_each(store, arguments.path, partial(checkpoints.set_ttl, expires_at=expires_at)):
+        change = partial(checkpoints.set_ttl, expires_at=expires_at)
+        for path in _for_each(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
             print(f"{path} {'never expires' if expires_at is None else f'expires at {when(expires_at)}'}")
 
 
 def _for_each(
-    store: Store, texts: Sequence[str], change: Callable[[Session, CheckpointPath], object]
+    store: Store,
+    texts: Sequence[str],
+    change: Callable[[Session, CheckpointPath], object],
+    event: audit.Event,
+    **details: audit.Detail,
 ) -> list[CheckpointPath]:
-    """Change all checkpoints in one transaction; return their paths."""
+    """Change all checkpoints in one transaction, with an entry in the audit log for each; return their paths."""
     paths = [find_checkpoint(store, text).path for text in texts]
-    store.write(lambda tx: [change(tx, path) for path in paths])
+
+    def work(tx: Session) -> None:
+        for path in paths:
+            change(tx, path)
+            audit.record(tx, event, OPERATOR, time.time(), path=path, os_user=os_user(), **details)
+
+    store.write(work)
     return paths

@@ -24,7 +24,7 @@ from skyrl_tx.engine.ephemeral_samplers import sampler_of
 from skyrl_tx.engine.history import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
-from skyrl_tx.store import checkpoints, manifests, models, samplers
+from skyrl_tx.store import audit, checkpoints, manifests, models, samplers
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -80,6 +80,8 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     def rows(tx: Session) -> None:
         models.set_ready(tx, model_id, context.capabilities.base_model_hash)
         models.set_loaded_from(tx, model_id, request.path)
+        actor = audit.actor_of(tx, queued.session_id, queued.owner)
+        audit.record(tx, "checkpoint_read", actor, time.time(), path=request.path, purpose="load", loaded_by=model_id)
         models.set_incomplete_gradient(tx, model_id, None)
 
     result = results.LoadWeightsOutput(path=request.path, model_id=model_id)
@@ -260,6 +262,8 @@ def _record_checkpoint(
             step=step,
         )
         checkpoints.put(tx, checkpoint, request.overwrite)
+        actor = audit.actor_of(tx, queued.session_id, queued.owner)
+        audit.record(tx, "checkpoint_create", actor, now, path=path, size_bytes=artifact.size_bytes)
 
     result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
     context.request_log.commit_and_wait(queued, result, rows, context.history.of_save(queued, path.model_id))

@@ -17,6 +17,7 @@ from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import (
+    audit,
     checkpoints,
     futures,
     identity,
@@ -29,6 +30,7 @@ from skyrl_tx.store import (
     samplers,
     sessions,
     stability,
+    storage_hours,
     usage,
 )
 from skyrl_tx.store.database import Store
@@ -129,7 +131,9 @@ class Housekeeping:
         reason = f"no heartbeat for {retention_s:.0f} s"
 
         def drop(tx: Session) -> list[ModelId]:
-            checkpoints.expire(tx, now)
+            storage_hours.record(tx, now)
+            for path in checkpoints.expire(tx, now):
+                audit.record(tx, "checkpoint_delete", audit.SERVER, now, path=path, reason="expired")
             checkpoints.purge(tx, now - settings.deletion_undo_s)
             purged = models.purge(tx, now - settings.deletion_undo_s)
             before = now - self._timeout_s(settings.sampler_retention_s)
@@ -203,9 +207,10 @@ class Housekeeping:
             num_sessions = pruning.delete_finished_sessions(tx, now - run_retention_s)
             num_kept = kept_samples.expire(tx, now - settings.kept_sample_retention_s)
             num_hours = usage.prune(tx, now)
+            num_entries = audit.expire(tx, now - audit.RETENTION_S)
             num_logged = logged.prune(tx, now - logged.RETENTION_S, limit=pruning.MAX_ROWS)
-            counts = num_results, num_requests, num_samplers, num_models, num_sessions, num_kept, num_hours, num_logged
-            return max(counts)
+            ended = num_models, num_sessions, num_samplers
+            return max(num_results, num_requests, *ended, num_kept, num_hours, num_logged, num_entries)
 
         is_full = self.context.store.write(drop) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full

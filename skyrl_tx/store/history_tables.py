@@ -97,6 +97,18 @@ class UsageRow(SQLModel, table=True):
     device_s: float = 0.0
 
 
+class StorageHourRow(SQLModel, table=True):
+    """The checkpoints of a session at the begin of one hour in which an engine ran."""
+
+    __tablename__ = "storage_hours"
+
+    hour_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    session_id: SessionId = Field(primary_key=True, sa_type=String)
+    owner: str
+    """Repeated here, because a session may be removed before its usage."""
+    num_bytes: int = Field(sa_type=BigInteger)
+
+
 class ServerPointRow(SQLModel, table=True):
     """Gauges of the server at one time."""
 

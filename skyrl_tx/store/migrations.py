@@ -165,10 +165,17 @@ def _add_history() -> None:
     SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
 
 
+def _add_teams() -> None:
+    """Add what a team's server counts and records."""
+    tables = [SQLModel.metadata.tables[name] for name in _TEAMS]
+    SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
 )
+_TEAMS = ("storage_hours", "audit")
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0002": _add_stability,
     "0003": _add_answer_order,
@@ -179,4 +186,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0008": _add_pruned,
     "0009": _add_identity,
     "0010": _add_history,
+    "0011": _add_teams,
 }

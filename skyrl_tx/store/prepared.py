@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, CursorResult, Executable
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.compiler import SQLCompiler
-from sqlmodel import Session
+from sqlmodel import Session, SQLModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,14 @@ class Prepared:
         text = _Text(str(compiled), constants, compiled.positiontup)
         self._texts[dialect.name] = text
         return text
+
+
+def adding_to_sums(table: type[SQLModel], key: Sequence[str], sums: Sequence[str]) -> Callable[[str], Executable]:
+    """Return the builder of a statement that inserts a row or adds its `sums` to those of the row with its key."""
+
+    def build(database: str) -> Executable:
+        row = (sqlite.insert if database == "sqlite" else postgresql.insert)(table)
+        added = {name: getattr(table, name) + getattr(row.excluded, name) for name in sums}
+        return row.on_conflict_do_update(index_elements=list(key), set_=added)
+
+    return build

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.history_tables import SampledStepRow
-from skyrl_tx.store.prepared import Prepared
+from skyrl_tx.store.prepared import Prepared, adding_to_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +30,13 @@ _KEY = ("model_id", "step", "owner")
 _SUMS = tuple(name for name in _NAMES if name not in _KEY)
 
 
-def _upsert(database: str) -> Any:
-    added = (sqlite.insert if database == "sqlite" else postgresql.insert)(SampledStepRow)
-    sums = {name: getattr(SampledStepRow, name) + getattr(added.excluded, name) for name in _SUMS}
-    return added.on_conflict_do_update(index_elements=list(_KEY), set_=sums)
-
-
-_UPSERT = Prepared(_upsert, (*_KEY, *_SUMS))
+_ADD = Prepared(adding_to_sums(SampledStepRow, _KEY, _SUMS), (*_KEY, *_SUMS))
 
 
 def add(tx: Session, model_id: str, owner: str, sampled: SampledStep) -> None:
     """Add samples that an owner drew from a model's weights."""
     values = {name: getattr(sampled, name) for name in _NAMES}
-    _UPSERT.execute(tx, {"model_id": model_id, "owner": owner, **values})
+    _ADD.execute(tx, {"model_id": model_id, "owner": owner, **values})
 
 
 def of_model(

@@ -116,6 +116,16 @@ def get(tx: Session, session_id: SessionId) -> SessionRow | None:
     return tx.get(SessionRow, session_id)
 
 
+_METADATA = select_columns(col(SessionRow.session_id), col(SessionRow.user_metadata)).where(
+    is_in_batch(col(SessionRow.session_id))
+)
+
+
+def metadata_of(tx: Session, session_ids: Collection[SessionId]) -> dict[SessionId, Mapping[str, object]]:
+    """Return the metadata that clients gave sessions; removed ones are left out."""
+    return {name: metadata or {} for name, metadata in execute_in_batches(tx, _METADATA, session_ids)}
+
+
 def find(tx: Session, session_id: SessionId) -> SessionRef | None:
     """Return a session without its metadata, or None if there is none."""
     row = execute(tx, _FIND, {"name": session_id}).one_or_none()

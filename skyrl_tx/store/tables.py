@@ -265,6 +265,26 @@ class ApiKeyRow(SQLModel, table=True):
     last_used_at: float | None = None
 
 
+class AuditRow(SQLModel, table=True):
+    """An act on a checkpoint, a key, a project or a limit."""
+
+    __tablename__ = "audit"
+    __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep them as cursors
+
+    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    """Order of writing."""
+    at: float = Field(index=True)
+    event: str
+    """Resource and action, such as `checkpoint_publish`."""
+    actor: str
+    """The owner who acted; `operator` for commands on the server's machine, `server` for the server itself."""
+    key_id: int | None = None
+    """The API key that was used."""
+    path: str | None = None
+    """The checkpoint's `tinker://` path."""
+    details: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
+
+
 class EngineStateRow(SQLModel, table=True):
     """The engine's status, published about once a second; one row."""
 

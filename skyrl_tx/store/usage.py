@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlalchemy import BigInteger, Boolean, ColumnElement, bindparam, cast, delete, func, literal_column, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.history_tables import UsageKind, UsageRow
-from skyrl_tx.store.prepared import Prepared
-from skyrl_tx.store.tables import SessionRow
+from skyrl_tx.store.prepared import Prepared, adding_to_sums
+from skyrl_tx.store.tables import ModelRow, SessionRow
 
 BUCKET_S = 300
 HOUR_S = 3600
@@ -23,7 +22,7 @@ FINE_S = 14 * 86_400.0
 """Age at which five minutes are joined to hours."""
 RETENTION_S = 400 * 86_400.0
 MAX_ROWS = 1000
-GroupColumn = Literal["owner", "session_id", "model_id", "project_id", "key_id", "hour", "day"]
+GroupColumn = Literal["owner", "session_id", "model_id", "base_model", "project_id", "key_id", "hour", "day"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +50,7 @@ _KEY = ("bucket_at", "session_id", "model_id", "kind")
 _SUMS = ("tokens", "requests", "device_s")
 
 
-def _upsert(database: str) -> Any:
-    added = (sqlite.insert if database == "sqlite" else postgresql.insert)(UsageRow)
-    sums = {name: getattr(UsageRow, name) + getattr(added.excluded, name) for name in _SUMS}
-    return added.on_conflict_do_update(index_elements=list(_KEY), set_=sums)
-
-
-_UPSERT = Prepared(_upsert, (*_KEY, "owner", *_SUMS))
+_ADD = Prepared(adding_to_sums(UsageRow, _KEY, _SUMS), (*_KEY, "owner", *_SUMS))
 
 
 def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: float, work: Sequence[Work]) -> None:
@@ -79,7 +72,7 @@ def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: floa
 
 def _add_rows(tx: Session, rows: list[dict[str, Any]]) -> None:
     if rows:
-        _UPSERT.execute(tx, rows if len(rows) > 1 else rows[0])
+        _ADD.execute(tx, rows if len(rows) > 1 else rows[0])
 
 
 def totals(
@@ -96,7 +89,8 @@ def totals(
     """Return the work from `since` until `until`, by group and kind: at most `limit` rows, ordered by group.
 
     `owner` None means all owners. `hour` and `day` are begins in seconds since the epoch, UTC. `project_id` and
-    `key_id` are those of the session, None once it has been removed. Times are rounded down to buckets.
+    `key_id` are those of the session, None once it has been removed; `base_model` is the model's, None for base weights
+    and once the model has been removed. Times are rounded down to buckets.
     """
     groups = [_group(name) for name in group_by]
     bucket_at = col(UsageRow.bucket_at)
@@ -115,6 +109,8 @@ def totals(
     )
     if {"project_id", "key_id"} & set(group_by):
         wanted = wanted.outerjoin_from(UsageRow, SessionRow, col(SessionRow.session_id) == col(UsageRow.session_id))
+    if "base_model" in group_by:
+        wanted = wanted.outerjoin_from(UsageRow, ModelRow, col(ModelRow.model_id) == col(UsageRow.model_id))
     if until is not None:
         wanted = wanted.where(bucket_at < until)
     if owner is not None:
@@ -141,6 +137,8 @@ def _group(name: GroupColumn) -> Any:
             return bucket_at - bucket_at % length_s
         case "project_id" | "key_id":
             return col(getattr(SessionRow, name))
+        case "base_model":
+            return col(ModelRow.base_model)
         case _:
             return col(getattr(UsageRow, name))
 

@@ -10,7 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Dialect, Engine
 from sqlalchemy.exc import DataError, DBAPIError
 from sqlmodel import Session
 
@@ -23,6 +23,12 @@ _log = logging.getLogger(__name__)
 _MAX_GROUP = 256
 _MAX_GROUP_S = 0.02
 """A group's results are released after its commit. After this time the rest of the group is left to the next one."""
+_SAVEPOINT_COMMANDS = {
+    "do_savepoint": "SAVEPOINT",
+    "do_rollback_to_savepoint": "ROLLBACK TO SAVEPOINT",
+    "do_release_savepoint": "RELEASE SAVEPOINT",
+}
+"""By the names of the methods with which SQLAlchemy's dialects send them."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
 
 
@@ -41,6 +47,19 @@ def refused(error: DataError) -> ValueRefused:
     refusal = ValueRefused(f"a value cannot be stored: {' '.join(str(error.orig).split())}")
     refusal.__cause__ = error
     return refusal
+
+
+def _send_savepoints_as_text(dialect: Dialect) -> None:
+    """Let an engine's savepoints be sent as text, which halves the CPU time of a job with one small statement.
+
+    Each savepoint has a new name, so that SQLAlchemy compiles its statements every time.
+    """
+
+    def sender(command: str) -> Callable[[Connection, str], object]:
+        return lambda connection, name: connection.exec_driver_sql(f"{command} {name}")
+
+    for method, command in _SAVEPOINT_COMMANDS.items():
+        setattr(dialect, method, sender(command))
 
 
 class _Job(Generic[T]):
@@ -98,6 +117,7 @@ class GroupWriter:
         The engine must invalidate its connection on any error that ends a transaction.
         """
         self._engine = engine
+        _send_savepoints_as_text(engine.dialect)
         self._explain = explain
         self._committed = committed
         self._retry = retry

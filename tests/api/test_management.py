@@ -300,7 +300,6 @@ def test_session_lists_its_runs_and_samplers(client_of: ClientOf, rest_of: RestO
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda rest: tinker.AdminClient(_holder=rest.holder).get_audit_log(), "audit log is not offered"),
         (lambda rest: rest.export_session_trace("session-x"), "session 'session-x' does not exist"),
     ],
 )
@@ -309,14 +308,6 @@ def test_unsupported_and_unknown_things_return_404_with_the_reason(
 ) -> None:
     with pytest.raises(tinker.NotFoundError, match=text):
         call(rest_of("ann")).result(timeout=30)
-
-
-def test_billed_usage_is_empty(rest_of: RestOf) -> None:
-    admin = tinker.AdminClient(_holder=rest_of("ann").holder)
-    assert admin.get_billing_usage("2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z").result(timeout=30).data == []
-    storage = admin.get_current_checkpoint_storage_usage().result(timeout=30)
-    assert storage.effective_rate_usd_per_gigabyte_month == 0.0
-    assert all(item.user_name == "ann" and item.size_bytes > 0 for item in storage.data)
 
 
 def test_unsupported_optimizer_is_named(keyed_stack: LiveStack) -> None:

@@ -53,8 +53,9 @@ CHANGING = {
     *("POST training_runs/{run_id}/metrics", "PUT logged_runs/{logged_run_id}/training_run"),
     "POST trackio/api/{name}",
 }
+FOR_ADMINS = {"GET audit"}
 ADMITTED: dict[KeyScope, set[str]] = {
-    "admin": CLIENT | SAMPLING | READING | CHANGING | OTHER_APIS,
+    "admin": CLIENT | SAMPLING | READING | CHANGING | OTHER_APIS | FOR_ADMINS,
     "user": CLIENT | SAMPLING | READING | CHANGING | OTHER_APIS,
     "sample": CLIENT | SAMPLING | OTHER_APIS,
     "read": CLIENT | READING,
@@ -86,7 +87,7 @@ def routes(stack: LiveStack) -> set[str]:
 
 
 def test_every_route_has_the_expected_scopes(stack: LiveStack) -> None:
-    assert routes(stack) == OPEN | CLIENT | SAMPLING | READING | CHANGING | OTHER_APIS
+    assert routes(stack) == OPEN | CLIENT | SAMPLING | READING | CHANGING | OTHER_APIS | FOR_ADMINS
     for route in routes(stack) - OPEN:
         name = route.replace("{model_id}", "{model_id:path}")
         assert scopes_of(name) == {scope for scope, admitted in ADMITTED.items() if route in admitted}, route

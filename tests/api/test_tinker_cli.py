@@ -1,9 +1,11 @@
 """Every command of the SDK's own command line, against a server: what it shows, and that it ends."""
 
+import csv
 import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import click
@@ -220,7 +222,13 @@ def auth_whoami(place: Place) -> None:
 
 
 def billing_usage(place: Place) -> None:
-    place.tinker("billing", "usage", "2026-11-01", "2026-11-20", "--csv", str(place.folder / "usage.csv"))
+    today = datetime.now(UTC).date()
+    window = str(today - timedelta(days=1)), str(today + timedelta(days=1))
+    place.tinker("billing", "usage", *window, "--csv", str(place.folder / "usage.csv"))
+    rows = list(csv.DictReader((place.folder / "usage.csv").open()))
+    assert {row["type"] for row in rows} >= {"checkpoint"} and place.session_id in {row["session_id"] for row in rows}
+    too_long = str(today - timedelta(days=20)), str(today)
+    assert "14 days" in place.tinker("billing", "usage", *too_long, succeeds=False).error
 
 
 def billing_checkpoint_storage(place: Place) -> None:

@@ -15,7 +15,7 @@ from skyrl_tx.api.routes.downloads import archive_url
 from skyrl_tx.api.validation import shown
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.store import checkpoints, console_queries, models
+from skyrl_tx.store import audit, checkpoints, console_queries, models
 from skyrl_tx.store.tables import CheckpointRow
 
 pages = PageTable()
@@ -128,7 +128,13 @@ def publish(visit: Visit) -> Response:
     """Publish a checkpoint, or take it back."""
     is_public = visit.field("public") == "yes"
     path = _path(visit)
-    visit.write(lambda tx: checkpoints.set_public(tx, _own(tx, visit, path), is_public))
+
+    def work(tx: Session) -> None:
+        checkpoints.set_public(tx, _own(tx, visit, path), is_public)
+        event = "checkpoint_publish" if is_public else "checkpoint_unpublish"
+        audit.record(tx, event, visit.caller.actor, visit.now, path=path)
+
+    visit.write(work)
     return _see(path)
 
 
@@ -143,7 +149,13 @@ def set_lifetime(visit: Visit) -> Response:
     if days is not None and not 0 < days * _DAY_S <= checkpoints.MAX_TTL_S:
         raise bad_request(f"days: {text[:30]!r} is not a number of days above 0 and at most 3650")
     expires_at = None if days is None else visit.now + days * _DAY_S
-    visit.write(lambda tx: checkpoints.set_ttl(tx, _own(tx, visit, path), expires_at))
+
+    def work(tx: Session) -> None:
+        checkpoints.set_ttl(tx, _own(tx, visit, path), expires_at)
+        seconds = None if days is None else days * _DAY_S
+        audit.record(tx, "checkpoint_ttl_set", visit.caller.actor, visit.now, path=path, ttl_seconds=seconds)
+
+    visit.write(work)
     return _see(path)
 
 
@@ -151,7 +163,13 @@ def set_lifetime(visit: Visit) -> Response:
 def download(visit: Visit) -> Response:
     """Go to a signed address of the weights as a tar."""
     path = _path(visit)
-    row, _ = visit.read(lambda tx: access.readable_checkpoint(tx, visit.caller, path))
+
+    def work(tx: Session) -> CheckpointRow:
+        found, _ = access.readable_checkpoint(tx, visit.caller, path)
+        audit.record(tx, "checkpoint_read", visit.caller.actor, visit.now, path=path, purpose="download")
+        return found
+
+    row = visit.write(work)
     return RedirectResponse(archive_url(visit.context, visit.caller, visit.request, row), HTTPStatus.SEE_OTHER)
 
 
@@ -164,6 +182,7 @@ def delete(visit: Visit) -> Page:
         def work(tx: Session) -> None:
             for path in paths:
                 checkpoints.mark_deleted(tx, _own(tx, visit, path), visit.now)
+                audit.record(tx, "checkpoint_delete", visit.caller.actor, visit.now, path=path)
 
         visit.write(work)
         return Page("deleted.jinja", {"paths": [str(path) for path in paths]})
@@ -187,6 +206,7 @@ def restore(visit: Visit) -> Response:
             access.model(tx, visit.caller, path.model_id)
             if not checkpoints.undelete(tx, path):
                 raise not_found(f"checkpoint {path} cannot be restored any more")
+            audit.record(tx, "checkpoint_restore", visit.caller.actor, visit.now, path=path)
 
     visit.write(work)
     return RedirectResponse("/checkpoints", HTTPStatus.SEE_OTHER)

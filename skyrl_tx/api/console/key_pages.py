@@ -10,7 +10,7 @@ from starlette.responses import RedirectResponse, Response
 from skyrl_tx.api.authentication import Principal
 from skyrl_tx.api.console.visit import Page, Pager, PageTable, Visit
 from skyrl_tx.api.errors import ApiError, bad_request, not_found
-from skyrl_tx.store import console_queries, keys
+from skyrl_tx.store import audit, console_queries, keys
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import KeyScope
 
@@ -81,6 +81,8 @@ def create(visit: Visit) -> Response | Page:
             now=visit.now,
             expires_at=visit.now + int(days) * _DAY_S if days else None,
         )
+        actor = visit.caller.actor
+        audit.record(tx, "organization_key_created", actor, visit.now, key=row.key_id, owner=owner, scope=scope)
         return key, row.key_id
 
     if visit.visitor.is_keyless and scope != "admin":
@@ -114,6 +116,8 @@ def revoke(visit: Visit) -> Response:
         if row.scope == "admin" and not visit.caller.is_admin:
             raise ApiError(HTTPStatus.FORBIDDEN, "a key of scope admin is revoked by an admin")
         keys.revoke(tx, key_id, visit.now)
+        actor = visit.caller.actor
+        audit.record(tx, "organization_key_revoked", actor, visit.now, key=key_id, owner=row.owner)
 
     visit.write(work)
     visit.context.authenticator.clear_cache()

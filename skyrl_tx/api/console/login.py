@@ -1,20 +1,26 @@
 """Console sessions: who looks at a page, proven by a cookie that is good for pages alone."""
 
 import secrets
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import jwt
+from sqlmodel import Session
 from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl_tx.api.authentication import Authenticator, Principal, SigningKey
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.store import audit
+from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import KeyScope
 
 LIFETIME_S = 12 * 3600
+_FAILED_LOGIN_EVERY_S = 1.0
 _ALGORITHM = "HS256"
 _AUDIENCE = "console"
 _KEY_PREFIX = "tml-"
@@ -118,6 +124,39 @@ class ConsoleSessions:
             )
         except jwt.PyJWTError:
             return {}
+
+
+class FailedLogins:
+    """Records failed log-ins in the audit log: at most one a second, with the number of those before it."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._recorded_at = 0.0
+        self._num_omitted = 0
+
+    def record(self, reason: str, address: str) -> None:
+        """Record one; the reason never holds the key."""
+        now = self._clock()
+        with self._lock:
+            if 0 <= now - self._recorded_at < _FAILED_LOGIN_EVERY_S:
+                self._num_omitted += 1
+                return
+            self._recorded_at, omitted, self._num_omitted = now, self._num_omitted, 0
+
+        def work(tx: Session) -> None:
+            audit.record(
+                tx,
+                "organization_login_failed",
+                Actor("unknown"),
+                now,
+                reason=reason,
+                address=address,
+                omitted_before=omitted or None,
+            )
+
+        self._store.write(work)
 
 
 def _is_secure(request: Request) -> bool:

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from skyrl_tx import __version__
 from skyrl_tx.api.authentication import OWNER
 from skyrl_tx.api.console import (
+    audit_pages,
     checkpoint_pages,
     data_pages,
     format,
@@ -30,9 +31,10 @@ from skyrl_tx.api.console import (
     playground_pages,
     run_pages,
     session_pages,
+    usage_pages,
 )
 from skyrl_tx.api.console.guard import FORM_TOKEN, SECURITY_HEADERS, check_form
-from skyrl_tx.api.console.login import ConsoleSessions, Visitor
+from skyrl_tx.api.console.login import ConsoleSessions, FailedLogins, Visitor
 from skyrl_tx.api.console.playground import playground_routes
 from skyrl_tx.api.console.static_files import StaticFiles
 from skyrl_tx.api.console.text import visible
@@ -41,6 +43,7 @@ from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.errors import ApiError, bad_request
 from skyrl_tx.api.wire import BodyLimits, read_body
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.store import audit
 from skyrl_tx.store.errors import StoreError, ValueRefused
 
 Form = Mapping[str, list[str]]
@@ -54,6 +57,8 @@ TABLES: tuple[PageTable, ...] = (
     data_pages.pages,
     checkpoint_pages.pages,
     session_pages.pages,
+    usage_pages.pages,
+    audit_pages.pages,
     key_pages.pages,
     playground_pages.pages,
 )
@@ -88,6 +93,7 @@ class Console:
         self._context = context
         self._sessions = ConsoleSessions(context.authenticator, context.store, context.signing_key)
         self._limiter = CapacityLimiter(_THREADS)
+        self._failed_logins = FailedLogins(context.store)
         self.static = StaticFiles.load()
         self._templates = _environment(self.static)
 
@@ -124,7 +130,11 @@ class Console:
             try:
                 principal = self._sessions.log_in(form.get("key", [""])[-1].strip(), address)
             except ApiError as error:
+                self._failed_logins.record(error.detail, address)
                 return self._render(request, None, _login_page(then, error))
+            self._context.store.write(
+                lambda tx: audit.record(tx, "organization_login", principal.actor, time.time(), address=address)
+            )
             response = _see_other(_own_path(then))
             self._sessions.set_cookie(request, response, principal)
             return response

@@ -1,20 +1,19 @@
-"""Endpoints for the caller's API key, usage and storage."""
+"""Endpoints for the caller's API key."""
 
 import time
-from datetime import datetime
 from http import HTTPStatus
 
 from fastapi import APIRouter
+from sqlmodel import Session
 
-from skyrl_tx.api.authentication import ORGANIZATION, USER_URN
+from skyrl_tx.api.authentication import ORGANIZATION
 from skyrl_tx.api.context import Incoming
 from skyrl_tx.api.errors import not_found
 from skyrl_tx.api.schemas import service as schemas
-from skyrl_tx.store import checkpoints, keys
+from skyrl_tx.store import audit, keys
 
 router = APIRouter()
 
-_GIGABYTE = 10**9
 _REVOKED = "the key has been revoked"
 _AUTH_DISABLED = "authentication is disabled on this server"
 
@@ -44,33 +43,14 @@ def revoke_own_key(call: Incoming) -> None:
     key_id = call.caller.key_id
     if key_id is None:
         raise not_found(f"{_AUTH_DISABLED}: there is no key to revoke")
-    if not call.store.write(lambda tx: keys.revoke(tx, key_id, time.time())):
+
+    def work(tx: Session) -> bool:
+        now = time.time()
+        is_revoked = keys.revoke(tx, key_id, now)
+        if is_revoked:
+            audit.record(tx, "organization_key_revoked", call.caller.actor, now, key=key_id, owner=call.caller.owner)
+        return is_revoked
+
+    if not call.store.write(work):
         raise not_found(_REVOKED)
     call.context.authenticator.clear_cache()
-
-
-@router.get("/billing/usage/events")
-def usage(call: Incoming, starting_on: datetime, ending_before: datetime) -> dict[str, object]:
-    """Return billed usage, which is empty."""
-    return {"data": [], "sessions": {}, "cost_data_through": None}
-
-
-@router.get("/billing/usage/checkpoints/current")
-def stored(call: Incoming, project_id: str | None = None) -> schemas.StorageResponse:
-    """Report the storage of checkpoints by owner and project; an admin sees all owners."""
-    found = call.store.read(
-        lambda tx: checkpoints.usage_by_owner(tx, call.caller.owner_filter, project_id, time.time())
-    )
-    return schemas.StorageResponse(
-        data=[
-            schemas.StoredItem(
-                project_id=project,
-                org_user_urn=f"{USER_URN}{owner}",
-                user_name=owner,
-                checkpoint_count=what.num_checkpoints,
-                size_bytes=what.num_bytes,
-                size_gigabytes=what.num_bytes / _GIGABYTE,
-            )
-            for owner, project, what in found
-        ]
-    )

@@ -17,7 +17,7 @@ from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.api.schemas.weights import ExternalWeightsUrlsResponse
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.store import checkpoints, models
+from skyrl_tx.store import audit, checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow
 
 router = APIRouter()
@@ -106,10 +106,18 @@ def fetch(
 
 
 def _readable(call: Call, run_id: str, kind: str, name: str) -> CheckpointRow:
-    """Find a checkpoint that the caller may read. Raises UserError or ApiError 404 if there is none."""
+    """Find a checkpoint that the caller may read, and record the read.
+
+    Raises UserError or ApiError 404 if there is none.
+    """
     path = CheckpointPath.of_parts(run_id, kind, name)
-    row, _ = call.store.read(lambda tx: access.readable_checkpoint(tx, call.caller, path))
-    return row
+
+    def work(tx: Session) -> CheckpointRow:
+        row, _ = access.readable_checkpoint(tx, call.caller, path)
+        audit.record(tx, "checkpoint_read", call.caller.actor, time.time(), path=path, purpose="download")
+        return row
+
+    return call.store.write(work)
 
 
 def _artifact(context: ApiContext, row: CheckpointRow) -> Artifact:

@@ -16,7 +16,7 @@ from skyrl_tx.api.schemas import weights as schemas
 from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.api.validation import check_ttl
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
-from skyrl_tx.store import checkpoints, models
+from skyrl_tx.store import audit, checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 router = APIRouter()
@@ -84,7 +84,13 @@ def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=HTTPStatus.NO_CONTENT)
 def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None:
     """Delete a checkpoint, which an operator can restore for a while; samplers made from it keep working."""
-    call.store.write(lambda tx: checkpoints.mark_deleted(tx, _existing(tx, call, run_id, kind, name), time.time()))
+
+    def work(tx: Session) -> None:
+        path, now = _existing(tx, call, run_id, kind, name), time.time()
+        checkpoints.mark_deleted(tx, path, now)
+        audit.record(tx, "checkpoint_delete", call.caller.actor, now, path=path)
+
+    call.store.write(work)
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
@@ -93,8 +99,9 @@ def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]
     seconds = check_ttl(call.body.model(schemas.TtlRequest).ttl_seconds, "ttl_seconds")
 
     def work(tx: Session) -> None:
-        path = _existing(tx, call, run_id, kind, name)
-        checkpoints.set_ttl(tx, path, None if seconds is None else time.time() + seconds)
+        path, now = _existing(tx, call, run_id, kind, name), time.time()
+        checkpoints.set_ttl(tx, path, None if seconds is None else now + seconds)
+        audit.record(tx, "checkpoint_ttl_set", call.caller.actor, now, path=path, ttl_seconds=seconds)
 
     call.store.write(work)
     return {}
@@ -104,15 +111,25 @@ def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]
 def publish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Publish a checkpoint, so that every caller can read it by its path."""
     # Publishing twice is no error, because the client retries a 409.
-    call.store.write(lambda tx: checkpoints.set_public(tx, _existing(tx, call, run_id, kind, name), True))
+    _set_public(call, run_id, kind, name, True)
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
 def unpublish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Unpublish a checkpoint; copies of other owners stay."""
-    call.store.write(lambda tx: checkpoints.set_public(tx, _existing(tx, call, run_id, kind, name), False))
+    _set_public(call, run_id, kind, name, False)
     return {}
+
+
+def _set_public(call: Call, run_id: str, kind: str, name: str, is_public: bool) -> None:
+    def work(tx: Session) -> None:
+        path = _existing(tx, call, run_id, kind, name)
+        checkpoints.set_public(tx, path, is_public)
+        event = "checkpoint_publish" if is_public else "checkpoint_unpublish"
+        audit.record(tx, event, call.caller.actor, time.time(), path=path)
+
+    call.store.write(work)
 
 
 def _existing(tx: Session, call: Call, run_id: str, kind: str, name: str) -> CheckpointPath:

@@ -36,7 +36,7 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
         existing = samplers.get(tx, name)
         if existing is None:
             sampler = direct_sessions.sampler_id(tx, call.caller, path)
-            direct_sessions.new_row(tx, session_id, name, base_model, path_text, sampler)
+            direct_sessions.new_row(tx, call.caller, session_id, name, base_model, path_text, sampler)
         elif existing.model_id is not None or (existing.base_model, existing.model_path) != (base_model, path_text):
             raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
 

@@ -76,12 +76,6 @@ def telemetry(call: Incoming) -> dict[str, str]:
 # execute_with_retries).
 
 
-@router.get("/audit", include_in_schema=False)
-def audit(call: Incoming) -> None:
-    """Refuse: there is no audit log."""
-    raise not_found("the audit log is not offered by this server; see its log on standard error")
-
-
 @router.post("/create_custom_loss", include_in_schema=False)
 def create_custom_loss(call: Incoming) -> None:
     """Refuse: custom losses run in the client; the flag that would upload them is off."""

@@ -16,7 +16,7 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.schemas import service as schemas
 from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store import checkpoints, models, samplers, sessions
+from skyrl_tx.store import audit, checkpoints, models, samplers, sessions
 from skyrl_tx.store.checkpoints import StorageUsage
 from skyrl_tx.store.database import existing
 from skyrl_tx.store.tables import SessionRow
@@ -122,6 +122,14 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
     def work(tx: Session) -> None:
         row = access.session(tx, call.caller, SessionId(session_id))
         sessions.set_project(tx, row.session_id, project_id)
+        audit.record(
+            tx,
+            "project_session_assigned",
+            call.caller.actor,
+            time.time(),
+            project_id=project_id,
+            session_id=row.session_id,
+        )
 
     call.store.write(work)
     return {}

@@ -20,7 +20,7 @@ from skyrl_tx.api.wire import parse
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
-from skyrl_tx.store import checkpoints, models, sessions
+from skyrl_tx.store import audit, checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 router = APIRouter()
@@ -109,7 +109,10 @@ def copy_weights(call: Incoming) -> dict[str, str]:
         elif sessions.find(tx, session_id) is None:
             _create_session(tx, call, session_id, asked.destination_project_id)
         readers = call.readers(tx, asked.weights_access_token or call.weights_access_token)
-        _copy(tx, readers, source, path, session_id, asked.ttl_seconds)
+        if _copy(tx, readers, source, path, session_id, asked.ttl_seconds):
+            now, actor = time.time(), call.caller.actor
+            audit.record(tx, "checkpoint_read", actor, now, path=source, purpose="copy")
+            audit.record(tx, "checkpoint_create", actor, now, path=path, copied_from=str(source))
 
     call.store.write(work)
     return {"tinker_path": str(path)}
@@ -150,7 +153,8 @@ def _copy(
     path: CheckpointPath,
     session_id: SessionId,
     ttl_s: int | None,
-) -> None:
+) -> bool:
+    """Copy, unless an earlier attempt did; return whether it was done now."""
     now = time.time()
     run_id = path.model_id
     copied = checkpoints.get(tx, path, now)
@@ -158,10 +162,10 @@ def _copy(
         saved, maker = access.saved_weights(tx, readers, source, now)
     except UserError as error:
         if copied is not None:  # a retry, after the source was deleted
-            return
+            return False
         raise not_found(error.message) from error
     if copied is not None and copied.artifact_id == saved.artifact_id:
-        return
+        return False
     is_own = any(reader.may_see(models.owner(tx, source.model_id)) for reader in readers)
     copy = ModelRow(
         model_id=run_id,
@@ -188,3 +192,4 @@ def _copy(
         copied_from=str(source),
     )
     checkpoints.put(tx, row, overwrite=False)
+    return True

@@ -199,23 +199,3 @@ class KeyResponse(Response):
     name: str
     note: str
     details: dict[str, dict[str, str]]
-
-
-class StoredItem(Response):
-    """The storage of one owner's checkpoints in one project."""
-
-    project_id: str | None
-    org_user_urn: str
-    user_email: str | None = None
-    user_name: str
-    checkpoint_count: int
-    size_bytes: int
-    size_gigabytes: float
-    estimated_monthly_cost_usd: float = 0.0
-
-
-class StorageResponse(Response):
-    """The storage of checkpoints by project and owner."""
-
-    effective_rate_usd_per_gigabyte_month: float = 0.0
-    data: list[StoredItem]

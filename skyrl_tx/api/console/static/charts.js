@@ -1,5 +1,6 @@
 // Charts of runs with uPlot: loads their steps, then polls for new ones while the page is seen.
 
+import { cssColour, dark } from "./colours.js";
 import { visible } from "./text.js";
 
 /* global uPlot */
@@ -16,23 +17,11 @@ const DASHES = [[], [8, 4], [2, 4], [10, 3, 2, 3], [14, 5], [4, 4], [1, 3], [8, 
 const box = document.querySelector("[data-charts]");
 const controls = document.querySelector("[data-controls]");
 const runs = JSON.parse(box.dataset.runs).map((run) => ({ ...run, data: null }));
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const charts = new Map();
 let unchanged = 0;
 
 const option = (name) => controls.elements[name];
 const colour = (index) => PALETTE[index % PALETTE.length][dark.matches ? 1 : 0];
-
-/** Resolves a light-dark() custom property, which a canvas does not understand. */
-function cssColour(name) {
-  const probe = document.createElement("span");
-  probe.hidden = true;
-  document.body.append(probe);
-  probe.style.color = `var(--${name})`;
-  const value = getComputedStyle(probe).color;
-  probe.remove();
-  return value;
-}
 
 /** Loads a run for the first time, or the steps from its last one on, which may have grown. */
 async function load(run) {

@@ -1,5 +1,7 @@
 // The timeline of a session on a canvas: one track a model and sampler, each request queued, then running.
 
+import { cssColour, dark } from "./colours.js";
+
 const POLL_MS = 3000;
 const IDLE_POLL_MS = 10000;
 const MOST_SPANS = 2000;
@@ -21,7 +23,6 @@ const field = box.querySelector(".tracks");
 const canvas = box.querySelector("canvas");
 const said = box.querySelector(".said");
 const tip = box.querySelector(".tip");
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const tracks = new Map();
 let cursor = 0;
 let unchanged = 0;
@@ -31,17 +32,6 @@ let follows = true;
 let places = []; // what was drawn where, for the pointer
 let selected = null;
 let drag = null;
-
-/** Resolves a light-dark() custom property, which a canvas does not understand. */
-function cssColour(name) {
-  const probe = document.createElement("span");
-  probe.hidden = true;
-  document.body.append(probe);
-  probe.style.color = `var(--${name})`;
-  const value = getComputedStyle(probe).color;
-  probe.remove();
-  return value;
-}
 
 function kindOf(name) {
   if (name === "optim_step") return "step";
