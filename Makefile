@@ -80,5 +80,5 @@ release:  ## build and check the distributions, then print how to tag and publis
 docs:  ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
-reference:  ## generate docs/reference from the code
+reference:  ## generate docs/reference and examples/config.yaml from the code
 	python -m docs.generate_reference

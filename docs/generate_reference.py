@@ -1,7 +1,7 @@
 """Generates docs/reference/ from the code: settings, endpoints, losses, models and recipes.
 
-`python -m docs.generate_reference` (`make reference`) writes the pages. `tests/repo/test_reference.py` fails when a
-committed page differs from what this program generates.
+`python -m docs.generate_reference` (`make reference`) writes the pages, and examples/config.yaml.
+`tests/repo/test_reference.py` fails when a committed file differs from what this program generates.
 """
 
 import ast
@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Metric
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from docs import reference_text
+from docs import example_config, reference_text
 from skyrl_tx import models
 from skyrl_tx.api import routes
 from skyrl_tx.api.app import create_app
@@ -386,11 +386,12 @@ def _module_of(family: ModelFamily) -> ModuleType:
 
 
 def _family(family: ModelFamily) -> tuple[str, ...]:
-    attention = [name for name, has in (("QK norm", family.qk_norm), ("QKV biases", family.qkv_bias)) if has]
+    has = {rule.path.removeprefix("layers.") for rule in family.weights}
+    attention = [name for name, path in (("QK norm", "q_norm"), ("QKV biases", "q_bias")) if path in has]
     return (
         f"`{family.architecture}`",
         f"`{_module_of(family).__name__.replace('.', '/')}.py`",
-        "dense" if family.read_experts is None else "mixture of experts",
+        "mixture of experts" if "router" in has else "dense",
         ", ".join(attention) or "plain",
     )
 
@@ -473,10 +474,11 @@ def _load(path: Path) -> ModuleType:
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages and the example of a configuration file."""
     REFERENCE.mkdir(exist_ok=True)
     for name, text in generate().items():
         (REFERENCE / name).write_text(text)
+    example_config.PATH.write_text(example_config.example_config())
 
 
 if __name__ == "__main__":

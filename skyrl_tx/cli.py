@@ -5,14 +5,14 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource
 
-from skyrl_tx import __version__
+from skyrl_tx import __version__, completion
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process_setup import (
@@ -22,7 +22,7 @@ from skyrl_tx.process_setup import (
     raise_file_limit,
     restart_with_huge_pages,
 )
-from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.quickstart.model import TINY, write_tiny_model
 from skyrl_tx.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -37,7 +37,6 @@ from skyrl_tx.settings import (
 from skyrl_tx.threads import end_process_on_failure
 
 _NO_DEFAULT = re.compile(r" \(default: None\)| \(default factory: [^)]*\)")
-TINY = "tiny"
 _COMMANDS = {
     "serve": "serve a model: the API in this process, the engine in a child process",
     "api": "run only the API, on the data directory of an engine",
@@ -48,18 +47,21 @@ _COMMANDS = {
     "checkpoints": "list, delete and restore checkpoints, and set their expiry",
     "export": "write a checkpoint as a PEFT adapter, or merged into its base model",
     "import": "create a checkpoint from a PEFT adapter",
-    "doctor": "compare the database with the weight files, and check their hashes",
+    "doctor": "examine machine, settings, model and data, and say what to do",
     "recover": "restore checkpoints that the database lost, or that are in the trash",
     "backup": "copy the database and the weights, also while a server runs",
     "restore": "create a data directory from a backup",
     "status": "show what a server does, also one that is dead",
     "top": "show the status of a server continuously",
+    "usage": "show the tokens, device seconds and storage of owners, projects, keys, runs or days",
+    "audit": "show who did what to checkpoints, keys and projects",
     "stacks": "write the stacks of a running server's threads to its log",
+    "completion": "print the script that completes commands and flags in a shell",
 }
 _DATA_COMMANDS = frozenset(
     {
-        *("keys", "runs", "checkpoints", "export", "import", "doctor", "recover", "backup", "restore"),
-        *("status", "top", "stacks"),
+        *("keys", "runs", "checkpoints", "export", "import", "recover", "backup", "restore"),
+        *("status", "top", "usage", "audit", "stacks"),
     }
 )
 _QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})
@@ -104,6 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if command == "quickstart":
             return _run_quickstart(rest)
+        if command == "doctor":
+            return _run_doctor(rest)
+        if command == "completion":
+            return _run_completion(rest)
         if command in _DATA_COMMANDS:
             from skyrl_tx import commands  # late, because it imports the database
 
@@ -114,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_server(command, settings)
 
 
-def read_settings(command: str, arguments: Sequence[str]) -> ServerSettings:
-    """Merge flags, environment and file, including the backend's settings.
+def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ServerSettings:
+    """Merge flags, environment and file, including the backend's settings; `defaults` rank below the file.
 
     Raises SettingsError naming each invalid setting; SystemExit for --help and for unknown flags.
     """
@@ -124,7 +130,7 @@ def read_settings(command: str, arguments: Sequence[str]) -> ServerSettings:
     first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
     chosen, _ = first.parse_known_args(arguments)
-    file_values = read_config_file(Path(chosen.config).expanduser()) if chosen.config else {}
+    file_values = {**(defaults or {}), **(read_config_file(Path(chosen.config).expanduser()) if chosen.config else {})}
     try:
         spec = find_backend(chosen.backend or file_values.get("backend") or DEFAULT_BACKEND)
     except UserError as error:
@@ -165,6 +171,43 @@ def _run_quickstart(arguments: Sequence[str]) -> int:
             raise
         return _fail("skyrl-tx quickstart", f"{package} is not installed: pip install 'skyrl_tx[quickstart]'", status=1)
     return run(settings)
+
+
+def _run_doctor(arguments: Sequence[str]) -> int:
+    from skyrl_tx.doctor import command  # late, because it imports the API and the database
+
+    parser = _parser("doctor", usage="[--base-model MODEL] [flags]")
+    command.add_arguments(parser)
+    chosen, flags = parser.parse_known_args(arguments)
+    return command.run(chosen, read_settings("doctor", flags, {"base_model": ""}))
+
+
+def _run_completion(arguments: Sequence[str]) -> int:
+    parser = _parser("completion", usage=None)
+    parser.add_argument("shell", choices=completion.SHELLS, help="the shell")
+    chosen = parser.parse_args(arguments)
+    parsers = {name: (text, _full_parser(name)) for name, text in _COMMANDS.items()} | {
+        "completion": (_COMMANDS["completion"], parser)
+    }
+    print(completion.script(chosen.shell, completion.commands_of(parsers)), end="")
+    return 0
+
+
+def _full_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command with all its flags."""
+    from skyrl_tx import commands
+    from skyrl_tx.doctor import command as doctor
+
+    parser = _parser(command, usage=None)
+    if command in _DATA_COMMANDS:
+        commands.add_arguments(parser, command)
+        return parser
+    if command == "doctor":
+        doctor.add_arguments(parser)
+    if command != "completion":
+        settings = QuickstartSettings if command == "quickstart" else settings_class(find_backend(DEFAULT_BACKEND), {})
+        CliSettingsSource[argparse.ArgumentParser](settings, root_parser=parser)
+    return parser
 
 
 def with_tiny_model(settings: ServerSettings) -> ServerSettings:

@@ -22,7 +22,7 @@ LogFormat = Literal["text", "json"]
 
 LOG_FIELDS = "request_id", "session_id", "model_id", "owner"
 """Names in `extra` of a log line that concerns one of them."""
-_OPEN_FILES = 65_536
+OPEN_FILES = 65_536
 """Enough for tens of thousands of long polls. A higher limit would slow the start of child processes."""
 
 
@@ -168,9 +168,9 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files for this process and its children, up to `_OPEN_FILES`."""
+    """Raise the limit of open files for this process and its children, up to `OPEN_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

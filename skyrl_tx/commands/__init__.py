@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing
-from skyrl_tx.commands import adapters, backup, doctor, keys, recover, runs, stacks, status
+from skyrl_tx.commands import adapters, audit, backup, keys, recover, runs, stacks, status, usage
 from skyrl_tx.commands.common import CommandError
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store.errors import StoreError
@@ -16,19 +16,25 @@ _PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "checkpoints": runs.add_checkpoint_arguments,
     "export": adapters.add_export_arguments,
     "import": adapters.add_import_arguments,
-    "doctor": doctor.add_arguments,
     "recover": recover.add_arguments,
     "backup": backup.add_backup_arguments,
     "restore": backup.add_restore_arguments,
     "status": status.add_status_arguments,
     "top": status.add_top_arguments,
+    "usage": usage.add_arguments,
+    "audit": audit.add_arguments,
     "stacks": stacks.add_arguments,
 }
 
 
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments of a command."""
+    _PARSERS[command](parser)
+
+
 def run(parser: argparse.ArgumentParser, command: str, arguments: Sequence[str]) -> int:
     """Parse the arguments of a command and run it; return its exit status."""
-    _PARSERS[command](parser)
+    add_arguments(parser, command)
     chosen = parser.parse_args(arguments)
     try:
         status: int | None = chosen.run(chosen)

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     data_dir: Path = arguments.data_dir
-    holders = {role: pid for role in _ROLES if (pid := _holder(data_dir / f"{role}.lock")) is not None}
+    holders = {role: pid for role in _ROLES if (pid := holder(data_dir / f"{role}.lock")) is not None}
     if not holders:
         raise CommandError(f"--data-dir {data_dir}: no server runs there")
     for role, pid in holders.items():
@@ -30,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"process {pid} ({role}) writes its stacks to its log")
 
 
-def _holder(lock: Path) -> int | None:
+def holder(lock: Path) -> int | None:
     """Return the running process that has a role's lock file open, or None."""
     try:
         pid = int(lock.read_text())

@@ -14,7 +14,6 @@ import pytest
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.cli import read_settings
 from tests.support.live_api import live_api
-from tests.support.scripted_engine import scripted_engine
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +32,7 @@ def arguments_of(instruction: str) -> list[str]:
 
 def test_image_serves_as_an_unprivileged_user_with_data_in_a_volume(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments_of("USER") == ["skyrl"]
-    assert arguments_of("VOLUME") == ["/data"]
+    assert "/data" in arguments_of("VOLUME")[0].split()
     for name, value in (variable.split("=", 1) for variable in arguments_of("ENV")):
         monkeypatch.setenv(name, value)
     program, command, *flags = json.loads(arguments_of("ENTRYPOINT")[-1])
@@ -42,16 +41,16 @@ def test_image_serves_as_an_unprivileged_user_with_data_in_a_volume(monkeypatch:
     assert settings.data_dir == Path("/data")
 
 
-def test_health_check_succeeds_while_the_server_is_healthy(tmp_path: Path) -> None:
+def test_health_check_succeeds_while_the_api_answers(tmp_path: Path) -> None:
+    """Also while the engine starts, or is gone: a container that runs again would not come up sooner."""
     (check,) = arguments_of("HEALTHCHECK")
     program, *arguments = json.loads(check[check.index("CMD ") + 4 :])
     assert program == "python"
     settings = ApiSettings(port=0, data_dir=tmp_path, base_model="fake")
-    with live_api(settings) as server, scripted_engine(tmp_path) as engine:
+    with live_api(settings) as server:
         own_port = [argument.replace("http://127.0.0.1:8000", server.url) for argument in arguments]
         assert own_port != arguments
         until(lambda: subprocess.run([sys.executable, *own_port], stderr=subprocess.DEVNULL).returncode == 0)
-        del engine
     assert subprocess.run([sys.executable, *own_port], stderr=subprocess.DEVNULL).returncode == 1
 
 

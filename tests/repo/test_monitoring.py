@@ -78,6 +78,13 @@ def test_every_alert_has_a_paragraph(build: ModuleType) -> None:
     assert headings == [alert[0] for alert in build.ALERTS]
 
 
+def test_every_paragraph_names_a_command_or_a_setting() -> None:
+    """A runbook without one says what is wrong, and not what to do."""
+    guide = (ROOT / "docs" / "guides" / "alerts.md").read_text()
+    for paragraph in guide.split("\n## ")[1:]:
+        assert re.search(r"`(skyrl-tx |--)", paragraph), paragraph.partition("\n")[0]
+
+
 @needs_promtool
 def test_prometheus_accepts_rules_and_configuration() -> None:
     assert "10 rules found" in promtool("check", "rules", "alerts.json")

@@ -1,10 +1,16 @@
 """The committed reference pages are those that the generator makes of the code."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from docs import example_config
 from docs.generate_reference import generate
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.cli import read_settings
+from skyrl_tx.settings import ServerSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("endpoints.md", "losses.md", "metrics.md", "models.md", "recipes.md", "settings.md")
@@ -23,3 +29,30 @@ def test_the_committed_page_equals_the_generated_one(generated: dict[str, str], 
 
 def test_every_page_is_generated(generated: dict[str, str]) -> None:
     assert sorted(path.name for path in (DOCS / "reference").glob("*.md")) == sorted(generated) == sorted(PAGES)
+
+
+def test_the_committed_example_of_a_configuration_equals_the_generated_one() -> None:
+    assert example_config.PATH.read_text() == example_config.example_config(), "run make reference and commit the file"
+
+
+def test_the_example_sets_the_model_only() -> None:
+    settings = read_settings("serve", ["--config", str(example_config.PATH)])
+    defaults = read_settings("serve", ["--base-model", settings.base_model])
+    assert settings.model_dump(exclude={"config"}) == defaults.model_dump(exclude={"config"})
+
+
+def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -> None:
+    """Without its signs of comments the file sets everything, and changes nothing."""
+    text = re.sub(r"^( *)#(\w)", r"\1\2", example_config.PATH.read_text(), flags=re.MULTILINE)
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    content = yaml.safe_load(text)
+    known = set(ServerSettings.model_fields) - {"config"}
+    assert set(content) == known and set(content["backend_config"]) == set(JaxConfig.model_fields)
+    settings = read_settings("serve", ["--config", str(file)])
+    defaults = read_settings("serve", ["--base-model", settings.base_model])
+    depends = {"config", "data_dir", "backend_config"}
+    assert settings.model_dump(exclude=depends) == defaults.model_dump(exclude=depends)
+    for name, value in defaults.backend_config:
+        if name != "compile_cache_dir":
+            assert getattr(settings.backend_config, name) == value, name

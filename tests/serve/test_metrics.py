@@ -95,8 +95,9 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
         until(measured, within_s=10)
         os.kill(server.engine_pid, signal.SIGSTOP)
         try:
-            found, seconds = scrape(server.url)
-            assert found["skyrl_tx_engine_up"] == 0 and seconds < 1
+            scrapes = [scrape(server.url) for _ in range(3)]
+            assert [found["skyrl_tx_engine_up"] for found, _ in scrapes] == [0, 0, 0]
+            assert min(seconds for _, seconds in scrapes) < 1  # the least, because a busy machine adds to each
         finally:
             os.kill(server.engine_pid, signal.SIGCONT)
         first = server.engine_pid

@@ -23,14 +23,14 @@ class Certificate:
     authority: Path
 
 
-def create_certificate(directory: Path) -> Certificate:
-    """Create an authority, and a certificate that is valid for a day."""
+def create_certificate(directory: Path, *, days: int = 1) -> Certificate:
+    """Create an authority, and a certificate that is valid for some days; the authority's own is valid for one."""
     names = "certificate.pem", "key.pem", "authority.pem", "authority-key.pem", "request.pem", "extensions"
     certificate, key, authority, authority_key, request, extensions = (directory / name for name in names)
     extensions.write_text(_EXTENSIONS)
     _openssl("req", "-x509", *_NEW_KEY, "-days", "1", "-subj", "/CN=tests", "-keyout", authority_key, "-out", authority)
     _openssl("req", "-new", *_NEW_KEY, "-subj", "/CN=localhost", "-keyout", key, "-out", request)
-    signing = "-days", "1", "-CA", authority, "-CAkey", authority_key, "-CAcreateserial", "-extfile", extensions
+    signing = "-days", str(days), "-CA", authority, "-CAkey", authority_key, "-CAcreateserial", "-extfile", extensions
     _openssl("x509", "-req", "-in", request, "-out", certificate, *signing)
     return Certificate(certificate, key, authority)
 

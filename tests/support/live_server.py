@@ -29,17 +29,29 @@ class LiveServer:
         port: int = 0,
         flags: Sequence[str] = ("--base-model", "fake", "--backend", "fake"),
         environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
         ready_within_s: float = 60.0,
     ) -> None:
         """Start the server and wait until it is ready; raises ServerFailed.
 
-        `environment` replaces this process's environment.
+        `environment` replaces this process's environment, and `launcher` is a command that runs the server's.
         """
         self._log: list[str] = []
         self._changed = threading.Condition()
         self._has_ended = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_tx", command, "--port", str(port), "--data-dir", str(data_dir), *flags],
+            [
+                *launcher,
+                sys.executable,
+                "-m",
+                "skyrl_tx",
+                command,
+                "--port",
+                str(port),
+                "--data-dir",
+                str(data_dir),
+                *flags,
+            ],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,

@@ -15,6 +15,7 @@ from skyrl_tx.backends.jax import BACKEND as JAX
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.prices import Prices
 from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
@@ -82,6 +83,7 @@ def live_stack(
     has_tokenizer: bool = False,
     max_streams: int = 64,
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto",
+    prices: Prices | None = None,
 ) -> Generator[LiveStack]:
     """Serve with a small backend, until the context is left.
 
@@ -102,6 +104,7 @@ def live_stack(
         large_result_bytes=large_result_bytes,
         retrieve_hold_s=retrieve_hold_s,
         failed_key_limit=failed_key_limit,
+        prices=prices or Prices(),
     )
     engine = EngineSettings(data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
     with live_api(api, recorder.wrap) as server, live_engine(engine, backend):

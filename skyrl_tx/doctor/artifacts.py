@@ -1,58 +1,33 @@
-"""`skyrl-tx doctor`: compares the rows of the database with the weight files."""
+"""Checks of the weight files: compares the rows of the database with them."""
 
-import argparse
-import json
-import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sqlmodel import Session, col, select
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactStore
-from skyrl_tx.commands.common import (
-    CommandError,
-    Progress,
-    Record,
-    confirmed,
-    finish_parser,
-    in_units,
-    open_database,
-    table,
-)
+from skyrl_tx.commands.common import CommandError, Progress, Record, confirmed, in_units
 from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.doctor.findings import Finding, error, ok, warning
 from skyrl_tx.store import checkpoints, identity
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow, SnapshotRow
 
-_PROBLEMS = ("missing", "damaged", "unclaimed")
+_RESTORE = "restore a backup, or see `skyrl-tx recover --list`"
 _EPHEMERAL = "ephemeral sampler of "
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.description = textwrap.fill(
-        "Compare the rows of the database with the weight files: missing and damaged files, files without a row. Works "
-        "while a server runs. Changes nothing, except with --remove-unclaimed. The exit status is 1 if there is a "
-        "problem.",
-        width=110,
-    )
-    parser.add_argument("--no-hashes", action="store_true", help="do not read the weight files to check their hashes")
-    parser.add_argument("--json", action="store_true", help="print JSON, with all artifacts")
-    parser.add_argument(
-        "--remove-unclaimed",
-        action="store_true",
-        help="move artifacts to the trash whose rows the database does not have, because it was lost or is older",
-    )
-    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    finish_parser(parser, _run)
-
-
 @dataclass(slots=True)
-class _Report:
-    database: str = "ok"
-    problems: list[str] = field(default_factory=list[str])
+class ArtifactReport:
+    """The findings about each artifact."""
+
+    damage: str | None = None
+    """The first damage of the database."""
+    is_foreign: bool = False
+    """Whether the database is not, or may not be, the one that the artifacts belong to."""
     records: list[Record] = field(default_factory=list[Record])
+    num_trashed: int = 0
 
     def add(self, artifact_id: ArtifactId, state: str, num_bytes: int, used_by: str | None, detail: str = "") -> None:
         """Add the finding about one artifact."""
@@ -67,45 +42,33 @@ class _Report:
         )
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    with open_database(arguments) as store:
-        artifacts = ArtifactStore(arguments.data_dir / "artifacts")
-        if arguments.remove_unclaimed:
-            return _remove_unclaimed(store, artifacts, is_confirmed=arguments.yes)
-        report = _examine(store, artifacts, with_hashes=not arguments.no_hashes)
-        num_trashed = len(artifacts.ids(trashed=True))
-    num_problems = len(report.problems) + sum(record["state"] in _PROBLEMS for record in report.records)
-    if arguments.json:
-        summary = {"problems": num_problems, "database": report.problems or ["ok"], "trash": num_trashed}
-        print(json.dumps({**summary, "artifacts": report.records}, indent=2))
-    else:
-        _print(report, num_trashed)
-    return 1 if num_problems else 0
-
-
-def _print(report: _Report, num_trashed: int) -> None:
-    notable = [record for record in report.records if record["state"] != "ok"]
-    if notable:
-        print("\n".join(table(notable)))
-    for problem in report.problems:
-        print(problem)
-    states = Counter(str(record["state"]) for record in report.records)
-    num_bytes = sum(int(str(record["bytes"])) for record in report.records)
-    counts = ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none"
-    print(f"artifacts: {counts}; {in_units(num_bytes)}; {num_trashed} more in the trash")
-    if states["unclaimed"]:
-        print("unclaimed: `skyrl-tx recover` restores checkpoints, --remove-unclaimed moves them to the trash")
-
-
-def _examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> _Report:
-    """Check the database, then each artifact that a row refers to, then the others."""
-    report = _Report()
-    if (damage := store.find_damage()) is not None:
-        report.problems.append(f"database: {damage}")
-    if artifacts.ids() and not identity.is_current(store.read(identity.get), artifacts.identity()):
-        report.problems.append(
-            "database: it is new, another one, or older than the artifacts; none that it does not know are removed"
+def check_artifacts(report: ArtifactReport) -> Iterator[Finding]:
+    """Return what a report says as findings."""
+    if report.damage is not None:
+        yield error("database", f"it is damaged: {report.damage}", _RESTORE)
+    if report.is_foreign:
+        yield warning(
+            "artifacts",
+            "the database is new, another one, or older than the artifacts; none that it does not know are removed",
+            "is this the right database? If it was lost, `skyrl-tx recover` restores checkpoints",
         )
+    states = Counter(str(record["state"]) for record in report.records)
+    size = in_units(sum(int(str(record["bytes"])) for record in report.records))
+    counts = ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none"
+    yield ok("artifacts", f"{counts}; {size}; {report.num_trashed} more in the trash")
+    if num_lost := states["missing"] + states["damaged"]:
+        yield error("artifacts", f"{num_lost} are missing or damaged", _RESTORE)
+    if states["unclaimed"]:
+        advice = "`skyrl-tx recover` restores checkpoints, --remove-unclaimed moves them to the trash"
+        yield warning("artifacts", f"{states['unclaimed']} are unclaimed: the database does not know them", advice)
+
+
+def examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> ArtifactReport:
+    """Check the database, then each artifact that a row refers to, then the others."""
+    is_known = not artifacts.ids() or identity.is_current(store.read(identity.get), artifacts.identity())
+    report = ArtifactReport(
+        damage=store.find_damage(), is_foreign=not is_known, num_trashed=len(artifacts.ids(trashed=True))
+    )
     used, unclaimed = store.read(_references), identity.find_unclaimed(store, artifacts)
     present, trash = set(artifacts.ids()), set(artifacts.ids(trashed=True))
     sizes = {artifact_id: _size(artifacts, artifact_id) for artifact_id in present}
@@ -167,7 +130,8 @@ def _size(artifacts: ArtifactStore, artifact_id: ArtifactId) -> int:
         return 0
 
 
-def _remove_unclaimed(store: Store, artifacts: ArtifactStore, *, is_confirmed: bool) -> int:
+def remove_unclaimed(store: Store, artifacts: ArtifactStore, *, is_confirmed: bool) -> int:
+    """Move the unclaimed artifacts to the trash; return the exit status. Raises CommandError if that is refused."""
     unclaimed = sorted(identity.find_unclaimed(store, artifacts))
     if not unclaimed:
         print("no unclaimed artifacts")

@@ -1,0 +1,211 @@
+"""The Helm chart: its values, and what it renders."""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from skyrl_tx import __version__
+from skyrl_tx.cli import read_settings
+from skyrl_tx.settings import ServerSettings, check_environment
+from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
+from tests.support.helm import Helm
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "skyrl-tx"
+Resource = dict[str, Any]
+API = (
+    *("api.replicas=2", "database.existingSecret=pg", "persistence.accessModes={ReadWriteMany}"),
+    *("tls.existingSecret=certificate", "hub.token=secret", "metrics.serviceMonitor.enabled=true"),
+    *("metrics.serviceMonitor.keySecret=scrape", "config.max_request_bytes=268435456", "service.port=80"),
+)
+GPU = (
+    *("resources.limits.nvidia\\.com/gpu=1", "runtimeClassName=nvidia", "cache.isEphemeral=true", "firstKeyOwner="),
+    *("persistence.existingClaim=mine", "database.url=postgresql://h/d", "config.no_auth=true"),
+)
+
+
+def values() -> dict[str, Any]:
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def schema() -> dict[str, Any]:
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def environment(client_environment: Callable[[ClientEnvironment], PreparedEnvironment]) -> PreparedEnvironment:
+    return client_environment(DEPLOYMENT)
+
+
+@pytest.fixture(scope="module")
+def helm(environment: PreparedEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    return Helm(environment, tmp_path_factory.mktemp("helm"))
+
+
+def rendered(helm: Helm, given: Sequence[str] = ()) -> Mapping[tuple[str, str], Resource]:
+    """Return the resources by kind and name."""
+    flags = [flag for each in given for flag in ("--set", each)]
+    done = helm.run("template", "prod", CHART, "--namespace", "train", *flags)
+    assert done.returncode == 0, done.stderr
+    found = [each for each in yaml.safe_load_all(done.stdout) if each]
+    by_name = {(each["kind"], each["metadata"]["name"]): each for each in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+def pods(resources: Mapping[tuple[str, str], Resource]) -> list[Resource]:
+    return [
+        each["spec"]["template"]["spec"]
+        for (kind, _), each in resources.items()
+        if kind in ("StatefulSet", "Deployment")
+    ]
+
+
+def containers(pod: Resource) -> list[Resource]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def test_every_value_has_a_schema_and_the_other_way_round() -> None:
+    def compare(given: dict[str, Any], described: dict[str, Any], path: str) -> None:
+        assert described["additionalProperties"] is False, path
+        assert given.keys() == described["properties"].keys() - {"global"}, path
+        for name, below in given.items():
+            if isinstance(below, dict) and "properties" in described["properties"][name] and name != "config":
+                compare(below, described["properties"][name], f"{path}.{name}")
+
+    compare(values(), schema(), "values")
+
+
+def test_the_chart_is_of_this_release() -> None:
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
+
+
+def test_settings_of_the_chart_are_settings_of_the_server(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values()["config"]))
+    assert read_settings("serve", ["--config", str(tmp_path / "config.yaml")]).log_format == "json"
+    refused = {name for name, each in schema()["properties"]["config"]["properties"].items() if each is False}
+    assert refused <= set(ServerSettings.model_fields)
+
+
+@pytest.mark.slow
+def test_helm_finds_no_fault(helm: Helm) -> None:
+    done = helm.run("lint", "--strict", CHART)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [(), API, GPU], ids=["default", "api", "gpu"])
+def test_resources_are_valid(helm: Helm, environment: PreparedEnvironment, given: tuple[str, ...], tmp_path) -> None:
+    checked = 0
+    for (kind, name), resource in rendered(helm, given).items():
+        if kind == "ServiceMonitor":
+            continue  # of the operator of Prometheus, which has its own schema
+        file = tmp_path / f"{kind}-{name}.yaml"
+        file.write_text(yaml.safe_dump(resource))
+        command = [environment.python.with_name("kubernetes-validate"), "--strict", "-k", "1.30", file]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        checked += 1
+    assert checked >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [(), API, GPU], ids=["default", "api", "gpu"])
+def test_containers_are_confined_and_configured(
+    helm: Helm, given: tuple[str, ...], tmp_path: Path, monkeypatch
+) -> None:
+    resources = rendered(helm, given)
+    config = resources["ConfigMap", "prod-skyrl-tx"]["data"]["config.yaml"]
+    (tmp_path / "config.yaml").write_text(config)
+    for pod in pods(resources):
+        assert pod["securityContext"]["runAsNonRoot"] and pod["terminationGracePeriodSeconds"] == 60
+        assert pod["enableServiceLinks"] is False, "SKYRL_TX_PORT of a Service would be taken for --port"
+        volumes = {volume["name"] for volume in pod["volumes"]} | {
+            claim["metadata"]["name"]
+            for claim in resources["StatefulSet", "prod-skyrl-tx"]["spec"].get("volumeClaimTemplates", ())
+        }
+        for container in containers(pod):
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            variables = {each["name"]: each.get("value", "") for each in container["env"]}
+            check_environment(variables)
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+        settings = read_settings("serve", ["--config", str(tmp_path / "config.yaml")])
+        assert settings.data_dir == Path("/data/skyrl_tx")
+        assert (settings.ssl_certfile is not None) == (given is API)
+    assert settings.max_request_bytes == 268435456, "no 2.68435456e+08"
+
+
+@pytest.mark.slow
+def test_probes_and_monitoring(helm: Helm) -> None:
+    (pod,) = pods(rendered(helm))
+    (server,) = pod["containers"]
+    paths = {name: server[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert paths == {
+        "startupProbe": "/api/v1/healthz",
+        "livenessProbe": "/api/v1/livez",
+        "readinessProbe": "/api/v1/livez",
+    }
+    assert server["startupProbe"]["failureThreshold"] * server["startupProbe"]["periodSeconds"] == 3600
+    resources = rendered(helm, API)
+    monitor = resources["ServiceMonitor", "prod-skyrl-tx"]["spec"]
+    wanted = monitor["selector"]["matchLabels"].items()
+    scraped = [
+        each
+        for (kind, _), each in resources.items()
+        if kind == "Service" and wanted <= each["metadata"]["labels"].items()
+    ]
+    assert [each["metadata"]["name"] for each in scraped] == ["prod-skyrl-tx"], "each pod is scraped once"
+    selector = scraped[0]["spec"]["selector"].items()
+    for kind, name in (("StatefulSet", "prod-skyrl-tx"), ("Deployment", "prod-skyrl-tx-api")):
+        assert selector <= resources[kind, name]["spec"]["template"]["metadata"]["labels"].items()
+    assert monitor["endpoints"][0]["scheme"] == "https"
+    (claim,) = [each for each in pods(resources)[0]["volumes"] if each["name"] == "data"]
+    assert claim["persistentVolumeClaim"]["claimName"] == "data-prod-skyrl-tx-0"
+
+
+@pytest.mark.slow
+def test_secrets_are_made_of_given_values_only(helm: Helm) -> None:
+    assert not any(kind == "Secret" for kind, _ in rendered(helm))
+    assert rendered(helm, API)["Secret", "prod-skyrl-tx"]["stringData"] == {"hub-token": "secret"}
+    assert rendered(helm, GPU)["Secret", "prod-skyrl-tx"]["stringData"] == {"database-url": "postgresql://h/d"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("api.replicas=1",), "api.replicas needs PostgreSQL"),
+        (("api.replicas=1", "database.existingSecret=pg"), "ReadWriteMany"),
+        (("config.port=1",), "config"),
+        (("no_such_value=1",), "no_such_value"),
+        (("terminationGracePeriodSeconds=10",), "terminationGracePeriodSeconds"),
+    ],
+)
+def test_wrong_values_are_refused(helm: Helm, given: tuple[str, ...], text: str) -> None:
+    done = helm.run("template", "prod", CHART, *(flag for each in given for flag in ("--set", each)))
+    assert done.returncode != 0 and text in done.stderr
+
+
+@pytest.mark.slow
+def test_the_first_key_is_made_once_and_printed_in_no_log(helm: Helm, tmp_path: Path, monkeypatch) -> None:
+    """The command of the container, with a directory instead of the volume."""
+    (pod,) = pods(rendered(helm))
+    (container,) = pod["initContainers"]
+    shell, options, script, *arguments = container["command"]
+    script = script.replace("/data/", f"{tmp_path}/").replace("skyrl-tx ", "python -m skyrl_tx ")
+    monkeypatch.setenv("SKYRL_TX_DATA_DIR", str(tmp_path / "skyrl_tx"))
+    keys: list[str] = []
+    for _ in range(2):
+        done = subprocess.run([shell, options, script, *arguments], capture_output=True, text=True, check=True)
+        keys.append((tmp_path / "first-key").read_text().strip())
+        assert keys[0] not in done.stdout + done.stderr
+    assert keys[0].startswith("tml-") and keys[0] == keys[1]
+    assert (tmp_path / "first-key").stat().st_mode & 0o777 == 0o600
+    listed = subprocess.run(["python", "-m", "skyrl_tx", "keys", "list"], capture_output=True, text=True, check=True)
+    assert listed.stdout.count("admin") == 1

@@ -1,0 +1,75 @@
+"""deploy/skyrl-tx.service, by systemd's own checkers where they are installed."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.cli import read_settings
+from skyrl_tx.process_setup import OPEN_FILES
+from skyrl_tx.settings import check_environment
+
+UNIT = Path(__file__).parents[2] / "deploy" / "skyrl-tx.service"
+PROGRAM = "/opt/skyrl-tx/bin/skyrl-tx"
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+
+
+def values(name: str) -> list[str]:
+    """Return all values of a directive."""
+    return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """Write the unit with a program that is on this machine."""
+    path = tmp_path / UNIT.name
+    path.write_text(UNIT.read_text().replace(PROGRAM, "/bin/true"))
+    return path
+
+
+@needs_systemd
+def test_systemd_accepts_it(unit: Path) -> None:
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@needs_systemd
+def test_an_unknown_directive_would_be_found(unit: Path) -> None:
+    unit.write_text(unit.read_text().replace("[Install]", "NoSuchDirective=yes\n[Install]"))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert "NoSuchDirective" in done.stdout + done.stderr
+
+
+@needs_systemd
+def test_its_exposure_is_low(unit: Path) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=40", unit]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout.splitlines()[-1:]
+
+
+def test_it_runs_the_server_with_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = dict(value.split("=", 1) for value in values("Environment"))
+    check_environment(variables)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (start,) = values("ExecStart")
+    program, command, flag, file = shlex.split(start)
+    assert (program, command, flag, file) == (PROGRAM, "serve", "--config", "/etc/skyrl-tx.yaml")
+    (tmp_path / "config.yaml").write_text("base_model: tiny\n")
+    settings = read_settings(command, [flag, str(tmp_path / "config.yaml")])
+    assert [str(settings.data_dir)] == [f"/var/lib/{name}" for name in values("StateDirectory")]
+    assert variables["XDG_CACHE_HOME"] == f"/var/cache/{values('CacheDirectory')[0]}"
+    assert str(settings.backend_config.compile_cache_dir).startswith("/var/cache/skyrl_tx/")  # type: ignore[attr-defined]
+
+
+def test_it_stops_in_order_and_has_enough_files() -> None:
+    assert values("KillMode") == ["mixed"] and values("LimitNOFILE") == [str(OPEN_FILES)]
+    assert int(values("TimeoutStopSec")[0]) >= 40 and values("OOMPolicy") == ["continue"]
+
+
+@pytest.mark.parametrize("name", ["PrivateDevices", "ProtectClock", "DeviceAllow", "MemoryDenyWriteExecute"])
+def test_devices_and_compiled_programs_are_allowed(name: str) -> None:
+    assert values(name) == []
