@@ -22,15 +22,24 @@ PAST_BLOCK = 256
 
 
 def causal_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, start_BT: jax.Array | None = None
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    start_BT: jax.Array | None = None,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
     """Return attention of each position over itself and all earlier ones, float32 [B, T, N, H].
 
     With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
-    consecutive sequences. There is no padding mask: rows are padded at the right, to which no real position attends.
+    consecutive sequences. With a window it attends to at most that many positions, itself included. There is no padding
+    mask: rows are padded at the right, to which no real position attends.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
+    if window is not None and window < T:  # a window is a start that moves with the position
+        first_T = jnp.maximum(jnp.arange(T, dtype=jnp.int32) - (window - 1), 0)
+        start_BT = jnp.broadcast_to(first_T, (B, T)) if start_BT is None else jnp.maximum(start_BT, first_T)
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     attend = dense_attention if T <= DENSE_LENGTH else flash_attention
@@ -51,12 +60,20 @@ def dense_attention(
 
 
 def extending_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, past: KeyValues, layer: jax.Array, start: jax.Array
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    past: KeyValues,
+    layer: jax.Array,
+    start: jax.Array,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
     """Return attention of the positions from `start` on over themselves and all earlier ones, float32 [B, T, N, H].
 
     `past` is a stack of layers [n, B, K, C, H], of which positions < `start` are visible; the keys and values of
-    the tokens are passed separately. The past is read in blocks up to `start`, without copies, whatever C is.
+    the tokens are passed separately. The past is read in blocks up to `start`, without copies, whatever C is, and from
+    the block of the first position that is in the window of any token.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -71,34 +88,52 @@ def extending_attention(
             jax.lax.dynamic_slice(x, (layer, 0, 0, j * size, 0), (1, B, K, size, H))[0] for x in (past.k, past.v)
         )
         seen_U = j * size + jnp.arange(size) < start
+        visible_TU = seen_U[None]
+        if window is not None:
+            visible_TU &= j * size + jnp.arange(size) > start + jnp.arange(T)[:, None] - window
         # Positions that were never written may hold NaN, and 0 * NaN is NaN.
-        return fold(carry, scores(k_BKUH, seen_U[None]), jnp.where(seen_U[:, None], v_BKUH, 0))
+        return fold(carry, scores(k_BKUH, visible_TU), jnp.where(seen_U[:, None], v_BKUH, 0))
 
     zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
     carry = (jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros)
-    carry = jax.lax.fori_loop(0, (start + size - 1) // size, past_block, carry)
+    first = 0 if window is None else jnp.maximum(start - (window - 1), 0) // size
+    carry = jax.lax.fori_loop(first, (start + size - 1) // size, past_block, carry)
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    _, total, out = fold(carry, scores(k_BKTH, jnp.tri(T, dtype=jnp.bool_)), v_BKTH)
+    visible_TT = jnp.tri(T, dtype=jnp.bool_)
+    if window is not None:
+        visible_TT &= ~jnp.tri(T, k=-window, dtype=jnp.bool_)
+    _, total, out = fold(carry, scores(k_BKTH, visible_TT), v_BKTH)
     return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
 def cached_attention(
-    q_SNH: jax.Array, past: Sequence[KeyValues], recent: KeyValues, start_S: jax.Array, num_recent: jax.Array
+    q_SNH: jax.Array,
+    past: Sequence[KeyValues],
+    recent: KeyValues,
+    start_S: jax.Array,
+    num_recent: jax.Array,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
     """Return attention of one new token per slot over its cached past and the recent tokens, [S, N, H].
 
     The arrays are those of one layer. The past has consecutive segments, values [S, K, C, H] and keys [S, K, H, C], of
     which slot s attends to positions < `start_S[s]`. Of `recent` [S, K, T, H] every slot attends to the first
-    `num_recent`, which include the new token. Segments that a slot does not attend to change none of its bits.
+    `num_recent`, which include the new token. With a window it attends to at most that many positions, the new token
+    included. Segments that a slot does not attend to change none of its bits.
     """
     S, N, H = q_SNH.shape
     K = recent.k.shape[1]
     q_SKGH = q_SNH.reshape(S, K, N // K, H)
     seen_T = jnp.arange(recent.v.shape[2]) < num_recent
+    if window is not None:
+        seen_T &= jnp.arange(recent.v.shape[2]) >= num_recent - window
     scored = [(jnp.where(seen_T, _scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf), recent.v)]
     first = 0
     for segment in past:
         seen_SC = first + jnp.arange(segment.v.shape[2]) < start_S[:, None]
+        if window is not None:
+            seen_SC &= first + jnp.arange(segment.v.shape[2]) >= start_S[:, None] + num_recent - window
         scores = _scores("skgh,skhc->skgc", q_SKGH, segment.k)
         scored.append((jnp.where(seen_SC[:, None, None], scores, -jnp.inf), segment.v))
         first += segment.v.shape[2]

@@ -42,9 +42,11 @@ class ChunkHeld:
     fixed: Any
     start: jax.Array
 
-    def attend(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, KeyValues]:
+    def attend(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, window: int | None = None
+    ) -> tuple[jax.Array, KeyValues]:
         """Return attention over the past and the chunk, [B, T, N, H], and the chunk's keys and values."""
-        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, self.past, self.layer, self.start)
+        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, self.past, self.layer, self.start, window=window)
         return mixed_BTNH, KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2))
 
 
@@ -58,10 +60,13 @@ class StepHeld:
     start_S: jax.Array
     num_recent: jax.Array
 
-    def attend(self, q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array) -> tuple[jax.Array, KeyValues]:
+    def attend(
+        self, q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, *, window: int | None = None
+    ) -> tuple[jax.Array, KeyValues]:
         """Return attention over all tokens up to the new one, [S, N, H], and the slice's keys and values with it."""
         recent = append(self.recent, KeyValues(k=k_SKH, v=v_SKH), self.num_recent)
-        return cached_attention(q_SNH, self.past, recent, self.start_S, self.num_recent + 1), recent
+        mixed_SNH = cached_attention(q_SNH, self.past, recent, self.start_S, self.num_recent + 1, window=window)
+        return mixed_SNH, recent
 
 
 @struct.dataclass

@@ -26,13 +26,16 @@ from skyrl_tx.models.decoder import (
     target_logprobs_and_gradient,
 )
 from skyrl_tx.models.llama import LLAMA
+from skyrl_tx.models.mistral import MISTRAL
 from skyrl_tx.models.params import DecoderParams, by_layer, describe_params, empty_cache
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.qwen2 import QWEN2
 from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: Mapping[str, ModelFamily] = {family.architecture: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA)}
+FAMILIES: Mapping[str, ModelFamily] = {
+    family.architecture: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL)
+}
 
 
 def find_family(hf: HfConfig) -> ModelFamily:

@@ -90,6 +90,11 @@ def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = Fal
     )
 
 
+def read_window(hf: HfConfig) -> int | None:
+    """Read how many positions the layers with a window attend to; None without windows."""
+    return None if hf.get("sliding_window") is None else read_size(hf, "sliding_window")
+
+
 def read_dense(hf: HfConfig) -> Dense:
     """Read the dense feed-forward of Llama and its relatives."""
     return Dense(hidden_size=read_size(hf, "hidden_size"), mlp_size=read_size(hf, "intermediate_size"))

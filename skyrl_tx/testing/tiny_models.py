@@ -95,14 +95,16 @@ def write_model(
     rope_theta: float = 10000.0,
     rope_scaling: dict[str, Any] | None = None,
     experts: dict[str, Any] | None = None,
+    keys: dict[str, Any] | None = None,
     eos_token_id: int | list[int] = 1,
     seed: int = 0,
     std: float = 0.05,
 ) -> Path:
     """Write config.json, generation_config.json and model.safetensors; return the directory.
 
-    `experts` are config keys of a mixture of experts that differ from TINY_EXPERTS. Weights are normal with standard
-    deviation `std`. Norms are drawn around 1 and biases around 0, so that a test detects if they are ignored.
+    `experts` are config keys of a mixture of experts that differ from TINY_EXPERTS; `keys` are other config keys of the
+    family. Weights are normal with standard deviation `std`. Norms are drawn around 1 and biases around 0, so that a
+    test detects if they are ignored.
     """
     family = FAMILIES[architecture]
     config: dict[str, Any] = {
@@ -127,6 +129,7 @@ def write_model(
         config["rope_scaling"] = rope_scaling
     if "num_experts" in family.defaults:
         config |= TINY_EXPERTS | (experts or {})
+    config |= keys or {}
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
     generator = np.random.Generator(np.random.Philox(key=seed))
     tensors: dict[str, np.ndarray] = {}

@@ -35,9 +35,10 @@ VARIANTS = {
         "experts": {"decoder_sparse_step": 2},
     },
     "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
+    "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 16}},
 }
 UNTIED = "qwen3-untied"
-ONE_PER_FAMILY = (UNTIED, "qwen2-tied", "llama3-untied", "qwen3-moe-mixed")
+ONE_PER_FAMILY = (UNTIED, "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied")
 """The variants of the default run; the slow tests compare all."""
 
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope

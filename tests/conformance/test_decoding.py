@@ -15,7 +15,9 @@ ADAPTER = SamplerId("adapter")
 COPIES = "abc"  # of each request
 
 
-@pytest.mark.parametrize("reference", ["qwen3-untied", "qwen2-tied", "llama3-untied", "qwen3-moe-mixed"], indirect=True)
+@pytest.mark.parametrize(
+    "reference", ["qwen3-untied", "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied"], indirect=True
+)
 def test_greedy_decoding_equals_transformers(reference):
     num_rows, num_new = reference.arrays["decoded"].shape
     prompts = reference.inputs["tokens"][:, :20].astype(np.int32)

@@ -99,6 +99,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "untied": {"tied_embeddings": False},
     "experts": {"tied_embeddings": False, "architecture": "Qwen3MoeForCausalLM"},
+    "windows": {"tied_embeddings": False, "architecture": "MistralForCausalLM", "keys": {"sliding_window": 5}},
 }
 
 

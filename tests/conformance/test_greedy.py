@@ -21,6 +21,7 @@ VARIANTS = {
     "Qwen2ForCausalLM": {"head_dim": 8},
     "Qwen3ForCausalLM": {},
     "Qwen3MoeForCausalLM": {},
+    "MistralForCausalLM": {"keys": {"sliding_window": 48}},
 }
 pytestmark = pytest.mark.slow
 

@@ -30,6 +30,7 @@ VARIANTS = {
     "Qwen2ForCausalLM": {"head_dim": 8, "tied_embeddings": False},
     "Qwen3ForCausalLM": {},
     "Qwen3MoeForCausalLM": {"experts": {"mlp_only_layers": [1]}},
+    "MistralForCausalLM": {"keys": {"sliding_window": 20}},
 }
 
 

@@ -1,4 +1,4 @@
-"""The JAX backend passes the backend suite with a tiny Qwen3 model, dense and MoE."""
+"""The JAX backend passes the backend suite with tiny models: dense, with experts, with windows."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
 from tests.support.lost_jax_device import lost_jax_device
-from tests.support.tiny import DENSE, MOE, TINY_CONFIG, tiny_directory
+from tests.support.tiny import DENSE, MOE, TINY_CONFIG, WINDOWS, tiny_directory
 
 
 class TestJax(BackendSuite):
@@ -29,3 +29,8 @@ class TestJax(BackendSuite):
 @pytest.mark.slow
 class TestJaxWithExperts(TestJax):
     architecture = MOE
+
+
+@pytest.mark.slow
+class TestJaxWithWindows(TestJax):
+    architecture = WINDOWS

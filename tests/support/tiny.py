@@ -24,10 +24,12 @@ from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 
-DENSE, MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+DENSE, MOE, WINDOWS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"
 VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
-"""Arguments of `write_model` for both; the conformance tests compare the dense one with transformers."""
+"""Arguments of `write_model` for all; the conformance tests compare the dense one with transformers."""
+OWN: dict[str, dict[str, Any]] = {WINDOWS: {"keys": {"sliding_window": 9}}}
+"""Further arguments of some. The window is shorter than prompts and slices."""
 RANK = 4
 """The rank of adapters in tests that need no other."""
 
@@ -76,7 +78,8 @@ def tiny_directory(architecture: str = DENSE, std: float = 0.3) -> Path:
 
     By default its weights are large enough for distinct samples. Another standard deviation changes no program.
     """
-    return write_model(Path(_directory().name) / f"{architecture}-{std}", std=std, **MODEL, architecture=architecture)
+    arguments = {**MODEL, **OWN.get(architecture, {}), "architecture": architecture}
+    return write_model(Path(_directory().name) / f"{architecture}-{std}", std=std, **arguments)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Legend: B batch, T tokens, S slots, D embed, N heads, K kv heads, H head dim.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,8 @@ class Attention:
     """Whether queries, keys and values have a bias."""
     norm_epsilon: float | None = None
     """The epsilon of the norms of queries and keys; None if they have none."""
+    window: int | None = None
+    """How many positions each attends to, itself included; None if to all before it."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -90,14 +93,14 @@ class Attention:
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See Mixer."""
         q_BTNH, k_BTKH, v_BTKH = self._project(x, params, adapters, at)
-        return _output(_attend(q_BTNH, k_BTKH, v_BTKH, at.start_BT, at.layout), params, adapters)
+        return _output(_attend(q_BTNH, k_BTKH, v_BTKH, at.start_BT, at.layout, self.window), params, adapters)
 
     def extend(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld | StepHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer. How keys and values are kept, and how many tokens each row has, are the cache's business."""
         q, k, v = self._project(x, params, adapters, at)
-        mixed, kept = held.attend(q, k, v)
+        mixed, kept = held.attend(q, k, v, window=self.window)
         mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
         return _output(mixed, params, adapters), Held(positions=kept)
 
@@ -126,15 +129,21 @@ def _output(mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> j
 
 
 def _attend(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, start_BT: jax.Array | None, layout: Layout
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    start_BT: jax.Array | None,
+    layout: Layout,
+    window: int | None,
 ) -> jax.Array:
     """Return `causal_attention`, computed without communication between devices."""
+    attend = partial(causal_attention, window=window)
     if not layout.is_split:
-        return causal_attention(q_BTNH, k_BTKH, v_BTKH, start_BT)
+        return attend(q_BTNH, k_BTKH, v_BTKH, start_BT)
     assert layout.mesh is not None
     start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
     heads = layout.spec(("batch", None, "heads", None), q_BTNH.shape)
     kv_heads = layout.spec(("batch", None, "kv_heads", None), k_BTKH.shape)
     specs = (heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape))
-    alone = jax.shard_map(causal_attention, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    alone = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)
     return alone(q_BTNH, k_BTKH, v_BTKH, start_BT)

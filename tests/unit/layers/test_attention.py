@@ -1,14 +1,22 @@
 """Attention against the definition, whole and in blocks; rotary embedding against complex numbers."""
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.attention import DENSE_LENGTH, causal_attention, dense_attention
+from skyrl_tx.layers.attention import (
+    DENSE_LENGTH,
+    cached_attention,
+    causal_attention,
+    dense_attention,
+    extending_attention,
+)
 from skyrl_tx.layers.flash_attention import flash_attention
+from skyrl_tx.layers.kv_cache import KeyValues, read_segments
 from skyrl_tx.layers.rope import Rope, rotate
 from tests.support.fast_jit import fast_jit
 
@@ -18,7 +26,7 @@ def heads(T, N=4, K=2, H=8, B=2, seed=0):
     return [g.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K)]
 
 
-attend = fast_jit(causal_attention)
+attend = fast_jit(causal_attention, static_argnames="window")
 
 
 @partial(fast_jit, static_argnames=("kernel", "query_block", "key_block"))
@@ -31,15 +39,16 @@ def values_and_gradients(x, target, start_BT, kernel, **blocks):
     return [jax.value_and_grad(loss)(x, *start) for start in ((), (start_BT,))]
 
 
-def by_definition(q_BTNH, k_BTKH, v_BTKH):
+def by_definition(q_BTNH, k_BTKH, v_BTKH, window=None):
     """Loop over rows, heads and positions, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH))
     out = np.zeros_like(q)
     groups = q.shape[2] // k.shape[2]
     for b, t, n in np.ndindex(*q.shape[:3]):
-        scores = k[b, : t + 1, n // groups] @ q[b, t, n] / np.sqrt(q.shape[-1])
+        first = 0 if window is None else max(t + 1 - window, 0)
+        scores = k[b, first : t + 1, n // groups] @ q[b, t, n] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
-        out[b, t, n] = (weights / weights.sum()) @ v[b, : t + 1, n // groups]
+        out[b, t, n] = (weights / weights.sum()) @ v[b, first : t + 1, n // groups]
     return out
 
 
@@ -57,13 +66,16 @@ def test_attention_equals_the_definition(length):
 
 
 @pytest.mark.parametrize(
-    ("query_block", "key_block"), [(4, 8), (3, 2), (32, 32), pytest.param(8, 4, marks=pytest.mark.slow)]
+    ("query_block", "key_block", "window"),
+    [(4, 8, None), (3, 2, None), (32, 32, None), (4, 4, 6), pytest.param(8, 4, 3, marks=pytest.mark.slow)],
 )
-def test_blocks_change_neither_value_nor_gradient(query_block, key_block):
-    """Neither of whole rows nor of sequences in a row."""
+def test_blocks_change_neither_value_nor_gradient(query_block, key_block, window):
+    """Neither of whole rows nor of sequences in a row, with a window or without."""
     x = grouped(*heads(T=21))
     target = np.random.default_rng(1).standard_normal(x[0].shape).astype(np.float32)
     start_BT = np.array([[0] * 9 + [9] * 2 + [11] * 10, [0] * 3 + [3] * 18])
+    if window is not None:
+        start_BT = np.maximum(start_BT, np.arange(21) - window + 1)
     whole = values_and_gradients(x, target, start_BT, dense_attention)
     blocked = values_and_gradients(x, target, start_BT, flash_attention, query_block=query_block, key_block=key_block)
     for expected, found in zip(jax.tree.leaves(whole), jax.tree.leaves(blocked), strict=True):
@@ -83,6 +95,53 @@ def test_packed_sequences_do_not_attend_to_each_other(length):
         for start, end in zip(places, [*places[1:], length], strict=True):
             alone = by_definition(*(x[b : b + 1, start:end] for x in (q, k, v)))
             np.testing.assert_allclose(got[b : b + 1, start:end], alone, atol=1e-5)
+
+
+WINDOWS = (1, 5, DENSE_LENGTH, 70, 500)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_hides_what_is_further_back(window):
+    """Also from sequences in a row, in both kernels."""
+    for length in (21, 3 * DENSE_LENGTH + 5):
+        q, k, v = heads(T=length, B=1)
+        np.testing.assert_allclose(attend(q, k, v, window=window), by_definition(q, k, v, window), atol=1e-5)
+        places = [0, 3, length // 2, length]
+        start_BT = np.repeat(places[:-1], np.diff(places))[None].astype(np.int32)
+        got = np.asarray(attend(q, k, v, start_BT, window=window))
+        for start, end in pairwise(places):
+            alone = by_definition(*(x[:, start:end] for x in (q, k, v)), window)
+            np.testing.assert_allclose(got[:, start:end], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_chunks_and_steps_see_the_same_window(window):
+    """Positions that are not written hold NaN; one slot is at the end of a chunk, one within."""
+    length, chunk, held = 230, 64, 192  # positions, tokens of a chunk, positions in the cache
+    q, k, v = heads(T=length, B=2)
+    whole = by_definition(q, k, v, window)
+    nothing = np.full((1, 2, 2, 512, 8), np.nan, np.float32)
+    past = KeyValues(k=nothing.copy(), v=nothing.copy())
+    extend = fast_jit(extending_attention, static_argnames="window")
+    for start in range(0, held, chunk):
+        here = slice(start, start + chunk)
+        got = extend(q[:, here], k[:, here], v[:, here], past, np.int32(0), np.int32(start), window=window)
+        np.testing.assert_allclose(got, whole[:, here], atol=1e-5)
+        past.k[0, :, :, here], past.v[0, :, :, here] = (x[:, here].swapaxes(1, 2) for x in (k, v))
+
+    start_S, recent = np.array([held, held - 20], np.int32), 7  # the last tokens of each slot lie apart
+    row_S1, token_ST = np.arange(2)[:, None], start_S[:, None] + np.arange(recent)
+    newest = KeyValues(k=k[row_S1, token_ST].swapaxes(1, 2), v=v[row_S1, token_ST].swapaxes(1, 2))
+    position_S = start_S + recent - 1
+
+    @partial(fast_jit, static_argnames="window")
+    def step(q, k, v, newest, *, window):
+        segments = read_segments(KeyValues(k=k[None], v=v[None]), 0, 200)
+        return cached_attention(q, segments, newest, start_S, np.int32(recent), window=window)
+
+    kept = [np.pad(x, ((0, 0), (0, 26), (0, 0), (0, 0))).swapaxes(1, 2) for x in (k, v)]
+    got = step(q[np.arange(2), position_S], *kept, newest, window=window)
+    np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
 
 
 def test_long_rows_stay_within_memory():

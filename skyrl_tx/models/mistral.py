@@ -1,0 +1,26 @@
+"""Mistral 7B, Nemo and Ministral, dense: Llama with sliding windows. Jiang et al. 2023, arXiv:2310.06825."""
+
+from dataclasses import replace
+
+from skyrl_tx.models.base import ModelFamily, read_attention, read_dense, read_window
+from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers, all of which have the same window, or none."""
+    attention = replace(read_attention(hf), window=read_window(hf))
+    return (Block(attention, read_dense(hf)),) * read_size(hf, "num_hidden_layers")
+
+
+MISTRAL = ModelFamily(
+    architecture="MistralForCausalLM",
+    weights=DENSE_WEIGHTS,
+    read_blocks=read_blocks,
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+)
