@@ -387,7 +387,9 @@ def _module_of(family: ModelFamily) -> ModuleType:
 
 def _family(family: ModelFamily) -> tuple[str, ...]:
     has = {rule.path.removeprefix("layers.") for rule in family.weights}
-    attention = [name for name, path in (("QK norm", "q_norm"), ("QKV biases", "q_bias")) if path in has]
+    biases = "biases" if "o_bias" in has else "QKV biases"
+    names = (("QK norm", "q_norm"), (biases, "q_bias"), ("sinks", "sinks"))
+    attention = [name for name, path in names if path in has]
     attention += ["sliding windows"] if "sliding_window" in family.defaults else []
     return (
         f"`{family.architecture}`",

@@ -11,7 +11,7 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold
+from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold, no_keys
 from skyrl_tx.layers.kv_cache import KeyValues
 
 DENSE_LENGTH = 64
@@ -26,14 +26,16 @@ def causal_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     start_BT: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
     *,
     window: int | None = None,
 ) -> jax.Array:
     """Return attention of each position over itself and all earlier ones, float32 [B, T, N, H].
 
     With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
-    consecutive sequences. With a window it attends to at most that many positions, itself included. There is no padding
-    mask: rows are padded at the right, to which no real position attends.
+    consecutive sequences. With a window it attends to at most that many positions, itself included. The sink of a head
+    is the score of one more key, whose value is 0; its gradient is not computed. There is no padding mask: rows are
+    padded at the right, to which no real position attends.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -43,19 +45,28 @@ def causal_attention(
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     attend = dense_attention if T <= DENSE_LENGTH else flash_attention
-    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT)
+    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT, _by_group(sinks_N, K))
     return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
 def dense_attention(
-    q_BKGTH: jax.Array, k_BKUH: jax.Array, v_BKUH: jax.Array, start_BT: jax.Array | None = None
+    q_BKGTH: jax.Array,
+    k_BKUH: jax.Array,
+    v_BKUH: jax.Array,
+    start_BT: jax.Array | None = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Return what `flash_attention` returns, from all scores at once."""
     scores = _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH)
     visible_BTU = jnp.tri(q_BKGTH.shape[3], dtype=jnp.bool_)[None]
     if start_BT is not None:
         visible_BTU &= jnp.arange(k_BKUH.shape[2]) >= start_BT[:, :, None]
-    weights = jax.nn.softmax(jnp.where(visible_BTU[:, None, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(visible_BTU[:, None, None], scores, -jnp.inf)
+    if sinks_KG is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sinks = jnp.broadcast_to(jax.lax.stop_gradient(sinks_KG)[:, :, None, None], (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
     return jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v_BKUH.dtype), v_BKUH, preferred_element_type=jnp.float32)
 
 
@@ -66,6 +77,7 @@ def extending_attention(
     past: KeyValues,
     layer: jax.Array,
     start: jax.Array,
+    sinks_N: jax.Array | None = None,
     *,
     window: int | None = None,
 ) -> jax.Array:
@@ -73,7 +85,7 @@ def extending_attention(
 
     `past` is a stack of layers [n, B, K, C, H], of which positions < `start` are visible; the keys and values of
     the tokens are passed separately. The past is read in blocks up to `start`, without copies, whatever C is, and from
-    the block of the first position that is in the window of any token.
+    the block of the first position that is in the window of any token. Windows and sinks are as in `causal_attention`.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -94,9 +106,8 @@ def extending_attention(
         # Positions that were never written may hold NaN, and 0 * NaN is NaN.
         return fold(carry, scores(k_BKUH, visible_TU), jnp.where(seen_U[:, None], v_BKUH, 0))
 
-    zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
-    carry = (jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros)
     first = 0 if window is None else jnp.maximum(start - (window - 1), 0) // size
+    carry = no_keys(q_BKGTH, _by_group(sinks_N, K))
     carry = jax.lax.fori_loop(first, (start + size - 1) // size, past_block, carry)
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     visible_TT = jnp.tri(T, dtype=jnp.bool_)
@@ -112,6 +123,7 @@ def cached_attention(
     recent: KeyValues,
     start_S: jax.Array,
     num_recent: jax.Array,
+    sinks_N: jax.Array | None = None,
     *,
     window: int | None = None,
 ) -> jax.Array:
@@ -139,11 +151,18 @@ def cached_attention(
         first += segment.v.shape[2]
     highest = reduce(jnp.maximum, [scores.max(-1, keepdims=True) for scores, _ in scored])
     out, total = jnp.float32(0), jnp.float32(0)
+    if (sinks_KG := _by_group(sinks_N, K)) is not None:
+        highest = jnp.maximum(highest, sinks_KG[:, :, None])
+        total = jnp.exp(sinks_KG[:, :, None] - highest)
     for scores, v in scored:
         weights = jnp.exp(scores - highest)
         out += jnp.einsum("skgc,skch->skgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         total += weights.sum(-1, keepdims=True)
     return (out / total).reshape(S, N, H)
+
+
+def _by_group(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
+    return None if sinks_N is None else sinks_N.reshape(num_kv_heads, -1)
 
 
 def _scores(equation: str, q: jax.Array, k: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ def flash_attention(
     k_BKTH: jax.Array,
     v_BKTH: jax.Array,
     start_BT: jax.Array | None = None,
+    sinks_KG: jax.Array | None = None,
     *,
     query_block: int = BLOCK,
     key_block: int = BLOCK,
@@ -39,7 +40,7 @@ def flash_attention(
     """Return attention of each position over itself and all earlier ones, float32 [B, K, G, T, H].
 
     With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
-    consecutive sequences. Blocks wholly before a start are not visited either.
+    consecutive sequences. Blocks wholly before a start are not visited either. Sinks are constants: see `no_keys`.
     """
     T = q_BKGTH.shape[3]
     padded = -T % math.lcm(query_block, key_block)  # at the right, to which no real position attends
@@ -50,8 +51,21 @@ def flash_attention(
     if start_BT is None:
         start_BT = jnp.zeros((q_BKGTH.shape[0], T), jnp.int32)
     start_BT = jnp.pad(start_BT, [(0, 0), (0, padded)], mode="edge")
-    out: jax.Array = _flash(query_block, key_block, pad(q_BKGTH), pad(k_BKTH), pad(v_BKTH), start_BT)
+    out: jax.Array = _flash(query_block, key_block, pad(q_BKGTH), pad(k_BKTH), pad(v_BKTH), start_BT, sinks_KG)
     return out[:, :, :, :T]
+
+
+def no_keys(q_BKGQH: jax.Array, sinks_KG: jax.Array | None) -> Stats:
+    """Return the statistics before any key. A sink of a head is the score of one more key, whose value is 0.
+
+    Without sinks the highest score is finite, because a query may attend to nothing in the first blocks: its first real
+    score scales that sum to 0.
+    """
+    zeros = jnp.zeros(q_BKGQH.shape, jnp.float32)
+    if sinks_KG is None:
+        return jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros
+    highest = jnp.broadcast_to(sinks_KG[:, :, None].astype(jnp.float32), zeros.shape[:-1])
+    return highest, jnp.ones_like(highest), zeros
 
 
 def fold(carry: Stats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) -> Stats:
@@ -65,12 +79,26 @@ def fold(carry: Stats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) -> Stats:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(
-    query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: jax.Array, start_BT: jax.Array
+    query_block: int,
+    key_block: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    start_BT: jax.Array,
+    sinks_KG: jax.Array | None,
 ) -> jax.Array:
-    return _forward(query_block, key_block, q, k, v, start_BT)[0]
+    return _forward(query_block, key_block, q, k, v, start_BT, sinks_KG)[0]
 
 
-def _forward(query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: jax.Array, start_BT: jax.Array):
+def _forward(
+    query_block: int,
+    key_block: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    start_BT: jax.Array,
+    sinks_KG: jax.Array | None,
+):
     """Return the output and the residuals of the backward pass, with each query's logsumexp of scores [B, K, G, T]."""
 
     def one_query_block(_: None, start: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
@@ -81,12 +109,9 @@ def _forward(query_block: int, key_block: int, q: jax.Array, k: jax.Array, v: ja
             scores = _scores(q_BKGQH, _block(k, j * key_block, key_block), start, j * key_block, start_BQ)
             return fold(carry, scores, _block(v, j * key_block, key_block))
 
-        zeros = jnp.zeros(q_BKGQH.shape, jnp.float32)
-        # Finite, because a query may attend to nothing in the first blocks: its first real score scales that sum to 0.
-        first = (jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros)
-        highest, total, out = jax.lax.fori_loop(
-            start_BQ[:, 0].min() // key_block, _num_key_blocks(start, query_block, key_block), one_key_block, first
-        )
+        first = start_BQ[:, 0].min() // key_block
+        last = _num_key_blocks(start, query_block, key_block)
+        highest, total, out = jax.lax.fori_loop(first, last, one_key_block, no_keys(q_BKGQH, sinks_KG))
         return None, (out / total[..., None], highest + jnp.log(total))
 
     starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
@@ -126,7 +151,7 @@ def _backward(query_block: int, key_block: int, kept: tuple[jax.Array, ...], d_o
     zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
     (d_k, d_v), d_qs = jax.lax.scan(one_query_block, zeros, starts)
     d_q = jnp.moveaxis(d_qs, 0, 3).reshape(q.shape)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 
 
 _flash.defvjp(_forward, _backward)

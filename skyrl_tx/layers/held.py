@@ -43,10 +43,17 @@ class ChunkHeld:
     start: jax.Array
 
     def attend(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, window: int | None = None
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        sinks_N: jax.Array | None = None,
+        *,
+        window: int | None = None,
     ) -> tuple[jax.Array, KeyValues]:
         """Return attention over the past and the chunk, [B, T, N, H], and the chunk's keys and values."""
-        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, self.past, self.layer, self.start, window=window)
+        past, layer, start = self.past, self.layer, self.start
+        mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, past, layer, start, sinks_N, window=window)
         return mixed_BTNH, KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2))
 
 
@@ -61,11 +68,18 @@ class StepHeld:
     num_recent: jax.Array
 
     def attend(
-        self, q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, *, window: int | None = None
+        self,
+        q_SNH: jax.Array,
+        k_SKH: jax.Array,
+        v_SKH: jax.Array,
+        sinks_N: jax.Array | None = None,
+        *,
+        window: int | None = None,
     ) -> tuple[jax.Array, KeyValues]:
         """Return attention over all tokens up to the new one, [S, N, H], and the slice's keys and values with it."""
         recent = append(self.recent, KeyValues(k=k_SKH, v=v_SKH), self.num_recent)
-        mixed_SNH = cached_attention(q_SNH, self.past, recent, self.start_S, self.num_recent + 1, window=window)
+        num_recent = self.num_recent + 1
+        mixed_SNH = cached_attention(q_SNH, self.past, recent, self.start_S, num_recent, sinks_N, window=window)
         return mixed_SNH, recent
 
 

@@ -9,6 +9,7 @@ tile holds tokens of one expert *and one adapter*, so that tenants do not meet e
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ ENDS: Mapping[str, tuple[Axis | None, Axis | None]] = {
     "down_proj": ("mlp", None),
 }
 """Sharding of an expert's maps during the computation: F sharded, D whole."""
+BIASES: Mapping[str, Axis | None] = {"gate_bias": "mlp", "up_bias": "mlp", "down_bias": None}
+"""The biases of these maps, with their sharding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +42,25 @@ class Routing:
     renormalizes: bool  # whether the weights of the chosen sum to 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamp:
+    """The activation of gpt-oss: (up + 1) * gate * sigmoid(slope * gate), of gate <= limit and |up| <= limit."""
+
+    limit: float
+    slope: float
+
+
 @struct.dataclass
 class ExpertWeights:
-    """The maps of all experts of a layer."""
+    """The maps of all experts of a layer, with their biases if they have any, and the activation between them."""
 
     gate_proj: jax.Array  # [E, D, F]
     up_proj: jax.Array  # [E, D, F]
     down_proj: jax.Array  # [E, F, D]
+    gate_bias: jax.Array | None = None  # [E, F]
+    up_bias: jax.Array | None = None  # [E, F]
+    down_bias: jax.Array | None = None  # [E, D]
+    clamp: Clamp | None = struct.field(pytree_node=False, default=None)  # None: silu(gate) * up
 
 
 @struct.dataclass
@@ -90,6 +105,7 @@ def mixture(
     adapters: ExpertAdapters | None,
     routing: Routing,
     layout: Layout = WHOLE,
+    router_bias_E: jax.Array | None = None,
 ) -> jax.Array:
     """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D]."""
     x_MD = x.reshape(-1, x.shape[-1])
@@ -97,7 +113,7 @@ def mixture(
     if adapters is not None and adapters.place_G is not None:
         place_M = jnp.repeat(adapters.place_G, x_MD.shape[0] // adapters.place_G.shape[0])
         adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
-    visits = _Visits(x_MD, *route(x_MD, router_ED, routing), place_M)
+    visits = _Visits(x_MD, *route(x_MD, router_ED, routing, router_bias_E), place_M)
     y_MD = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
     return y_MD.reshape(x.shape)
 
@@ -116,6 +132,9 @@ def _on_each_device(
     def local(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None) -> jax.Array:
         first = jax.lax.axis_index(layout.mesh_axes("expert")) * (num_experts // num_shards)
         here = visits.replace(expert_MK=visits.expert_MK - first)  # type: ignore[attr-defined]
+        if weights.down_bias is not None:  # added once, as the parts of F are added too
+            is_first = jax.lax.axis_index(layout.mesh_axes("mlp")) == 0
+            weights = weights.replace(down_bias=jnp.where(is_first, weights.down_bias, 0))  # type: ignore[attr-defined]
         return jax.lax.psum(_sum(here, weights, adapters), summed_over)
 
     def tokens(leaf: jax.Array) -> PartitionSpec:
@@ -124,7 +143,13 @@ def _on_each_device(
     def cut(leaf: jax.Array, *axes: Axis | None) -> PartitionSpec:
         return layout.spec((*[None] * (leaf.ndim - 3), "expert", *axes), leaf.shape)
 
-    weight_specs = ExpertWeights(*(cut(getattr(weights, name), *ENDS[name]) for name in MAPS))  # type: ignore[arg-type]
+    def cut_bias(leaf: jax.Array | None, axis: Axis | None) -> PartitionSpec | None:
+        return None if leaf is None else layout.spec(("expert", axis), leaf.shape)
+
+    weight_specs = weights.replace(  # type: ignore[attr-defined]
+        **{name: cut(getattr(weights, name), *ENDS[name]) for name in MAPS},
+        **{name: cut_bias(getattr(weights, name), axis) for name, axis in BIASES.items()},
+    )
     adapter_specs = None
     if adapters is not None:
         pairs = {
@@ -159,9 +184,14 @@ def _sum(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | Non
     return (visits.share_MK[..., None] * y_MKD).sum(axis=1)
 
 
-def route(x_MD: jax.Array, router_ED: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+def route(
+    x_MD: jax.Array, router_ED: jax.Array, routing: Routing, bias_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Return the share and the number of each chosen expert, [M, K], the largest share first."""
-    share_ME = jax.nn.softmax(multiply(x_MD, router_ED.T), axis=-1)
+    score_ME = multiply(x_MD, router_ED.T)
+    if bias_E is not None:
+        score_ME += bias_E.astype(jnp.float32)
+    share_ME = jax.nn.softmax(score_ME, axis=-1)
     share_MK, expert_MK = jax.lax.top_k(share_ME, routing.num_chosen)
     if routing.renormalizes:
         share_MK = share_MK / share_MK.sum(axis=-1, keepdims=True)
@@ -213,8 +243,15 @@ def _maps(
     return found
 
 
-def _gate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
+def _gate(clamp: Clamp | None, gate: jax.Array, up: jax.Array) -> jax.Array:
+    if clamp is None:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(clamp.slope * gate)
+
+
+def _biased(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array:
+    return y_PO if bias_EO is None else y_PO + bias_EO[expert].astype(jnp.float32)
 
 
 @jax.custom_vjp
@@ -231,21 +268,23 @@ def _experts_forward(
     def one(tile: tuple[jax.Array, _TileIndices]) -> tuple[jax.Array, jax.Array, jax.Array]:
         x_PD, of = tile
         gate, up, down = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
-        gate_PF, up_PF = gate.product(x_PD), up.product(x_PD)
-        return down.product(_gate(gate_PF, up_PF)), gate_PF, up_PF
+        gate_PF = _biased(gate.product(x_PD), weights.gate_bias, of.expert_W)
+        up_PF = _biased(up.product(x_PD), weights.up_bias, of.expert_W)
+        y_PD = down.product(_gate(weights.clamp, gate_PF, up_PF))
+        return _biased(y_PD, weights.down_bias, of.expert_W), gate_PF, up_PF
 
     y_WPD, gate_WPF, up_WPF = each_tile(one, tiling, (tiling.gather(x_MD), indices))
     return tiling.take_back(y_WPD), (x_MD, weights, pairs, indices, tiling, gate_WPF, up_WPF)
 
 
 def _experts_backward(kept: Any, d_y_MKD: jax.Array):
-    """The gradient by tokens and by the adapters' factors; the weights and scales are constants."""
+    """The gradient by tokens and by the adapters' factors; weights, biases and scales are constants."""
     x_MD, weights, pairs, indices, tiling, gate_WPF, up_WPF = kept
 
     def one(tile: Any) -> tuple[jax.Array, dict[str, LoraPair]]:
         x_PD, d_y_PD, gate_PF, up_PF, of = tile
         gate, up, down = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
-        inner_PF, pull = jax.vjp(_gate, gate_PF, up_PF)
+        inner_PF, pull = jax.vjp(partial(_gate, weights.clamp), gate_PF, up_PF)
         d_inner_PF, d_down = down.gradient(inner_PF, d_y_PD)
         d_gate_PF, d_up_PF = pull(d_inner_PF)
         by_gate_PD, d_gate = gate.gradient(x_PD, d_gate_PF)

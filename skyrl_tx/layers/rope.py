@@ -17,15 +17,26 @@ class Rope:
     """The frequencies of a model, as its config names them.
 
     `linear` divides all frequencies by `factor`. `llama3` (the scaling of Llama 3.1) divides the low ones only: with
-    wavelengths above original / low_freq_factor, interpolating smoothly down to original / high_freq_factor.
+    wavelengths above original / low_freq_factor, interpolating smoothly down to original / high_freq_factor. `yarn`
+    (Peng et al. 2023, arXiv:2309.00071) divides those that turn less than `beta_slow` times within the original context
+    and keeps those that turn more than `beta_fast` times, with a ramp over the pairs of dims between these; it also
+    multiplies cosine and sine.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: float = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the ends of YaRN's ramp are rounded to whole pairs."""
+    attention_factor: float | None = None
+    """The amplitude of YaRN, if it does not follow from the other numbers."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Return the angle per position of each pair of dims, float32 [H / 2]."""
@@ -37,12 +48,44 @@ class Rope:
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             kept = np.clip(kept, 0.0, 1.0)
             return (kept * plain + (1.0 - kept) * plain / self.factor).astype(np.float32)
+        if self.kind == "yarn":
+            divided = self._ramp(head_dim)
+            return (plain / self.factor * divided + plain * (1.0 - divided)).astype(np.float32)
         return plain.astype(np.float32)
 
+    def _ramp(self, head_dim: int) -> np.ndarray:
+        """Return how far YaRN divides the frequency of each pair: from 0, not at all, to 1."""
+
+        def pair_that_turns(times: float) -> float:
+            wavelength = self.original_max_position_embeddings / times
+            return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        span = high - low or 0.001
+        return np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / span, 0.0, 1.0).astype(np.float32)
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of cosine and sine."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def grown(scale: float) -> float:
+            return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        return grown(self.mscale) / grown(self.mscale_all_dim) if self.mscale and self.mscale_all_dim else grown(1.0)
+
     def angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Return cosine and sine for each position, float32 `positions.shape + [H / 2]`."""
+        """Return cosine and sine for each position times the amplitude, float32 `positions.shape + [H / 2]`."""
         angle = positions[..., None].astype(jnp.float32) * self.frequencies(head_dim)
-        return jnp.cos(angle), jnp.sin(angle)
+        if self.amplitude == 1.0:
+            return jnp.cos(angle), jnp.sin(angle)
+        return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:

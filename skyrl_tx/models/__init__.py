@@ -25,6 +25,7 @@ from skyrl_tx.models.decoder import (
     target_logprobs,
     target_logprobs_and_gradient,
 )
+from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
 from skyrl_tx.models.params import DecoderParams, by_layer, describe_params, empty_cache
@@ -34,7 +35,7 @@ from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.models.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    family.architecture: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL)
+    family.architecture: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GPT_OSS)
 }
 
 

@@ -131,28 +131,31 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (0, None),
 }
 
-EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
-
 # Of a rope description: what each kind holds besides its theta and its name, as fields of `Rope`.
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+}
+OPTIONAL_ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "yarn": frozenset({"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}),
 }
 
 
-def refuse_what_changes_the_maths(hf: HfConfig, *, has_experts: bool = False) -> None:
-    """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use."""
+def refuse_what_changes_the_maths(hf: HfConfig, *, handled: frozenset[str] = frozenset()) -> None:
+    """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use.
+
+    Keys that the family handles itself are not checked.
+    """
     for key, neutral in NEUTRAL.items():
-        if has_experts and key in EXPERT_KEYS:
-            continue
-        if key in hf and hf[key] not in neutral:
+        if key in hf and key not in handled and hf[key] not in neutral:
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
     # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise; Llama knows no such key.
     if hf.get("use_sliding_window") and hf.get("sliding_window") is not None:
         raise UnsupportedModel(f"config.json has sliding_window = {hf['sliding_window']!r} in use; not supported")
     others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
-    if others:
+    if others and "layer_types" not in handled:
         raise UnsupportedModel(f"config.json has layer_types with {others}; supported: 'full_attention'")
 
 
@@ -163,14 +166,19 @@ def read_rope(hf: HfConfig) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KEYS:
         raise UnsupportedModel(f"config.json has {name} of type {kind!r}; supported: {', '.join(ROPE_KEYS)}")
-    extra = set(given) - {"rope_theta", "rope_type", "type"} - ROPE_KEYS[kind]
+    optional = OPTIONAL_ROPE_KEYS.get(kind, frozenset())
+    extra = set(given) - {"rope_theta", "rope_type", "type"} - ROPE_KEYS[kind] - optional
     neutral = {key for key in extra if given[key] in NEUTRAL.get(key, (None,))}
     if extra - neutral:
         raise UnsupportedModel(f"config.json has {name} with {sorted(extra - neutral)}, unknown for type {kind!r}")
-    missing = ROPE_KEYS[kind] - set(given)
+    values = {key: value for key, value in given.items() if value is not None}
+    missing = ROPE_KEYS[kind] - set(values)
     if missing:
         raise UnsupportedModel(f"config.json has {name} of type {kind!r} without {sorted(missing)}")
     theta = given.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
         raise UnsupportedModel("config.json has no rope_theta")
-    return Rope(theta=float(theta), kind=kind, **{key: float(given[key]) for key in ROPE_KEYS[kind]})
+    fields: dict[str, Any] = {key: float(values[key]) for key in (ROPE_KEYS[kind] | optional) & set(values)}
+    if "truncate" in fields:
+        fields["truncate"] = bool(fields["truncate"])
+    return Rope(theta=float(theta), kind=kind, **fields)

@@ -21,7 +21,33 @@ LLAMA3_ROPE = {
 }
 """The rope scaling of Llama 3.1, with an original context so short that it changes tiny models."""
 
-TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+"""The rope scaling of gpt-oss, with an original context so short that it changes tiny models."""
+
+TINY_KEYS: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "GptOssForCausalLM": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "sliding_window": 16,
+        "swiglu_limit": 1.0,
+        "rope_scaling": YARN,
+    },
+}
+"""Config keys of families, with sizes, windows and limits so small that each acts in tiny models."""
 
 
 class _Sizes(TypedDict):
@@ -102,9 +128,9 @@ def write_model(
 ) -> Path:
     """Write config.json, generation_config.json and model.safetensors; return the directory.
 
-    `experts` are config keys of a mixture of experts that differ from TINY_EXPERTS; `keys` are other config keys of the
-    family. Weights are normal with standard deviation `std`. Norms are drawn around 1 and biases around 0, so that a
-    test detects if they are ignored.
+    `experts` are config keys of a mixture of experts and `keys` others of the family; both come after TINY_KEYS.
+    Weights are normal with standard deviation `std`. Norms are drawn around 1 and biases around 0, so that a test
+    detects if they are ignored.
     """
     family = FAMILIES[architecture]
     config: dict[str, Any] = {
@@ -127,9 +153,7 @@ def write_model(
     }
     if rope_scaling is not None:
         config["rope_scaling"] = rope_scaling
-    if "num_experts" in family.defaults:
-        config |= TINY_EXPERTS | (experts or {})
-    config |= keys or {}
+    config |= TINY_KEYS.get(architecture, {}) | (experts or {}) | (keys or {})
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
     generator = np.random.Generator(np.random.Philox(key=seed))
     tensors: dict[str, np.ndarray] = {}
@@ -138,8 +162,8 @@ def write_model(
         for name, parameter in rule.in_layer_order(own):
             center = 1.0 if parameter.init == "ones" else 0.0
             shape = parameter.shape[rule.num_stacked :]
-            drawn = (center + std * generator.standard_normal(shape)).astype(np.float32)
-            tensors[name] = np.ascontiguousarray(drawn.T if rule.transpose else drawn)
+            tensor = tensors.setdefault(name, np.zeros(rule.shape_of_tensor(shape), np.float32))
+            rule.view(tensor)[...] = center + std * generator.standard_normal(shape)
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))

@@ -14,13 +14,12 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
-from skyrl_tx.weights.weight_map import WeightMap, WeightRule, rule_path
+from skyrl_tx.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, plain_names
+from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, rule_path
 
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
 """Returns the sharding of a parameter; None is the default device."""
-Part = tuple[tuple[int, int], ...]
-"""Start and end of a part of an array in each dim."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -106,10 +105,12 @@ def load(
     """Return the tree of `Parameter`s filled with the checkpoint's tensors.
 
     The host holds one device's part of one stacked array at a time, besides the mapped files, and reads no other part
-    of them. Raises CheckpointError for a tensor that is missing, unexpected or of another shape.
+    of them. Tensors in MXFP4 are unpacked. Raises CheckpointError for a tensor that is missing, unexpected or of
+    another shape.
     """
     rules = {rule.path: rule for rule in weights}
-    files = locate_tensors(directory)
+    located = locate_tensors(directory)
+    files = plain_names(located)
     expected = {name for path, each in flatten(parameters).items() for _, name in rules[rule_path(path)].tensors(each)}
     unexpected = sorted(
         name
@@ -123,7 +124,7 @@ def load(
         raise CheckpointError(f"{directory}: lacks {_listed(missing)}")
 
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
+        opened = {path: stack.enter_context(_open(path)) for path in sorted(set(located.values()))}
 
         def fill(path: str, parameter: Parameter) -> jax.Array:
             rule = rules[rule_path(path)]
@@ -136,7 +137,7 @@ def load(
                     if all(start <= i < stop for i, (start, stop) in zip(index, stacked, strict=True)):
                         into = host[tuple(i - start for i, (start, _) in zip(index, stacked, strict=True))]
                         shape = parameter.shape[len(index) :]
-                        _read_tensor(opened[files[name]], files[name], name, rule, shape, rest, into)
+                        _read_tensor(tensor_slice(opened, located, name), files[name], name, rule, shape, rest, into)
                 return host
 
             return _assemble(parameter.shape, placement(parameter), read)
@@ -208,21 +209,29 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path}: {error}") from error
 
 
+def tensor_slice(opened: Mapping[Path, Any], files: Mapping[str, Path], name: str) -> Any:
+    """Return a tensor by its plain name, to read parts of it; `files` are those of `locate_tensors`.
+
+    Raises CheckpointError if its file lacks it.
+    """
+
+    def find(name: str) -> Any:
+        try:
+            return opened[files[name]].get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{files[name]}: {name}: {error}") from error
+
+    return find(name) if name in files else PackedTensor(find(name + BLOCKS), find(name + SCALES))
+
+
 def _read_tensor(
-    file: Any, path: Path, name: str, rule: WeightRule, shape: tuple[int, ...], part: Part, into: np.ndarray
+    tensor: Any, path: Path, name: str, rule: WeightRule, shape: tuple[int, ...], part: Part, into: np.ndarray
 ) -> None:
     """Read a part of our array of that shape."""
-    wanted, ranges = (shape[::-1], part[::-1]) if rule.transpose else (shape, part)
-    try:
-        tensor = file.get_slice(name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: {name}: {error}") from error
-    found = tuple(tensor.get_shape())
+    found, wanted = tuple(tensor.get_shape()), rule.shape_of_tensor(shape)
     if found != wanted:
         raise CheckpointError(f"{path}: {name} has shape {found}, the config says {wanted}")
-    is_whole = into.shape == shape
-    read = file.get_tensor(name) if is_whole else tensor[tuple(slice(start, stop) for start, stop in ranges)]
-    into[...] = read.T if rule.transpose else read
+    into[...] = rule.view(tensor[tuple(slice(start, stop) for start, stop in rule.part_of_tensor(part))])
 
 
 def _listed(names: list[str]) -> str:

@@ -2,7 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,36 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from skyrl_tx.weights.hf import INDEX_FILE, REDUNDANT_TENSORS, locate_tensors, read_json
-from skyrl_tx.weights.peft import AdapterError, AdapterFiles
-from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap
+from skyrl_tx.weights.hf import INDEX_FILE, REDUNDANT_TENSORS, SINGLE_FILE, locate_tensors, read_json, tensor_slice
+from skyrl_tx.weights.mxfp4 import plain_names
+from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
+from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, WeightRule, find_fused
 
 DTYPES: Mapping[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _NOT_COPIED = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 
 
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The update of one linear map, in a tensor of its own [O, I] or, with the rule, in that of all experts."""
+
+    pair: Factors
+    rule: WeightRule | None = None
+    expert: int = 0
+
+    def part(self, tensor: np.ndarray) -> np.ndarray | None:
+        """Return a view of the map [I, O]; None if there is no such expert."""
+        if self.rule is None:
+            return tensor.T
+        experts = self.rule.view(tensor)
+        return experts[self.expert] if self.expert < len(experts) else None
+
+
 def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtype: str | None = None) -> None:
     """Write `base` with the adapter merged into it to an empty directory.
 
-    Sums are taken in float32 and stored in the type that the checkpoint has, or in `dtype`. A tied unembedding that
+    Sums are taken in float32 and stored in the type that the checkpoint has, or in `dtype`. Tensors in MXFP4 are
+    unpacked and stored in bfloat16, or in `dtype`, as an update would not survive four bits. A tied unembedding that
     the adapter changes becomes one of its own, as the input embedding must stay what it is. Raises AdapterError for an
     adapter that does not fit, CheckpointError for a base model that cannot be read.
     """
@@ -30,32 +50,32 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     tensor_of = {rule.path: rule.tensor for rule in weights}
     embed, unembed = tensor_of["embed"], tensor_of["unembed"]
     is_tied = bool(config.get("tie_word_embeddings", False))
-    pending = {
-        unembed if module == TIED_UNEMBED_MODULE else f"{module}.weight": pair
-        for module, pair in adapter.factors.items()
-    }
+    pending = _updates(weights, adapter, unembed)
     unties = is_tied and unembed in pending
     written: dict[str, str] = {}
     num_bytes = 0
-    files = locate_tensors(base)
-    for path in sorted(set(files.values())):
-        tensors: dict[str, np.ndarray] = {}
-        with safe_open(path, framework="np") as file:
+    located = locate_tensors(base)
+    files = plain_names(located)
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, framework="np")) for path in set(located.values())}
+        for path in sorted(set(files.values())):
+            tensors: dict[str, np.ndarray] = {}
             for name in sorted(name for name in files if files[name] == path):
                 if is_tied and name in REDUNDANT_TENSORS:
                     continue
-                array = file.get_tensor(name)
+                tensor = tensor_slice(opened, located, name)
+                array = tensor[tuple(slice(0, size) for size in tensor.get_shape())]
                 if unties and name == embed:
                     tensors[unembed] = _stored(_sum(unembed, array, pending.pop(unembed), adapter.scale), array, dtype)
                 merged = _sum(name, array, pending.pop(name), adapter.scale) if name in pending else array
                 tensors[name] = _stored(merged, array, dtype)
-        tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-        save_file(tensors, out / path.name, {"format": "pt"})
-        written |= dict.fromkeys(tensors, path.name)
-        num_bytes += sum(array.nbytes for array in tensors.values())
+            tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+            save_file(tensors, out / path.name, {"format": "pt"})
+            written |= dict.fromkeys(tensors, path.name)
+            num_bytes += sum(array.nbytes for array in tensors.values())
     if pending:
         raise AdapterError(f"adapter: the base model has no tensor {min(pending)!r} for it to change")
-    if len(set(written.values())) > 1:
+    if set(written.values()) != {SINGLE_FILE}:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(written.items()))}
         (out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for path in base.iterdir():  # tokenizer and configuration
@@ -64,17 +84,38 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     changed = dict(config)
     if unties:
         changed["tie_word_embeddings"] = False
+    if files.keys() != located.keys():
+        changed.pop("quantization_config", None)
     if dtype is not None:
         changed.pop("torch_dtype", None)
         changed["dtype"] = dtype
     (out / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-def _sum(name: str, array: np.ndarray, pair: tuple[np.ndarray, np.ndarray], scale: float) -> np.ndarray:
-    a_RI, b_OR = pair
-    if array.shape != (b_OR.shape[0], a_RI.shape[1]):
-        raise AdapterError(f"adapter: {name!r} is {array.shape} in the base model; factors {b_OR.shape}, {a_RI.shape}")
-    return np.asarray(array, np.float32) + np.float32(scale) * (b_OR @ a_RI)
+def _updates(weights: WeightMap, adapter: AdapterFiles, unembed: str) -> dict[str, list[_Update]]:
+    """Return the updates of each tensor."""
+    found: dict[str, list[_Update]] = {}
+    for module, pair in adapter.factors.items():
+        if (fused := find_fused(weights, module)) is not None:
+            rule, name, expert = fused
+            found.setdefault(name, []).append(_Update(pair, rule, expert))
+        else:
+            found[unembed if module == TIED_UNEMBED_MODULE else f"{module}.weight"] = [_Update(pair)]
+    return found
+
+
+def _sum(name: str, array: np.ndarray, updates: Sequence[_Update], scale: float) -> np.ndarray:
+    summed = np.array(array, np.float32)
+    for each in updates:
+        a_RI, b_OR = each.pair
+        part_IO = each.part(summed)
+        if part_IO is None:
+            raise AdapterError(f"adapter: {name!r} has no expert {each.expert} in the base model for it to change")
+        if part_IO.shape != (a_RI.shape[1], b_OR.shape[0]):
+            own = part_IO.shape[::-1]
+            raise AdapterError(f"adapter: {name!r} is {own} in the base model; factors {b_OR.shape}, {a_RI.shape}")
+        part_IO += (np.float32(scale) * (b_OR @ a_RI)).T
+    return summed
 
 
 def _stored(array: np.ndarray, before: np.ndarray, dtype: str | None) -> np.ndarray:

@@ -1,10 +1,16 @@
 """The mapping between parameters and tensors of a Hugging Face checkpoint, usable in both directions."""
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from skyrl_tx.layers.parameter import Parameter
+
+Part = tuple[tuple[int, int], ...]
+"""Start and end of a part of an array in each dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,17 +18,37 @@ class WeightRule:
     """A parameter and its tensor, or its tensors per layer and expert.
 
     `tensor` may hold `{layer}` and `{expert}`, for the dims that come first. Linear maps lie as [out, in] in
-    checkpoints and as [in, out] here: `transpose`.
+    checkpoints and as [in, out] here: `transpose`. `every` (first, step) says which columns of a fused tensor are ours.
     """
 
     path: str  # ours, such as layers.q_proj, whatever the stack
     tensor: str  # theirs, such as model.layers.{layer}.self_attn.q_proj.weight
     transpose: bool = False
+    every: tuple[int, int] | None = None
+    adapted_as: str | None = None
+    """The name of this linear map in adapters, if it is not the module that owns the tensor."""
 
     @property
     def module(self) -> str:
-        """The name of the module that owns the tensor, as adapters name it."""
-        return self.tensor.rpartition(".")[0]
+        """The name of the module as adapters name it."""
+        return self.adapted_as or self.tensor.rpartition(".")[0]
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Return our array of a tensor, without a copy."""
+        own = tensor if self.every is None else tensor[..., self.every[0] :: self.every[1]]
+        return own.T if self.transpose else own
+
+    def part_of_tensor(self, part: Part) -> Part:
+        """Return the part of the tensor whose `view` is a part of our array."""
+        theirs = part[::-1] if self.transpose else part
+        if self.every is None:
+            return theirs
+        step, (start, stop) = self.every[1], theirs[-1]
+        return (*theirs[:-1], (start * step, stop * step))
+
+    def shape_of_tensor(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor, given that of our array without the dims that `tensor` names."""
+        return tuple(stop for _, stop in self.part_of_tensor(tuple((0, size) for size in shape)))
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the index in the array and the name of each tensor."""
@@ -51,6 +77,17 @@ def rule_path(path: str) -> str:
     return ".".join(each for each in path.split(".") if not each.isdigit())
 
 
+def find_fused(weights: WeightMap, module: str) -> tuple[WeightRule, str, int] | None:
+    """Return the rule, the tensor and the expert of a module whose weight is a part of a tensor of all experts."""
+    for rule in weights:
+        pattern = re.escape(rule.adapted_as or "")
+        for name in ("layer", "expert"):
+            pattern = pattern.replace(re.escape(f"{{{name}}}"), rf"(?P<{name}>\d+)")
+        if rule.adapted_as and (match := re.fullmatch(pattern, module)):
+            return rule, rule.tensor.replace("{layer}", match["layer"]), int(match["expert"])
+    return None
+
+
 def expand(
     pattern: str, shape: tuple[int, ...], layers: tuple[int, ...] | None
 ) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -72,6 +109,12 @@ TIED_UNEMBED_MODULE = "model.unembed_tokens"
 
 def _layer(path: str, tensor: str, *, transpose: bool = False) -> WeightRule:
     return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.{tensor}", transpose)
+
+
+def _fused(path: str, tensor: str, every: tuple[int, int] | None = None, *, leaf: str | None = None) -> WeightRule:
+    """Return the rule of all experts of a layer, or of a part of their columns; `leaf` names a map in adapters."""
+    module = None if leaf is None else f"model.layers.{{layer}}.mlp.experts.{{expert}}.{leaf}"
+    return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.mlp.experts.{tensor}", every=every, adapted_as=module)
 
 
 DENSE_WEIGHTS: WeightMap = (
@@ -98,12 +141,27 @@ QKV_BIAS_WEIGHTS: WeightMap = (
     _layer("v_bias", "self_attn.v_proj.bias"),
 )
 
+OUTPUT_BIAS_WEIGHTS: WeightMap = (_layer("o_bias", "self_attn.o_proj.bias"),)
+SINK_WEIGHTS: WeightMap = (_layer("sinks", "self_attn.sinks"),)
+
 
 EXPERT_WEIGHTS: WeightMap = (
     _layer("router", "mlp.gate.weight"),  # as it lies there, [E, D]: it is no map that adapters touch
     _layer("expert_gate_proj", "mlp.experts.{expert}.gate_proj.weight", transpose=True),
     _layer("expert_up_proj", "mlp.experts.{expert}.up_proj.weight", transpose=True),
     _layer("expert_down_proj", "mlp.experts.{expert}.down_proj.weight", transpose=True),
+)
+
+EVEN, ODD = (0, 2), (1, 2)
+FUSED_EXPERT_WEIGHTS: WeightMap = (  # [E, in, out] as here, with the columns of gate and up in turn
+    _layer("router", "mlp.router.weight"),
+    _layer("router_bias", "mlp.router.bias"),
+    _fused("expert_gate_proj", "gate_up_proj", EVEN, leaf="gate_proj"),
+    _fused("expert_up_proj", "gate_up_proj", ODD, leaf="up_proj"),
+    _fused("expert_down_proj", "down_proj", leaf="down_proj"),
+    _fused("expert_gate_bias", "gate_up_proj_bias", EVEN),
+    _fused("expert_up_bias", "gate_up_proj_bias", ODD),
+    _fused("expert_down_bias", "down_proj_bias"),
 )
 
 
@@ -116,7 +174,8 @@ def adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts
 
     The names lack the files' own prefix. Block maps keep their `{layer}`, and `{expert}` where experts are not stacked.
     """
-    modules = {rule.path.removeprefix("layers."): rule.module for rule in weights if rule.transpose}
+    maps = [rule for rule in weights if rule.transpose or rule.adapted_as]
+    modules = {rule.path.removeprefix("layers."): rule.module for rule in maps}
     if stacks_experts:
         for leaf, stacked in STACKED_EXPERTS.items():
             modules = {name: each.replace(f"{{expert}}.{leaf}", stacked) for name, each in modules.items()}

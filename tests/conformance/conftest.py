@@ -36,9 +36,11 @@ VARIANTS = {
     },
     "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 16}},
+    "gpt-oss-untied": {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "mlp_size": 24},
+    "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
 UNTIED = "qwen3-untied"
-ONE_PER_FAMILY = (UNTIED, "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied")
+ONE_PER_FAMILY = (UNTIED, "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied", "gpt-oss-untied")
 """The variants of the default run; the slow tests compare all."""
 
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope

@@ -16,7 +16,9 @@ COPIES = "abc"  # of each request
 
 
 @pytest.mark.parametrize(
-    "reference", ["qwen3-untied", "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied"], indirect=True
+    "reference",
+    ["qwen3-untied", "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied", "gpt-oss-untied"],
+    indirect=True,
 )
 def test_greedy_decoding_equals_transformers(reference):
     num_rows, num_new = reference.arrays["decoded"].shape

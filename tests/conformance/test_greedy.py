@@ -22,6 +22,7 @@ VARIANTS = {
     "Qwen3ForCausalLM": {},
     "Qwen3MoeForCausalLM": {},
     "MistralForCausalLM": {"keys": {"sliding_window": 48}},
+    "GptOssForCausalLM": {},
 }
 pytestmark = pytest.mark.slow
 

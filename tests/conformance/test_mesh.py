@@ -61,12 +61,16 @@ def test_moe_training_on_eight_devices(tmp_path: Path) -> None:
     [
         ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}),
         ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
+        ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
     ],
 )
 def test_training_and_sampling_on_a_mesh(tmp_path: Path, architecture: str, meshes: dict[str, int]) -> None:
     """`meshes` maps each mesh to the number of shards of all weights other than experts."""
     mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}}
-    directory = write_model(tmp_path, architecture, **SIZES, **(mixed if "Moe" in architecture else {}))
+    more = {"Qwen3MoeForCausalLM": mixed, "GptOssForCausalLM": {"tied_embeddings": False, "std": 0.1}}.get(
+        architecture, {}
+    )
+    directory = write_model(tmp_path, architecture, **SIZES | more)
     one, *many = on_meshes(directory, "sample", ONE, *meshes)
     (whole,) = one["bytes"]
     for found, parts in zip(many, meshes.values(), strict=True):

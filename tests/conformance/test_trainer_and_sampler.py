@@ -31,6 +31,7 @@ VARIANTS = {
     "Qwen3ForCausalLM": {},
     "Qwen3MoeForCausalLM": {"experts": {"mlp_only_layers": [1]}},
     "MistralForCausalLM": {"keys": {"sliding_window": 20}},
+    "GptOssForCausalLM": {"num_layers": 3},
 }
 
 

@@ -1,4 +1,4 @@
-"""The JAX backend passes the backend suite with tiny models: dense, with experts, with windows."""
+"""The JAX backend passes the backend suite with tiny models: dense, with experts, with windows and sinks."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
 from tests.support.lost_jax_device import lost_jax_device
-from tests.support.tiny import DENSE, MOE, TINY_CONFIG, WINDOWS, tiny_directory
+from tests.support.tiny import DENSE, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
 
 
 class TestJax(BackendSuite):
@@ -34,3 +34,8 @@ class TestJaxWithExperts(TestJax):
 @pytest.mark.slow
 class TestJaxWithWindows(TestJax):
     architecture = WINDOWS
+
+
+@pytest.mark.slow
+class TestJaxWithSinks(TestJax):
+    architecture = SINKS

@@ -44,6 +44,7 @@ TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
         ("Qwen3ForCausalLM", False, ("save_state", "save_weights_external")),
         ("Qwen3ForCausalLM", True, ("save_state", "save_weights_external")),
         ("Qwen3MoeForCausalLM", False, ("save_weights_external",)),
+        ("GptOssForCausalLM", False, ("save_weights_external",)),
     ],
 )
 def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
@@ -85,7 +86,8 @@ def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
     for folder in folders.values():
         output = json.loads((folder / "output.json").read_text())
         assert np.abs(np.subtract(output["lora"], output["base"])).max() > 0.01
-        np.testing.assert_allclose(output["lora"], server, atol=1e-5)
+        if architecture != "GptOssForCausalLM":  # peft does not apply factors of its experts
+            np.testing.assert_allclose(output["lora"], server, atol=1e-5)
         np.testing.assert_allclose(output["merged"], server, atol=1e-5)
 
 

@@ -57,8 +57,9 @@ def compiled_under(cache: Path) -> set[str]:
     return {program.name for program in cache.rglob("*-cache") if not program.name.startswith("jit_broadcast_in_dim-")}
 
 
-def test_engine_kill_changes_no_bit_and_compiles_nothing_again(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", "Qwen3MoeForCausalLM", std=0.2, tied_embeddings=False)
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+def test_engine_kill_changes_no_bit_and_compiles_nothing_again(tmp_path: Path, architecture: str) -> None:
+    model = write_model(tmp_path / "model", architecture, std=0.2, tied_embeddings=False)
     undisturbed = train(model, tmp_path / "calm", kill=False)
     compiled = compiled_under(tmp_path / "cache")
     assert any("accumulate" in program for program in compiled), "the cache has every compiled program"

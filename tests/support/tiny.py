@@ -24,11 +24,11 @@ from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 
-DENSE, MOE, WINDOWS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"
+DENSE, MOE, WINDOWS, SINKS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM", "GptOssForCausalLM"
 VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
 """Arguments of `write_model` for all; the conformance tests compare the dense one with transformers."""
-OWN: dict[str, dict[str, Any]] = {WINDOWS: {"keys": {"sliding_window": 9}}}
+OWN: dict[str, dict[str, Any]] = {each: {"keys": {"sliding_window": 9}} for each in (WINDOWS, SINKS)}
 """Further arguments of some. The window is shorter than prompts and slices."""
 RANK = 4
 """The rank of adapters in tests that need no other."""

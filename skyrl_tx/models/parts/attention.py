@@ -45,6 +45,9 @@ class Attention:
     """The epsilon of the norms of queries and keys; None if they have none."""
     window: int | None = None
     """How many positions each attends to, itself included; None if to all before it."""
+    has_output_bias: bool = False
+    has_sinks: bool = False
+    """Whether each head has a sink: the score of one more key, whose value is 0."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -75,6 +78,10 @@ class Attention:
             for name in ("q", "k", "v"):
                 each = maps[f"{name}_proj"]
                 found[f"{name}_bias"] = Parameter((each.outputs,), each.axes[1:], "zeros")
+        if self.has_output_bias:
+            found["o_bias"] = Parameter((self.hidden_size,), ("embed",), "zeros")
+        if self.has_sinks:
+            found["sinks"] = Parameter((self.num_heads,), ("heads",), "zeros", is_float32=True)
         if self.norm_epsilon is not None:
             for name in ("q_norm", "k_norm"):
                 found[name] = Parameter((self.head_dim,), ("head_dim",), "ones", is_float32=True)
@@ -93,14 +100,15 @@ class Attention:
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See Mixer."""
         q_BTNH, k_BTKH, v_BTKH = self._project(x, params, adapters, at)
-        return _output(_attend(q_BTNH, k_BTKH, v_BTKH, at.start_BT, at.layout, self.window), params, adapters)
+        mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, at.start_BT, params.get("sinks"), at.layout, self.window)
+        return _output(mixed_BTNH, params, adapters)
 
     def extend(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld | StepHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer. How keys and values are kept, and how many tokens each row has, are the cache's business."""
         q, k, v = self._project(x, params, adapters, at)
-        mixed, kept = held.attend(q, k, v, window=self.window)
+        mixed, kept = held.attend(q, k, v, params.get("sinks"), window=self.window)
         mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
         return _output(mixed, params, adapters), Held(positions=kept)
 
@@ -125,7 +133,8 @@ class Attention:
 
 
 def _output(mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
-    return linear(mixed.reshape(*mixed.shape[:-2], -1), params["o_proj"], adapters.maps.get("o_proj"))
+    x = mixed.reshape(*mixed.shape[:-2], -1)
+    return linear(x, params["o_proj"], adapters.maps.get("o_proj"), params.get("o_bias"))
 
 
 def _attend(
@@ -133,17 +142,19 @@ def _attend(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     start_BT: jax.Array | None,
+    sinks_N: jax.Array | None,
     layout: Layout,
     window: int | None,
 ) -> jax.Array:
     """Return `causal_attention`, computed without communication between devices."""
     attend = partial(causal_attention, window=window)
     if not layout.is_split:
-        return attend(q_BTNH, k_BTKH, v_BTKH, start_BT)
+        return attend(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
     assert layout.mesh is not None
     start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
     heads = layout.spec(("batch", None, "heads", None), q_BTNH.shape)
     kv_heads = layout.spec(("batch", None, "kv_heads", None), k_BTKH.shape)
-    specs = (heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape))
+    sinks = None if sinks_N is None else layout.spec(("heads",), sinks_N.shape)
+    specs = (heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape), sinks)
     alone = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)
-    return alone(q_BTNH, k_BTKH, v_BTKH, start_BT)
+    return alone(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from skyrl_tx.layers.moe import MAPS, ExpertWeights, Routing, mixture
+from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, mixture
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target, UnsupportedModel
@@ -22,6 +22,12 @@ class Mixture:
     mlp_size: int
     """The width of each expert."""
     routing: Routing
+    has_bias: bool = False
+    """Whether the router and the experts' maps have a bias."""
+    clamp: Clamp | None = None
+    """The activation of the experts, if it is not silu(gate) * up."""
+    config_keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
+    """The names of the experts' width and number in config.json."""
 
     def __post_init__(self) -> None:
         chosen, experts = self.routing.num_chosen, self.routing.num_experts
@@ -54,14 +60,23 @@ class Mixture:
         found = {"router": Parameter((E, self.hidden_size), ("expert", "embed"))}
         for name, each in self.targets().items():
             found[name] = Parameter((E, each.inputs, each.outputs), ("expert", *each.axes))
+        if self.has_bias:
+            found["router_bias"] = Parameter((E,), ("expert",), "zeros")
+            for bias, name in zip(BIASES, MAPS, strict=True):
+                each = self.targets()[EXPERT_PREFIX + name]
+                found[EXPERT_PREFIX + bias] = Parameter((E, each.outputs), ("expert", each.axes[1]), "zeros")
         return found
 
     def sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part."""
-        yield "mlp", "moe_intermediate_size", self.mlp_size
-        yield "expert", "num_experts", self.routing.num_experts
+        width, number = self.config_keys
+        yield "mlp", width, self.mlp_size
+        yield "expert", number, self.routing.num_experts
 
     def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
         """See FeedForward."""
-        weights = ExpertWeights(*(params[EXPERT_PREFIX + name] for name in MAPS))
-        return mixture(x, params["router"], weights, adapters.experts, self.routing, layout)
+        maps = (params[EXPERT_PREFIX + name] for name in MAPS)
+        biases = (params.get(EXPERT_PREFIX + name) for name in BIASES)
+        weights = ExpertWeights(*maps, *biases, clamp=self.clamp)
+        bias_E = params.get("router_bias")
+        return mixture(x, params["router"], weights, adapters.experts, self.routing, layout, bias_E)

@@ -73,7 +73,8 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
         setattr(model.get_submodule(parent), leaf, AdaptedMap(model.get_submodule(name)))
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts = AdaptedExperts(layer.mlp.experts)
+            is_fused = hasattr(layer.mlp.experts, "gate_up_proj_bias")
+            layer.mlp.experts = (AdaptedGptOssExperts if is_fused else AdaptedExperts)(layer.mlp.experts)
     return wrapped
 
 
@@ -106,7 +107,7 @@ class AdaptedExperts(torch.nn.Module):
     def __init__(self, base: torch.nn.Module):
         super().__init__()
         self.base = base
-        inner, outer = base.gate_up_proj.shape[1] // 2, base.gate_up_proj.shape[2]
+        inner, outer = self.sizes(base.gate_up_proj)
         for index in range(base.num_experts):
             maps = {
                 "gate_proj": Update(outer, inner),
@@ -114,6 +115,10 @@ class AdaptedExperts(torch.nn.Module):
                 "down_proj": Update(inner, outer),
             }
             self.add_module(str(index), torch.nn.ModuleDict(maps))
+
+    def sizes(self, gate_up: torch.Tensor) -> tuple[int, int]:
+        """Return the sizes of an expert and of its inputs."""
+        return gate_up.shape[1] // 2, gate_up.shape[2]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
@@ -123,6 +128,25 @@ class AdaptedExperts(torch.nn.Module):
             gate, up = (mine @ self.base.gate_up_proj[index].T).chunk(2, dim=-1)
             y = self.base.act_fn(gate + maps["gate_proj"](mine)) * (up + maps["up_proj"](mine))
             y = y @ self.base.down_proj[index].T + maps["down_proj"](y)
+            out = out.index_add(0, rows, y * shares[rows, ways, None])
+        return out
+
+
+class AdaptedGptOssExperts(AdaptedExperts):
+    """The same for gpt-oss: columns of gate and up in turn, and biases."""
+
+    def sizes(self, gate_up: torch.Tensor) -> tuple[int, int]:
+        return gate_up.shape[2] // 2, gate_up.shape[1]
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        out, base = torch.zeros_like(x), self.base
+        for index in range(base.num_experts):
+            rows, ways = torch.where(chosen == index)
+            maps, mine = getattr(self, str(index)), x[rows]
+            gate_up = mine @ base.gate_up_proj[index] + base.gate_up_proj_bias[index]
+            gate_up = gate_up + torch.stack([maps["gate_proj"](mine), maps["up_proj"](mine)], dim=-1).flatten(-2)
+            y = base._apply_gate(gate_up)
+            y = y @ base.down_proj[index] + base.down_proj_bias[index] + maps["down_proj"](y)
             out = out.index_add(0, rows, y * shares[rows, ways, None])
         return out
 

@@ -1,5 +1,6 @@
 """Attention against the definition, whole and in blocks; rotary embedding against complex numbers."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -28,18 +29,21 @@ def heads(T, N=4, K=2, H=8, B=2, seed=0):
 
 attend = fast_jit(causal_attention, static_argnames="window")
 
+SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
+"""The score of one more key of each of four heads."""
+
 
 @partial(fast_jit, static_argnames=("kernel", "query_block", "key_block"))
 def values_and_gradients(x, target, start_BT, kernel, **blocks):
-    """Return a kernel's result and gradient, for whole rows and for several sequences in a row."""
+    """Return a kernel's result and gradient: of whole rows, of several sequences in a row, and the same with sinks."""
 
-    def loss(x, *start):
-        return (kernel(*x, *start, **blocks) * target).sum()
+    def loss(x, *more):
+        return (kernel(*x, *more, **blocks) * target).sum()
 
-    return [jax.value_and_grad(loss)(x, *start) for start in ((), (start_BT,))]
+    return [jax.value_and_grad(loss)(x, *more) for more in ((), (start_BT,), (start_BT, SINKS.reshape(2, 2)))]
 
 
-def by_definition(q_BTNH, k_BTKH, v_BTKH, window=None):
+def by_definition(q_BTNH, k_BTKH, v_BTKH, window=None, sinks=None):
     """Loop over rows, heads and positions, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH))
     out = np.zeros_like(q)
@@ -48,7 +52,8 @@ def by_definition(q_BTNH, k_BTKH, v_BTKH, window=None):
         first = 0 if window is None else max(t + 1 - window, 0)
         scores = k[b, first : t + 1, n // groups] @ q[b, t, n] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
-        out[b, t, n] = (weights / weights.sum()) @ v[b, first : t + 1, n // groups]
+        sink = 0.0 if sinks is None else np.exp(sinks[n] - scores.max())
+        out[b, t, n] = (weights / (weights.sum() + sink)) @ v[b, first : t + 1, n // groups]
     return out
 
 
@@ -100,6 +105,17 @@ def test_packed_sequences_do_not_attend_to_each_other(length):
 WINDOWS = (1, 5, DENSE_LENGTH, 70, 500)
 
 
+@pytest.mark.parametrize("more", [0, 200, -200])
+def test_a_sink_is_one_more_key_of_value_zero(more):
+    """A sink above all scores leaves nothing of the values, one below all leaves everything."""
+    sinks = SINKS + more
+    for length in (21, DENSE_LENGTH + 40):
+        q, k, v = heads(T=length, B=1)
+        for window in (None, 7):
+            got = attend(q, k, v, sinks_N=sinks, window=window)
+            np.testing.assert_allclose(got, by_definition(q, k, v, window, sinks), atol=1e-5)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window_hides_what_is_further_back(window):
     """Also from sequences in a row, in both kernels."""
@@ -114,18 +130,20 @@ def test_a_window_hides_what_is_further_back(window):
             np.testing.assert_allclose(got[:, start:end], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_chunks_and_steps_see_the_same_window(window):
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [*WINDOWS, None])
+def test_chunks_and_steps_have_the_same_windows_and_sinks(window, has_sinks):
     """Positions that are not written hold NaN; one slot is at the end of a chunk, one within."""
     length, chunk, held = 230, 64, 192  # positions, tokens of a chunk, positions in the cache
     q, k, v = heads(T=length, B=2)
-    whole = by_definition(q, k, v, window)
+    sinks = SINKS if has_sinks else None
+    whole = by_definition(q, k, v, window, sinks)
     nothing = np.full((1, 2, 2, 512, 8), np.nan, np.float32)
     past = KeyValues(k=nothing.copy(), v=nothing.copy())
     extend = fast_jit(extending_attention, static_argnames="window")
     for start in range(0, held, chunk):
         here = slice(start, start + chunk)
-        got = extend(q[:, here], k[:, here], v[:, here], past, np.int32(0), np.int32(start), window=window)
+        got = extend(q[:, here], k[:, here], v[:, here], past, np.int32(0), np.int32(start), sinks, window=window)
         np.testing.assert_allclose(got, whole[:, here], atol=1e-5)
         past.k[0, :, :, here], past.v[0, :, :, here] = (x[:, here].swapaxes(1, 2) for x in (k, v))
 
@@ -137,7 +155,7 @@ def test_chunks_and_steps_see_the_same_window(window):
     @partial(fast_jit, static_argnames="window")
     def step(q, k, v, newest, *, window):
         segments = read_segments(KeyValues(k=k[None], v=v[None]), 0, 200)
-        return cached_attention(q, segments, newest, start_S, np.int32(recent), window=window)
+        return cached_attention(q, segments, newest, start_S, np.int32(recent), sinks, window=window)
 
     kept = [np.pad(x, ((0, 0), (0, 26), (0, 0), (0, 0))).swapaxes(1, 2) for x in (k, v)]
     got = step(q[np.arange(2), position_S], *kept, newest, window=window)
@@ -173,3 +191,38 @@ def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones():
     ratio = plain.frequencies(128) / scaled.frequencies(128)
     assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(8, rel=1e-5)
     assert np.all(np.diff(ratio) >= -1e-5)
+
+
+GPT_OSS_ROPE = Rope(150000.0, "yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False)
+
+
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
+    """Pairs below `low` turn more than 32 times within 4,096 positions, those above `high` less than once."""
+    plain = Rope(theta=150000.0).frequencies(64)
+    ratio = plain / GPT_OSS_ROPE.frequencies(64)
+    turns = 4096 * plain / (2 * np.pi)
+    np.testing.assert_allclose(ratio[turns > 32], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[turns < 1], 32, rtol=1e-6)
+    between = ratio[(turns < 32) & (turns > 1)]
+    assert len(between) > 5 and np.all(np.diff(between) > 0) and between.min() > 1 and between.max() < 32
+    rounded = replace(GPT_OSS_ROPE, truncate=True).frequencies(64)
+    assert np.abs(rounded / GPT_OSS_ROPE.frequencies(64) - 1).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "amplitude"),
+    [
+        ({}, 1.3465735902799727),  # 0.1 ln 32 + 1
+        ({"factor": 1.0}, 1.0),
+        ({"attention_factor": 0.7}, 0.7),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, 1.6931471805599454 / 1.3465735902799727),
+        ({"mscale": 2.0}, 1.3465735902799727),
+        ({"kind": "default"}, 1.0),
+    ],
+)
+def test_yarn_multiplies_cosine_and_sine(changes, amplitude):
+    rope = replace(GPT_OSS_ROPE, **changes)
+    assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+    cosine, sine = rope.angles(jnp.arange(5), 8)
+    np.testing.assert_allclose(cosine**2 + sine**2, np.full((5, 4), amplitude**2), rtol=1e-5)

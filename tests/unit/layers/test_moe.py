@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.lora import Adapter, LoraPair
-from skyrl_tx.layers.moe import ExpertAdapters, ExpertWeights, Routing, mixture, pool_experts, route
+from skyrl_tx.layers.moe import BIASES, Clamp, ExpertAdapters, ExpertWeights, Routing, mixture, pool_experts, route
 from skyrl_tx.layers.tiles import arrange, sum_by_index
 from tests.support.fast_jit import fast_jit
 
@@ -22,6 +22,14 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def weights() -> ExpertWeights:
     return ExpertWeights(*(normal(i, E, *size) for i, size in enumerate(SIZES.values())))
+
+
+@pytest.fixture(scope="module")
+def biased(weights: ExpertWeights) -> ExpertWeights:
+    """Experts of gpt-oss, with a limit that many tokens reach."""
+    sizes = {name: size[1] for name, size in zip(BIASES, SIZES.values(), strict=True)}
+    biases = {name: normal(30 + i, E, size) for i, (name, size) in enumerate(sizes.items())}
+    return weights.replace(**biases, clamp=Clamp(limit=1.5, slope=1.702))
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +69,27 @@ def apply_pool(
 
 @fast_jit
 def value_and_gradient(
-    x: jax.Array, router: jax.Array, weights: ExpertWeights, adapters: ExpertAdapters, slope: jax.Array
+    x: jax.Array,
+    router: jax.Array,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters,
+    slope: jax.Array,
+    router_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, dict[str, LoraPair]]]:
     """Return the mixture, and the gradient by tokens and by the adapters' factors."""
-    y, pull = jax.vjp(
-        lambda x, pairs: mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING), x, dict(adapters.pairs)
-    )
+
+    def of(x: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
+        return mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, router_bias_E=router_bias)
+
+    y, pull = jax.vjp(of, x, dict(adapters.pairs))
     return y, pull(slope)
 
 
-def route_by_definition(x_MD: np.ndarray, router_ED: np.ndarray, routing: Routing) -> tuple[np.ndarray, np.ndarray]:
+def route_by_definition(
+    x_MD: np.ndarray, router_ED: np.ndarray, routing: Routing, bias_E: np.ndarray | float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Return what `route` shall return, in float64."""
-    logits = x_MD.astype(np.float64) @ router_ED.T
+    logits = x_MD.astype(np.float64) @ router_ED.T + bias_E
     weight = np.exp(logits - logits.max(-1, keepdims=True))
     share_ME = weight / weight.sum(-1, keepdims=True)
     expert_MK = np.argsort(-share_ME, axis=-1, kind="stable")[:, : routing.num_chosen]
@@ -80,23 +97,36 @@ def route_by_definition(x_MD: np.ndarray, router_ED: np.ndarray, routing: Routin
     return share_MK / share_MK.sum(-1, keepdims=True) if routing.renormalizes else share_MK, expert_MK
 
 
-def by_loop(x_MD, router_ED, weights, adapters: ExpertAdapters | None, routing: Routing = ROUTING) -> np.ndarray:
+def by_loop(
+    x_MD, router_ED, weights, adapters: ExpertAdapters | None, routing: Routing = ROUTING, router_bias=0.0
+) -> np.ndarray:
     """Return what `mixture` shall return, token by token in float64."""
-    share_MK, expert_MK = route_by_definition(x_MD, router_ED, routing)
+    share_MK, expert_MK = route_by_definition(x_MD, router_ED, routing, router_bias)
     out = np.zeros(x_MD.shape)
     for m, x in enumerate(x_MD.astype(np.float64)):
         for share, e in zip(share_MK[m], expert_MK[m], strict=True):
 
             def apply_map(name, y, e=e):
                 z = y @ np.asarray(getattr(weights, name)[e], np.float64)
+                bias = getattr(weights, name.replace("proj", "bias"))
+                z = z if bias is None else z + bias[e]
                 if adapters is None:
                     return z
                 pair = adapters.pairs[name]
                 return z + float(adapters.scale) * (y @ np.asarray(pair.a[e])) @ np.asarray(pair.b[e])
 
-            gate = apply_map("gate_proj", x)
-            out[m] += share * apply_map("down_proj", gate / (1 + np.exp(-gate)) * apply_map("up_proj", x))
+            out[m] += share * apply_map(
+                "down_proj", activate(weights.clamp, apply_map("gate_proj", x), apply_map("up_proj", x))
+            )
     return out
+
+
+def activate(clamp: Clamp | None, gate, up):
+    """Return the activation of an expert, in the library of its arguments."""
+    if clamp is None:
+        return gate / (1 + np.exp(-gate)) * up
+    gate, up = gate.clip(max=clamp.limit), up.clip(-clamp.limit, clamp.limit)
+    return (up + 1) * gate / (1 + np.exp(-clamp.slope * gate))
 
 
 @pytest.mark.parametrize(("num_tokens", "adapted"), [(1, False), (1, True), (300, False), (300, True), (40, True)])
@@ -219,6 +249,33 @@ def test_gradients_equal_those_of_a_plain_formula(weights, router):
     expected = fast_jit(jax.grad(plain, argnums=(0, 1)))(x, dict(adapters.pairs))
     found = value_and_gradient(x, router, weights, adapters, slope)[1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router):
+    """Gradients are compared with differences of values in float64, along random directions."""
+    x, slope, adapters, router_bias = normal(5, 12, D), normal(6, 12, D), one_adapter(20), normal(8, E)
+    y, (d_x, d_pairs) = value_and_gradient(x, router, biased, adapters, slope, router_bias)
+
+    def value(x, pairs):
+        return by_loop(x, router, biased, adapters.replace(pairs=pairs), router_bias=router_bias)
+
+    np.testing.assert_allclose(y, value(x, adapters.pairs), rtol=1e-4, atol=1e-4)
+    assert np.abs(y - by_loop(x, router, biased, adapters)).max() > 0.1, "the router's bias acts"
+    assert np.abs(y - by_loop(x, router, biased.replace(down_bias=None), adapters, router_bias=router_bias)).max() > 0.1
+    tree, found = (x, dict(adapters.pairs)), (d_x, d_pairs)
+    step = 1e-6
+    for seed in range(4):
+        moved = jax.tree.map(lambda leaf, seed=seed: normal(seed + leaf.size, *leaf.shape).astype(np.float64), tree)
+        ends = [
+            (value(*jax.tree.map(lambda leaf, by, at=at: leaf + at * by, tree, moved)) * slope).sum()
+            for at in (-step, step)
+        ]
+        expected = (ends[1] - ends[0]) / (2 * step)
+        along = sum(
+            float((np.asarray(d, np.float64) * by).sum())
+            for d, by in zip(*map(jax.tree.leaves, (found, moved)), strict=True)
+        )
+        assert along == pytest.approx(expected, rel=1e-4, abs=1e-3)
 
 
 @pytest.mark.parametrize("groups", [[0] * 100, list(range(7)) * 9, [6, 0, 3] * 40, [5]])

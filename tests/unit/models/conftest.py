@@ -32,8 +32,8 @@ class Loaded:
 CYCLE = "qwen3-moe-alternating"
 """A model of dense and sparse layers in turn: one loop, whose body is two layers."""
 
-WINDOWS = "mistral-untied"
-"""A model with a window that is shorter than prompts, chunks and packed sequences."""
+SINKS = "gpt-oss-untied"
+"""Windows in every other layer, shorter than prompts, chunks and packed sequences; attention sinks, biased experts."""
 
 VARIANTS = {
     CYCLE: {
@@ -45,7 +45,8 @@ VARIANTS = {
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True},
     "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": False},
     "qwen3-moe-untied": {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
-    WINDOWS: {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
+    SINKS: {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
+    "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
 
@@ -56,8 +57,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), "qwen3-tied")
 
 
-DEFAULT = ("qwen3-tied", CYCLE, WINDOWS)
-"""A dense model, unlike layers and windows; others are slow tests, and the conformance tests cover them."""
+DEFAULT = ("qwen3-tied", CYCLE, SINKS)
+"""A dense model and two of unlike layers; others are slow tests, and the conformance tests cover them."""
 
 
 @pytest.fixture(scope="module")

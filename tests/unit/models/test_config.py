@@ -76,6 +76,16 @@ def test_both_spellings_of_a_scaled_rope(changes):
     assert read(architectures=["LlamaForCausalLM"], **changes).blocks[0].mixer.rope == expected
 
 
+def test_keys_of_yarn_may_be_absent_or_null():
+    given = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    expected = Rope(1e6, "yarn", factor=4.0, original_max_position_embeddings=32768)
+    assert read(rope_scaling=given).blocks[0].mixer.rope == expected
+    assert read(rope_scaling={**given, "attention_factor": None, "beta_fast": 32}).blocks[0].mixer.rope == expected
+    changed = {"attention_factor": 1.0, "truncate": False, "beta_slow": 2}
+    rope = read(rope_scaling={**given, **changed}).blocks[0].mixer.rope
+    assert (rope.attention_factor, rope.truncate, rope.beta_slow, rope.beta_fast) == (1.0, False, 2.0, 32.0)
+
+
 def test_a_default_rope_in_the_new_spelling():
     config = read(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     assert config.blocks[0].mixer.rope == Rope(1e6)
@@ -89,7 +99,12 @@ def test_a_default_rope_in_the_new_spelling():
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window = 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            r"'yarn' without \['original_max_position_embeddings'\]",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "odd"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

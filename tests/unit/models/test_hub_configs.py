@@ -1,13 +1,17 @@
 """The config.json of public checkpoints is read into the blocks that their families publish."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyrl_tx.models import ModelConfig, UnsupportedModel, find_family, targets
+from skyrl_tx.layers.moe import Clamp, Routing
+from skyrl_tx.layers.parameter import flatten
+from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params, find_family, targets
 from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.mixture import Mixture
 
 FOLDER = Path(__file__).parent / "hub_configs"
 """Files as published, less what no model reads."""
@@ -54,6 +58,32 @@ def test_a_window_that_mistral_does_not_name_has_its_default() -> None:
     assert set(windows_of(find_family(content).config_from_hf(content))) == {4096}
 
 
+@pytest.mark.parametrize(("name", "num_layers", "num_experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)])
+def test_layers_of_gpt_oss_alternate(name: str, num_layers: int, num_experts: int) -> None:
+    config = read(name)
+    assert windows_of(config) == [128, None] * (num_layers // 2)
+    assert [len(group.stacks) for group in config.groups] == [2], "one loop over pairs of layers"
+    mixer, mixture = config.blocks[0].mixer, config.blocks[0].feed_forward
+    assert isinstance(mixer, Attention) and isinstance(mixture, Mixture)
+    assert mixer.has_bias and mixer.has_output_bias and mixer.has_sinks
+    assert mixer.rope.amplitude == pytest.approx(1.3465736) and not mixer.rope.truncate
+    assert mixture.routing == Routing(num_experts=num_experts, num_chosen=4, renormalizes=True)
+    assert mixture.has_bias and mixture.clamp == Clamp(limit=7.0, slope=1.702)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8)])
+def test_gpt_oss_has_its_published_number_of_parameters(name: str, billions: float) -> None:
+    leaves = flatten(describe_params(read(name))).values()
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+def test_what_gpt_oss_leaves_out_has_its_default() -> None:
+    content = content_of("gpt-oss-20b")
+    for key in ("layer_types", "rope_scaling", "swiglu_limit", "attention_bias", "sliding_window", "rms_norm_eps"):
+        content.pop(key)
+    assert find_family(content).config_from_hf(content) == read("gpt-oss-20b")
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
@@ -61,6 +91,13 @@ def test_a_window_that_mistral_does_not_name_has_its_default() -> None:
         ("Mistral-7B-v0.1", {"attention_bias": True}, "attention_bias = True"),
         ("Mistral-7B-v0.1", {"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
         ("Mistral-7B-v0.1", {"rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
+        ("gpt-oss-20b", {"layer_types": ["full_attention"] * 23}, "layer_types = .* of 24 layers"),
+        ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
+        ("gpt-oss-20b", {"sliding_window": None}, "sliding_window = None"),
+        ("gpt-oss-20b", {"mlp_bias": True}, "mlp_bias = True"),
+        ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "odd": 1}}, "odd"),
     ],
 )
 def test_keys_that_change_the_maths_are_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:

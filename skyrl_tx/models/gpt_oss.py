@@ -1,0 +1,71 @@
+"""OpenAI's gpt-oss: windows in every other layer, attention sinks, biased experts. OpenAI 2025, arXiv:2508.10925."""
+
+from dataclasses import replace
+from typing import Any
+
+from skyrl_tx.layers.moe import Clamp, Routing
+from skyrl_tx.models.base import ModelFamily, read_attention, read_window
+from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.parts.base import UnsupportedModel
+from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.weights.weight_map import (
+    DENSE_WEIGHTS,
+    FUSED_EXPERT_WEIGHTS,
+    OUTPUT_BIAS_WEIGHTS,
+    QKV_BIAS_WEIGHTS,
+    SINK_WEIGHTS,
+)
+
+WINDOW, WHOLE = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers, with windows where `layer_types` says so, or in every other layer from the first on."""
+    method = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise UnsupportedModel(f"config.json has quantization_config.quant_method = {method!r}; supported: 'mxfp4'")
+    num_layers = read_size(hf, "num_hidden_layers")
+    kinds = hf.get("layer_types") or [(WINDOW, WHOLE)[layer % 2] for layer in range(num_layers)]
+    if len(kinds) != num_layers or not {WINDOW, WHOLE} >= set(kinds):
+        raise UnsupportedModel(f"config.json has layer_types = {kinds!r} of {num_layers} layers")
+    if WINDOW in kinds and hf.get("sliding_window") is None:
+        raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
+    has_bias = bool(hf["attention_bias"])
+    hf = {**hf, "rope_scaling": hf.get("rope_scaling") or YARN}
+    whole = replace(read_attention(hf, has_bias=has_bias), has_output_bias=has_bias, has_sinks=True)
+    mixers = {WHOLE: whole, WINDOW: replace(whole, window=read_window(hf))}
+    experts = Mixture(
+        hidden_size=whole.hidden_size,
+        mlp_size=read_size(hf, "intermediate_size"),
+        routing=Routing(
+            num_experts=read_size(hf, "num_local_experts"),
+            num_chosen=read_size(hf, "num_experts_per_tok"),
+            renormalizes=True,  # which equals a softmax over the chosen
+        ),
+        has_bias=True,
+        clamp=Clamp(limit=float(hf["swiglu_limit"]), slope=float(hf["swiglu_alpha"])),
+        config_keys=("intermediate_size", "num_local_experts"),
+    )
+    return tuple(Block(mixers[kind], experts) for kind in kinds)
+
+
+DEFAULTS: dict[str, Any] = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS = ModelFamily(
+    architecture="GptOssForCausalLM",
+    weights=DENSE_WEIGHTS + QKV_BIAS_WEIGHTS + OUTPUT_BIAS_WEIGHTS + SINK_WEIGHTS + FUSED_EXPERT_WEIGHTS,
+    read_blocks=read_blocks,
+    defaults=DEFAULTS,
+    handles=frozenset({"attention_bias", "layer_types", "num_local_experts", "quantization_config"}),
+)

@@ -1,0 +1,62 @@
+"""MXFP4 (OCP Microscaling Formats 1.0), the type of gpt-oss's experts: four bits a number, a scale for 32 of them.
+
+A tensor X [..., I, O] is stored as two: `X_blocks`, bytes [..., O, I / 32, 16] of two numbers each, the lower half
+first, and `X_scales`, bytes [..., O, I / 32] with the exponents of powers of two. Each number is exact in bfloat16.
+
+Legend: I inputs and O outputs of a linear map.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK = 32  # numbers that share a scale
+_BIAS = 127  # of a scale's exponent
+_HALF = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_VALUES = np.concatenate([_HALF, -_HALF])
+_PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], axis=-1)  # of each byte
+
+
+def plain_names(files: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the file of each tensor by its plain name; that of a packed one has its blocks."""
+    packed = {name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
+    packed = {name for name in packed if name + SCALES in files}
+    hidden = {name + suffix for name in packed for suffix in (BLOCKS, SCALES)}
+    plain = {name: path for name, path in files.items() if name not in hidden}
+    return plain | {name: files[name + BLOCKS] for name in packed}
+
+
+class PackedTensor:
+    """A tensor of which parts are read and unpacked, with the methods of a slice of safetensors."""
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self._blocks = blocks
+        self._scales = scales
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Return the shape of the plain tensor."""
+        *stack, outputs, num_blocks, _ = self._blocks.get_shape()
+        return *stack, num_blocks * BLOCK, outputs
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Return a part, bfloat16; each slice has its start and its end."""
+        *stack, inputs, outputs = part
+        first, last = inputs.start // BLOCK, -(-inputs.stop // BLOCK)
+        index = (*stack, outputs, slice(first, last))
+        values = unpack(self._blocks[(*index, slice(0, BLOCK // 2))], self._scales[index])
+        return values[..., inputs.start - first * BLOCK : inputs.stop - first * BLOCK, :]
+
+
+def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return numbers [..., I, O], bfloat16, of blocks [..., O, I / 32, 16] and scales [..., O, I / 32]."""
+    *stack, outputs, num_blocks, _ = blocks.shape
+    found = np.empty((*stack, num_blocks * BLOCK, outputs), ml_dtypes.bfloat16)
+    for index in np.ndindex(*stack):  # one expert at a time, as float32 takes twice the memory
+        numbers = _PAIRS[blocks[index]].reshape(outputs, num_blocks, BLOCK)
+        numbers = np.ldexp(numbers, scales[index].astype(np.int32)[..., None] - _BIAS)
+        found[index] = numbers.reshape(outputs, -1).T
+    return found
