@@ -49,9 +49,9 @@ class ModelFamily:
     weights: WeightMap
     read_blocks: Callable[[HfConfig], tuple[Block, ...]]
     """Reads the layers. Raises UnsupportedModel."""
+    reads: frozenset[str] = frozenset()
+    """The config keys of `NEUTRAL` that `read_blocks` reads with any value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config keys that a checkpoint may leave out
-    handles: frozenset[str] = frozenset()
-    """Config keys that `read_blocks` checks, and that most families have no values for: see `NEUTRAL`."""
 
     def config_from_hf(self, hf: HfConfig) -> ModelConfig:
         """Read a `config.json`.
@@ -59,7 +59,7 @@ class ModelFamily:
         Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
         """
         hf = {**self.defaults, **hf}
-        refuse_what_changes_the_maths(hf, handled=self.handles)
+        refuse_what_changes_the_maths(hf, reads=self.reads)
         return ModelConfig(
             architecture=self.architecture,
             vocab_size=read_size(hf, "vocab_size"),

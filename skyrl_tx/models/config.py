@@ -143,19 +143,19 @@ OPTIONAL_ROPE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def refuse_what_changes_the_maths(hf: HfConfig, *, handled: frozenset[str] = frozenset()) -> None:
+def refuse_what_changes_the_maths(hf: HfConfig, *, reads: frozenset[str]) -> None:
     """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use.
 
-    Keys that the family handles itself are not checked.
+    Keys in `reads` are not checked.
     """
     for key, neutral in NEUTRAL.items():
-        if key in hf and key not in handled and hf[key] not in neutral:
+        if key in hf and key not in reads and hf[key] not in neutral:
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
     # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise; Llama knows no such key.
     if hf.get("use_sliding_window") and hf.get("sliding_window") is not None:
         raise UnsupportedModel(f"config.json has sliding_window = {hf['sliding_window']!r} in use; not supported")
     others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
-    if others and "layer_types" not in handled:
+    if others and "layer_types" not in reads:
         raise UnsupportedModel(f"config.json has layer_types with {others}; supported: 'full_attention'")
 
 

@@ -66,6 +66,6 @@ GPT_OSS = ModelFamily(
     architecture="GptOssForCausalLM",
     weights=DENSE_WEIGHTS + QKV_BIAS_WEIGHTS + OUTPUT_BIAS_WEIGHTS + SINK_WEIGHTS + FUSED_EXPERT_WEIGHTS,
     read_blocks=read_blocks,
+    reads=frozenset({"attention_bias", "layer_types", "num_local_experts", "quantization_config"}),
     defaults=DEFAULTS,
-    handles=frozenset({"attention_bias", "layer_types", "num_local_experts", "quantization_config"}),
 )

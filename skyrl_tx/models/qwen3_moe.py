@@ -29,7 +29,7 @@ QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
     weights=DENSE_WEIGHTS + QK_NORM_WEIGHTS + EXPERT_WEIGHTS,
     read_blocks=read_blocks,
-    handles=frozenset({"num_experts", "num_local_experts"}),
+    reads=frozenset({"num_experts", "num_local_experts"}),
     defaults={
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,

@@ -173,6 +173,9 @@ TIED_UNEMBED_NAMES: Mapping[str, str] = {"peft": "lm_head", "cookbook": TIED_UNE
 PEFT, and other readers of its files, find modules by their names in the Hugging Face model.
 """
 
+_HOSTED_ATTENTION = (".attn.", ".self_attn.")
+"""How adapters of gpt-oss that were trained on the hosted service name its attention, and how all others do."""
+
 _EXPERT_OF = {stacked: name for name, stacked in STACKED_EXPERTS.items()}
 _EXPERT = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(STACKED_EXPERTS)})")
 _STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_EXPERT_OF)})")
@@ -237,7 +240,8 @@ class AdapterFiles:
 def read_adapter(directory: Path) -> AdapterFiles:
     """Read an adapter. Raises AdapterError for other files, and for settings that would change its numbers here."""
     config = read_config(directory)
-    tensors = read_tensors(directory / WEIGHTS_FILE)
+    found = read_tensors(directory / WEIGHTS_FILE)
+    tensors = {name.replace(*_HOSTED_ATTENTION): each for name, each in found.items()}
     factors: dict[str, Factors] = {}
     base_layers = {name.removeprefix(PREFIX).removesuffix(_BASE): name for name in tensors if name.endswith(_BASE)}
     for name in sorted(tensors.keys() - base_layers.values()):

@@ -67,6 +67,12 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), CYCLE)
 
 
+@pytest.fixture(scope="module")
+def sinks(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Give a model of windows and sinks."""
+    return read_back(tmp_path_factory.mktemp("model"), SINKS)
+
+
 @pytest.fixture(
     scope="module",
     params=[name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],

@@ -113,6 +113,20 @@ def test_packed_sequences_equal_separate_rows(each_family):
         np.testing.assert_allclose(together[start : start + length], each[:length], atol=2e-5)
 
 
+@pytest.mark.slow
+def test_long_packed_sequences_with_windows_equal_separate_rows(sinks):
+    """Sequences longer and shorter than blocks of attention, and one of one token."""
+    lengths = [70, 5, 130, 64, 1, 27]
+    x, adapter = tokens(len(lengths), max(lengths)), sinks.adapter(1)
+    alone = evaluate(sinks.params, sinks.config, x, adapter)
+    row = np.concatenate([each[:length] for each, length in zip(x, lengths, strict=True)])[None]
+    starts = np.cumsum([0, *lengths[:-1]])
+    start_BT = np.repeat(starts, lengths).astype(np.int32)[None]
+    together = evaluate(sinks.params, sinks.config, row, adapter, start_BT=start_BT)[0]
+    for each, start, length in zip(alone, starts, lengths, strict=True):
+        np.testing.assert_allclose(together[start : start + length], each[:length], atol=1e-5)
+
+
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_decoding_equals_the_full_forward(each_family, by_layer):
     config = each_family.config

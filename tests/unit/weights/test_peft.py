@@ -41,6 +41,14 @@ def test_an_adapter_written_in_a_layout_reads_back_equal(tmp_path: Path, layout:
     assert_equal(read_adapter(tmp_path), adapter)
 
 
+def test_the_hosted_name_of_attention_is_read(tmp_path: Path) -> None:
+    adapter = AdapterFiles(
+        config=CONFIG, factors={"model.layers.0.attn.q_proj": pair(1), f"{EXPERTS}.0.up_proj": pair(2)}
+    )
+    adapter.in_layout("cookbook").write(tmp_path)
+    assert set(read_adapter(tmp_path).factors) == {"model.layers.0.self_attn.q_proj", f"{EXPERTS}.0.up_proj"}
+
+
 def test_the_cookbook_layout_stacks_experts_and_names_the_tied_unembedding(tmp_path: Path) -> None:
     """An expert without an update between others that have one gets zeros."""
     first, last = pair(1), pair(2)
