@@ -54,14 +54,15 @@ _COMMANDS = {
     "status": "show what a server does, also one that is dead",
     "top": "show the status of a server continuously",
     "usage": "show the tokens, device seconds and storage of owners, projects, keys, runs or days",
-    "audit": "show who did what to checkpoints, keys and projects",
+    "quotas": "list, set and remove quotas and the weights of owners",
+    "audit": "show who did what to checkpoints, keys, quotas and projects",
     "stacks": "write the stacks of a running server's threads to its log",
     "completion": "print the script that completes commands and flags in a shell",
 }
 _DATA_COMMANDS = frozenset(
     {
         *("keys", "runs", "checkpoints", "export", "import", "recover", "backup", "restore"),
-        *("status", "top", "usage", "audit", "stacks"),
+        *("status", "top", "usage", "quotas", "audit", "stacks"),
     }
 )
 _QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})

@@ -32,6 +32,8 @@ Event = Literal[
     "organization_key_revoked",
     "organization_login",
     "organization_login_failed",
+    "organization_quota_set",
+    "organization_weight_set",
 ]
 Detail = str | int | float | bool | None
 RETENTION_S = 400 * 86_400.0

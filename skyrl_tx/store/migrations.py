@@ -171,6 +171,18 @@ def _add_teams() -> None:
     SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
 
 
+def _add_quotas() -> None:
+    """Add quotas and weights, and what the engine publishes about requests that wait because of them."""
+    op.create_table(
+        "quotas",
+        sa.Column("subject_kind", sa.String, primary_key=True),
+        sa.Column("subject", sa.String, primary_key=True),
+        sa.Column("name", sa.String, primary_key=True),
+        sa.Column("value", sa.BigInteger, nullable=False),
+    )
+    op.add_column("engine_state", sa.Column("pauses", sa.JSON))
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
@@ -187,4 +199,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0009": _add_identity,
     "0010": _add_history,
     "0011": _add_teams,
+    "0012": _add_quotas,
 }

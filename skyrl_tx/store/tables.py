@@ -34,6 +34,7 @@ ModelStatus = Literal["creating", "ready", "failed", "unloaded", "left", "expire
 RequestStatus = Literal["open", "done", "failed"]
 EngineStatus = Literal["starting", "recovering", "ready", "stopping"]
 KeyScope = Literal["admin", "user", "sample", "read", "metrics"]
+SubjectKind = Literal["owner", "key", "project"]
 
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
 _JSON_OR_NULL = JSON(none_as_null=True)
@@ -285,6 +286,19 @@ class AuditRow(SQLModel, table=True):
     details: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
 
 
+class QuotaRow(SQLModel, table=True):
+    """The most that an owner, an API key or a project may use, or the weight of an owner."""
+
+    __tablename__ = "quotas"
+
+    subject_kind: SubjectKind = Field(primary_key=True, sa_type=String)
+    subject: str = Field(primary_key=True)
+    """An owner, the number of a key, or a project; `*` for each of its kind without a row of its own."""
+    name: str = Field(primary_key=True)
+    """One of `quotas.LIMITS`, or `weight`."""
+    value: int = Field(sa_type=BigInteger)
+
+
 class EngineStateRow(SQLModel, table=True):
     """The engine's status, published about once a second; one row."""
 
@@ -304,6 +318,8 @@ class EngineStateRow(SQLModel, table=True):
     activity_since: float | None = None
     meters: Mapping[str, object] | None = Field(default=None, sa_type=_JSON_OR_NULL)
     """Gauges and counters of the engine and its backend, for people; None while the engine starts."""
+    pauses: list[Mapping[str, str]] | None = Field(default=None, sa_type=_JSON_OR_NULL)
+    """The subjects whose requests wait because of a quota, as JSON; None if there are none."""
     updated_at: float
 
 

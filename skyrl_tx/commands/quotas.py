@@ -1,0 +1,75 @@
+"""`skyrl-tx quotas`: list, set and remove quotas and weights."""
+
+import argparse
+import time
+
+from sqlmodel import Session
+
+from skyrl_tx.amounts import amount_text, parse_amount
+from skyrl_tx.commands.common import CommandError, Record, finish_list_parser, finish_parser, open_database, os_user
+from skyrl_tx.store import audit, quotas
+from skyrl_tx.store.allowances import allowances
+from skyrl_tx.store.quotas import LIMITS, WEIGHT, Subject
+
+_SUBJECT = "an owner, key:NUMBER or project:NAME; '*', 'key:*' or 'project:*' for each without a quota of its own"
+_LIMIT = f"{', '.join(LIMITS)}; or {WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show all quotas, and what is used of them", allow_abbrev=False)
+    finish_list_parser(listing, _records, nothing="no quotas")
+    setting = actions.add_parser(
+        "set",
+        help="set a quota or a weight",
+        description="Set a quota or a weight. A running server follows within about a second.",
+        allow_abbrev=False,
+    )
+    setting.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
+    setting.add_argument("limit", metavar="LIMIT", help=_LIMIT)
+    setting.add_argument("value", metavar="VALUE", help="a whole number, or one with a decimal unit: 200M, 5G")
+    finish_parser(setting, _set)
+    removing = actions.add_parser("remove", help="remove a quota or a weight", allow_abbrev=False)
+    removing.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
+    removing.add_argument("limit", metavar="LIMIT", help="the name of a limit, or weight")
+    finish_parser(removing, _remove)
+
+
+def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    now = time.time()
+    used = {(each.quota.subject, each.quota.limit): each.used for each in allowances(tx, quotas.read(tx), None, now)}
+    records: list[Record] = []
+    for row in quotas.rows(tx):
+        subject = Subject(row.subject_kind, row.subject)
+        amount = used.get((subject, row.name))  # pyright: ignore[reportArgumentType]
+        records.append(
+            {
+                "subject": str(subject),
+                "limit": row.name,
+                "value": row.value if arguments.json else amount_text(row.value),
+                "used": amount if arguments.json or amount is None else amount_text(amount),
+            }
+        )
+    return records
+
+
+def _set(arguments: argparse.Namespace) -> None:
+    value = parse_amount(arguments.value)
+    _put(arguments, value)
+    print(f"{arguments.limit} of {arguments.subject} is {amount_text(value)}")
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    if not _put(arguments, None):
+        raise CommandError(f"{arguments.subject} has no {arguments.limit}; `skyrl-tx quotas list` shows all")
+    print(f"removed {arguments.limit} of {arguments.subject}")
+
+
+def _put(arguments: argparse.Namespace, value: int | None) -> bool:
+    subject, limit = Subject.parse(arguments.subject), arguments.limit
+    quotas.check(subject, limit, value)
+    with open_database(arguments) as store:
+        return store.write(
+            lambda tx: quotas.put(tx, subject, limit, value, audit.OPERATOR, time.time(), os_user=os_user())
+        )

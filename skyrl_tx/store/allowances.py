@@ -1,0 +1,146 @@
+"""The use that subjects make of their quotas: tokens of a day, models in training, bytes of checkpoints."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+from sqlalchemy import ColumnElement, literal_column, select, true
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.store import usage
+from skyrl_tx.store.checkpoints import is_visible, total_bytes
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.history_tables import UsageKind
+from skyrl_tx.store.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject
+from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, SessionRow, SubjectKind
+
+DAY_S = 86_400
+_DAY_LIMIT_OF_KIND: dict[UsageKind, Limit] = {
+    "training": "training_tokens_per_day",
+    "forward": "training_tokens_per_day",
+    "prefill": "sample_tokens_per_day",
+    "sampled": "sample_tokens_per_day",
+}
+"""The limit for which each kind of usage counts. Prompt tokens that the prefix cache held count for nothing."""
+_MAX_TOTALS = 1_000_000
+_MAX_SUBJECTS = 1000
+
+
+def day_start(now: float) -> int:
+    """Return the begin of the day in UTC, in seconds since the epoch."""
+    return int(now) // DAY_S * DAY_S
+
+
+def tokens_today(tx: Session, now: float) -> Counter[tuple[Subject, Limit]]:
+    """Return the tokens of each subject since the day began, by the limit that they count for."""
+    found: Counter[tuple[Subject, Limit]] = Counter()
+    groups = ("owner", "key_id", "project_id")
+    for total in usage.totals(tx, None, day_start(now), groups, limit=_MAX_TOTALS):
+        limit = _DAY_LIMIT_OF_KIND.get(total.kind)
+        for subject in Account(*total.group).subjects() if limit else ():
+            found[subject, limit] += total.tokens  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def account_of(tx: Session, session_id: SessionId) -> Account | None:
+    """Return whom the work of a session counts for; None if there is no such session."""
+    columns = col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id)
+    found = execute(tx, select(*columns).where(col(SessionRow.session_id) == session_id)).first()
+    return None if found is None else Account(*found)
+
+
+def models_in_training(tx: Session, subject: Subject) -> list[ModelId]:
+    """Return the models of a subject that exist and have not ended, oldest first."""
+    wanted = (
+        select(col(ModelRow.model_id))
+        .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+        .where(
+            col(ModelRow.status) == literal_column("'ready'"),
+            col(ModelRow.deleted_at).is_(None),
+            col(SessionRow.finished_at).is_(None),
+            _is_of(subject),
+        )
+        .order_by(col(ModelRow.created_at), col(ModelRow.model_id))
+    )
+    return list(execute(tx, wanted).scalars())
+
+
+def checkpoint_bytes(tx: Session, subject: Subject, now: float) -> int:
+    """Return the size of a subject's checkpoints, as the storage report counts them."""
+    wanted = (
+        select(total_bytes())
+        .select_from(CheckpointRow)
+        .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
+        .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+        .where(is_visible(now), _is_of(subject))
+    )
+    return execute(tx, wanted).scalar_one()
+
+
+def _is_of(subject: Subject) -> ColumnElement[bool]:
+    """Return the condition that a session belongs to a subject."""
+    match subject.kind:
+        case "owner":
+            return col(SessionRow.owner) == subject.name
+        case "key":
+            return col(SessionRow.key_id) == int(subject.name)
+        case "project":
+            return col(SessionRow.project_id) == subject.name
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """A quota and what is used of it now; None where only the running server knows."""
+
+    quota: Quota
+    used: int | None
+
+
+def allowances(tx: Session, rules: Rules, owner: str | None, now: float) -> list[Allowance]:
+    """Return the allowances of an owner, of its keys and of its projects; None means all. By subject, then limit.
+
+    Subjects without a quota have none.
+    """
+    if not rules.values:
+        return []
+    tokens = tokens_today(tx, now) if rules.has(*DAY_LIMITS) else Counter[tuple[Subject, Limit]]()
+    return [
+        Allowance(quota, _used(tx, quota, tokens, now))
+        for subject in _subjects(tx, rules, owner)
+        for quota in map(partial(rules.of_subject, subject=subject), LIMITS)
+        if quota is not None
+    ]
+
+
+def _used(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now: float) -> int | None:
+    match quota.limit:
+        case "training_tokens_per_day" | "sample_tokens_per_day":
+            return tokens[quota.subject, quota.limit]
+        case "models_in_training":
+            return len(models_in_training(tx, quota.subject))
+        case "checkpoint_bytes":
+            return checkpoint_bytes(tx, quota.subject, now)
+        case "sample_tokens_per_minute" | "samples_at_once":
+            return None
+
+
+def _subjects(tx: Session, rules: Rules, owner: str | None) -> list[Subject]:
+    """Return the owners, keys and projects that a quota concerns, of one owner or of all."""
+    columns = {"owner": col(SessionRow.owner), "key": col(SessionRow.key_id), "project": col(SessionRow.project_id)}
+    found: set[Subject] = set() if owner is None else {Subject("owner", owner)}
+    kinds: set[SubjectKind] = {kind for kind, _ in rules.values}
+    for kind in kinds:
+        is_wanted = true() if owner is None else col(SessionRow.owner) == owner
+        names = select(columns[kind]).distinct().where(is_wanted, columns[kind].is_not(None)).limit(_MAX_SUBJECTS)
+        found |= {Subject(kind, str(name)) for name in execute(tx, names).scalars()}
+    if "key" in kinds:
+        is_wanted = col(ApiKeyRow.revoked_at).is_(None)
+        if owner is not None:
+            is_wanted = is_wanted & (col(ApiKeyRow.owner) == owner)
+        wanted = select(col(ApiKeyRow.key_id)).where(is_wanted).limit(_MAX_SUBJECTS)
+        found |= {Subject("key", str(key_id)) for key_id in execute(tx, wanted).scalars()}
+    if owner is None:
+        named = {Subject(kind, name) for (kind, _), of_kind in rules.values.items() for name in of_kind}
+        found |= {subject for subject in named if subject.name != "*"}
+    return sorted(found)
