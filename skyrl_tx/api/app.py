@@ -30,6 +30,7 @@ from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.api.metrics import ApiMetrics
+from skyrl_tx.api.quotas import Quotas
 from skyrl_tx.api.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.api.routes import (
     account,
@@ -87,6 +88,9 @@ def create_context(settings: ApiSettings, store: Store) -> ApiContext:
     signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
+    quotas = Quotas(store)
+    quotas.view.refresh()
+    results.add_reader(quotas.view.refresh)
     store.observe_commits(metrics.store_write_s.observe, metrics.store_group_size.observe)
     return ApiContext(
         settings=settings,
@@ -100,6 +104,7 @@ def create_context(settings: ApiSettings, store: Store) -> ApiContext:
         decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
         results=results,
         metrics=metrics,
+        quotas=quotas,
     )
 
 

@@ -14,6 +14,7 @@ from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.api.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.api.metrics import ApiMetrics
+from skyrl_tx.api.quotas import Quotas
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import UnknownFields
@@ -42,6 +43,7 @@ class ApiContext:
     received_bodies: BodyBudget
     decoded_bodies: BodyBudget
     metrics: ApiMetrics
+    quotas: Quotas
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
     result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))

@@ -5,7 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Literal
 
-Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full"]
+Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full", "quota"]
 """The refusals that the metrics count: of keys, and of requests that must come later."""
 
 

@@ -82,7 +82,7 @@ class ResultWatcher:
         self._marked_at = self._heartbeat_at = self._keys_checked_at = time.monotonic()
         self._random = random.Random()
         self._is_closed = False
-        self._readers: list[Callable[[], None]] = []
+        self._readers: list[Callable[[], object]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.observe_wakeup: Callable[[float], object] = lambda _: None
         """Called for each woken poll with the seconds since its result was written."""
@@ -98,8 +98,11 @@ class ResultWatcher:
         """The number of requests and sampling sessions with an open poll."""
         return len(self._waiting)
 
-    def add_reader(self, read: Callable[[], None]) -> None:
-        """Call a function on the watcher's thread after each commit of the engine. Called before `start`."""
+    def add_reader(self, read: Callable[[], object]) -> None:
+        """Call a function on the watcher's thread after each commit of the engine, and each second.
+
+        Called before `start`.
+        """
         self._readers.append(read)
 
     def start(self) -> None:

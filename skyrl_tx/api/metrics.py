@@ -86,7 +86,7 @@ class ApiMetrics:
         self.store_group_size = histogram("store_group_size", "Writes that one commit contained.", _GROUPS)
         for reason in _AUTH_REASONS:
             self._auth_failures.labels(reason)
-        for reason in ("queue_full", "bodies_full"):
+        for reason in ("queue_full", "bodies_full", "quota"):
             self._backpressure.labels(reason)
         # Set by ServerSampler
         self.requests_open = gauge("requests_open", "Stored requests without a result.")

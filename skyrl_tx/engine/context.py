@@ -23,6 +23,7 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.quota_view import QuotaView
 
 _log = logging.getLogger(__name__)
 FATAL_ERRORS = (BackendLost, StoreError)
@@ -65,6 +66,7 @@ class EngineContext:
     samplers: Samplers
     ephemeral_samplers: EphemeralSamplers
     history: History
+    quotas: QuotaView
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:
         """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""

@@ -30,6 +30,7 @@ from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.store import cancellations, completions, engine_state, futures, identity
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.quota_view import QuotaView
 from skyrl_tx.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
@@ -168,6 +169,7 @@ class Engine:
             samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers),
             ephemeral_samplers=ephemeral_samplers,
             history=History(store, settings),
+            quotas=QuotaView(store),
         )
 
 
@@ -176,6 +178,7 @@ class _Loop:
 
     def __init__(self, context: EngineContext, artifacts: ArtifactStore) -> None:
         self._context, capabilities = context, context.capabilities
+        context.quotas.refresh()
         few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
@@ -195,6 +198,7 @@ class _Loop:
     def turn(self) -> bool:
         """Run one turn. Returns whether there was anything to do."""
         context, settings = self._context, self._context.settings
+        context.quotas.refresh()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
         self._is_busy = self._use_device()

@@ -7,6 +7,7 @@ from functools import partial
 from sqlalchemy import ColumnElement, literal_column, select, true
 from sqlmodel import Session, col
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.store import usage
 from skyrl_tx.store.checkpoints import is_visible, total_bytes
@@ -25,6 +26,7 @@ _DAY_LIMIT_OF_KIND: dict[UsageKind, Limit] = {
 """The limit for which each kind of usage counts. Prompt tokens that the prefix cache held count for nothing."""
 _MAX_TOTALS = 1_000_000
 _MAX_SUBJECTS = 1000
+_MAX_LISTED = 5
 
 
 def day_start(now: float) -> int:
@@ -50,10 +52,47 @@ def account_of(tx: Session, session_id: SessionId) -> Account | None:
     return None if found is None else Account(*found)
 
 
-def models_in_training(tx: Session, subject: Subject) -> list[ModelId]:
-    """Return the models of a subject that exist and have not ended, oldest first."""
+def check_new_model(tx: Session, rules: Rules, session_id: SessionId) -> None:
+    """Raise UserError if one more model of a session exceeds a quota."""
+    for quota in _quotas(tx, rules, "models_in_training", session_id):
+        models = models_in_training(tx, quota.subject)
+        if len(models) < quota.value:
+            continue
+        found = account_of(tx, session_id)
+        own = [model_id for model_id, owner in models if found is not None and owner == found.owner]
+        way_out = f"unload one of {_listed(own)}, or end its session" if own else "ask an admin for more"
+        raise UserError(
+            f"models_in_training: {quota.subject.label} has {len(models)} models in training and may have "
+            f"{quota.value}: {way_out}"
+        )
+
+
+def check_new_checkpoint(tx: Session, rules: Rules, session_id: SessionId, now: float, *, is_stored: bool) -> None:
+    """Raise UserError if there is no room for one more checkpoint; `is_stored`: it is already among them."""
+    for quota in _quotas(tx, rules, "checkpoint_bytes", session_id):
+        used = checkpoint_bytes(tx, quota.subject, now)
+        if used > quota.value or (used == quota.value and not is_stored):
+            raise UserError(
+                f"checkpoint_bytes: the checkpoints of {quota.subject.label} take {used:,} bytes"
+                f"{' with this one' if is_stored else ''} and may take {quota.value:,}: delete some, for example with "
+                "`tinker checkpoint delete`, or save with a ttl_seconds"
+            )
+
+
+def _quotas(tx: Session, rules: Rules, limit: Limit, session_id: SessionId) -> list[Quota]:
+    account = account_of(tx, session_id) if rules.has(limit) else None
+    return [] if account is None else rules.of_account(limit, account)
+
+
+def _listed(model_ids: list[ModelId]) -> str:
+    rest = len(model_ids) - _MAX_LISTED
+    return ", ".join(model_ids[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def models_in_training(tx: Session, subject: Subject) -> list[tuple[ModelId, str]]:
+    """Return the models of a subject that exist and have not ended, oldest first, with their owners."""
     wanted = (
-        select(col(ModelRow.model_id))
+        select(col(ModelRow.model_id), col(SessionRow.owner))
         .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
         .where(
             col(ModelRow.status) == literal_column("'ready'"),
@@ -63,7 +102,7 @@ def models_in_training(tx: Session, subject: Subject) -> list[ModelId]:
         )
         .order_by(col(ModelRow.created_at), col(ModelRow.model_id))
     )
-    return list(execute(tx, wanted).scalars())
+    return [(model_id, owner) for model_id, owner in execute(tx, wanted)]
 
 
 def checkpoint_bytes(tx: Session, subject: Subject, now: float) -> int:

@@ -167,11 +167,15 @@ class ChatService:
                         is_private=request.is_private or UNSET,
                     )
                 )
-                submitted = store.write(
-                    lambda tx, row=row, sample=sample: submission.to_sampler(
-                        tx, row, caller.owner, None, key, sample, is_streamed=is_streamed
+                quotas = self.context.quotas.sampling(caller.owner, caller.key_id, row.session_id, "", sample.request)
+                with quotas as note_stored:
+                    submitted = store.write(
+                        lambda tx, row=row, sample=sample: submission.to_sampler(
+                            tx, row, caller.owner, None, key, sample, is_streamed=is_streamed
+                        )
                     )
-                )
+                    if submitted is not None:
+                        note_stored()
         if submitted.position is not None:
             admission.record(caller.owner, submitted.position, len(sample.body))
         return texts

@@ -20,7 +20,7 @@ from skyrl_tx.api.wire import parse
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
-from skyrl_tx.store import audit, checkpoints, models, sessions
+from skyrl_tx.store import allowances, audit, checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 router = APIRouter()
@@ -111,6 +111,7 @@ def copy_weights(call: Incoming) -> dict[str, str]:
         readers = call.readers(tx, asked.weights_access_token or call.weights_access_token)
         if _copy(tx, readers, source, path, session_id, asked.ttl_seconds):
             now, actor = time.time(), call.caller.actor
+            allowances.check_new_checkpoint(tx, call.context.quotas.view.rules, session_id, now, is_stored=True)
             audit.record(tx, "checkpoint_read", actor, now, path=source, purpose="copy")
             audit.record(tx, "checkpoint_create", actor, now, path=path, copied_from=str(source))
 

@@ -91,9 +91,9 @@ def test_models_in_training_are_those_that_have_not_ended(store: Store, team: di
     finished = add_model(store, team["plain"], "0")
     store.write(lambda tx: sessions.finish(tx, team["plain"], "success", NOON))
     found = {subject: store.read(lambda tx, s=subject: allowances.models_in_training(tx, s)) for subject in (ANN, KEY)}
-    assert found == {ANN: [ready], KEY: [ready]}
-    assert set(store.read(lambda tx: allowances.models_in_training(tx, MATH))) == {ready, of_bob}
-    assert finished not in found[ANN]
+    assert found == {ANN: [(ready, "ann")], KEY: [(ready, "ann")]}
+    of_math = store.read(lambda tx: allowances.models_in_training(tx, MATH))
+    assert set(of_math) == {(ready, "ann"), (of_bob, "bob")} and finished not in dict(of_math)
 
 
 def test_bytes_of_checkpoints_that_exist(store: Store, team: dict[str, SessionId]) -> None:

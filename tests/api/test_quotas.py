@@ -1,0 +1,155 @@
+"""Quotas as the SDK and the programs of others meet them: what is refused, with which words, and what goes on."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+
+from skyrl_tx.store import audit, keys, quota_view, quotas
+from skyrl_tx.store.quotas import Subject
+from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
+from tests.support.waiting import until
+
+PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
+DATUM = tinker.Datum(
+    model_input=tinker.ModelInput.from_ints([1, 2, 3, 4]),
+    loss_fn_inputs={"target_tokens": [2, 3, 4, 5], "weights": [1.0] * 4},  # type: ignore
+)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+    """A server whose processes look at the quotas all the time, not each second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quota_view, "_PERIOD_S", 0.0)
+        with live_stack("fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True, retrieve_hold_s=0.3) as stack:
+            make_key(stack, "root", "admin")
+            yield stack
+
+
+def make_key(stack: LiveStack, owner: str, scope: Any = "user") -> str:
+    made, _ = stack.server.store.write(
+        lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=time.time())
+    )
+    return made
+
+
+def put(stack: LiveStack, subject: str, name: str, value: int | None) -> None:
+    """Set a quota, and wait until this process knows it; the engine looks before it reads a request."""
+    about, view = Subject.parse(subject), stack.server.api.app.state.context.quotas.view
+    stack.server.store.write(lambda tx: quotas.put(tx, about, name, value, audit.OPERATOR, time.time()))
+    view.refresh()
+
+
+def service(stack: LiveStack, owner: str) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=stack.url, api_key=make_key(stack, owner))
+
+
+def test_models_in_training(stack: LiveStack) -> None:
+    put(stack, "mia", "models_in_training", 1)
+    with service(stack, "mia") as mia:
+        first = mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+        with pytest.raises(tinker.RequestFailedError) as refused:
+            mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+        reason = f"mia has 1 models in training and may have 1: unload one of {first.model_id}, or end its session"
+        assert reason in str(refused.value)
+        with service(stack, "noa") as noa:
+            noa.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+        put(stack, "mia", "models_in_training", 2)
+        mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+    put(stack, "mia", "models_in_training", 1)
+    with service(stack, "mia") as mia:  # the models of the finished session do not count
+        mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+
+
+def test_checkpoint_bytes(stack: LiveStack) -> None:
+    with service(stack, "kim") as kim:
+        training = kim.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+        path = training.save_state("first").result().path
+        put(stack, "kim", "checkpoint_bytes", 1)
+        for save in (training.save_state, training.save_weights_for_sampler):
+            with pytest.raises(
+                tinker.RequestFailedError, match=r"the checkpoints of kim take [\d,]+ bytes and may take 1"
+            ):
+                save("second").result()
+        training.save_weights_and_get_sampling_client().result()  # has no name, and is no checkpoint
+        training.forward_backward([DATUM], "cross_entropy").result()
+        rest = tinker.RestClient(base_url=stack.url, api_key=make_key(stack, "kim"))
+        refused = copy_weights(stack, "kim", path)
+        assert refused.status_code == 400 and "with this one and may take 1: delete some" in refused.json()["detail"]
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        training.save_state("second").result()
+
+
+def copy_weights(stack: LiveStack, owner: str, path: str) -> httpx.Response:
+    return httpx.post(
+        f"{stack.url}/api/v1/copy_weights",
+        json={"source_path": path, "destination_project_id": "p"},
+        headers={"X-API-Key": make_key(stack, owner), "X-Idempotency-Key": "one"},
+    )
+
+
+def post_sample(stack: LiveStack, key: str, session: str, seq_id: int, max_tokens: int) -> httpx.Response:
+    return httpx.post(
+        f"{stack.url}/api/v1/asample",
+        json={
+            "sampling_session_id": session,
+            "seq_id": seq_id,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "num_samples": 1,
+            "sampling_params": {"max_tokens": max_tokens, "seed": 1},
+        },
+        headers={"X-API-Key": key},
+    )
+
+
+def test_sample_tokens_per_minute(stack: LiveStack) -> None:
+    """A refused sample uses no sequence number, so the client sends it again with the same one."""
+    key = make_key(stack, "sam")
+    client = httpx.Client(base_url=f"{stack.url}/api/v1/", headers={"X-API-Key": key})
+    session = client.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": PUBLIC_NAME}
+    name = client.post("create_sampling_session", json=body).json()["sampling_session_id"]
+    put(stack, "sam", "sample_tokens_per_minute", 60)
+    assert post_sample(stack, key, name, 1, 57).status_code == 200
+    assert post_sample(stack, key, name, 1, 57).status_code == 200, "a retry is the same request"
+    refused = post_sample(stack, key, name, 2, 27)
+    assert refused.status_code == 429 and 1 <= int(refused.headers["Retry-After"]) <= 31
+    assert refused.headers["X-Tinker-Sampling-Backpressure"] == "1"
+    assert "sam has asked for 60 of 60 sample tokens a minute" in refused.json()["detail"]
+    put(stack, "sam", "sample_tokens_per_minute", 600)
+    assert post_sample(stack, key, name, 2, 27).status_code == 200
+    metrics = httpx.get(f"{stack.url}/metrics").text
+    assert 'skyrl_tx_backpressure_total{reason="quota"} 1.0' in metrics
+
+
+def test_the_sdk_waits_out_the_minute(stack: LiveStack) -> None:
+    """The client pauses and sends again, without an error."""
+    put(stack, "lea", "sample_tokens_per_minute", 300)
+    with service(stack, "lea") as lea:
+        sampling = lea.create_sampling_client(base_model=PUBLIC_NAME).result()
+        params = tinker.SamplingParams(max_tokens=97, seed=1)
+        began = time.monotonic()
+        with stack.recorder.recording() as calls:
+            samples = [sampling.sample(PROMPT, 1, params) for _ in range(4)]  # 400 tokens: one waits 20 s, unless:
+            until(lambda: any(call.status == 429 and call.path == "asample" for call in calls))
+        put(stack, "lea", "sample_tokens_per_minute", 3_000_000)
+        assert all(len(each.result(timeout=60).sequences) == 1 for each in samples)
+        assert time.monotonic() - began < 20
+
+
+def test_openai_and_anthropic_endpoints_answer_429(stack: LiveStack) -> None:
+    put(stack, "oli", "sample_tokens_per_minute", 30)
+    with httpx.Client(base_url=stack.url, headers={"X-API-Key": make_key(stack, "oli")}) as client:
+        body = {"model": PUBLIC_NAME, "max_tokens": 25}
+        assert client.post("/oai/api/v1/completions", json={**body, "prompt": "x"}).status_code == 200
+        of_openai = client.post("/oai/api/v1/completions", json={**body, "prompt": "x"})
+        talk = {**body, "messages": [{"role": "user", "content": "x"}]}
+        of_anthropic = client.post("/anthropic/api/v1/messages", json=talk)
+    for refused, kind in ((of_openai, "rate_limit_error"), (of_anthropic, "rate_limit_error")):
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["type"] == kind
+        assert "sample tokens a minute" in refused.json()["error"]["message"]
