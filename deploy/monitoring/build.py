@@ -48,7 +48,8 @@ BOARDS: Mapping[str, Sequence[Panel]] = {
             (total("training_tokens_total"), "training"), (total("generation_tokens_total"), "sampled"),
             (total("prompt_tokens_total"), "prompts")]),
         ("Device time by work", "percentunit", [(total("device_seconds_total", "work"), "{{work}}")]),
-        ("Requests waiting", "short", [gauge("requests_waiting", "{{queue}}")]),
+        ("Requests waiting", "short", [
+            gauge("requests_waiting", "{{queue}}"), gauge("requests_paused", "{{queue}}, by quotas")]),
         ("Requests running", "short", [gauge("requests_running", "{{queue}}")]),
         ("Oldest request", "s", [gauge("oldest_request_seconds", "age")]),
         ("Completed requests a second", "short", [(total("requests_completed_total", "kind"), "{{kind}}")]),

@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from skyrl_tx.api.errors import ApiError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
+from skyrl_tx.store.engine_state import REQUEST_BYTES, Pause, SampleLoad
 from skyrl_tx.store.tables import EngineStateRow
 
 _HEALTH_MAX_AGE_S = 0.5
@@ -31,6 +31,8 @@ class EngineReport:
     """Why the engine executes no requests; None while it is healthy."""
     activity: str | None = None
     """Which activity takes longer than `--engine-silence-s`, such as a large step; the engine is healthy meanwhile."""
+    pauses: tuple[Pause, ...] = ()
+    """The quotas because of which requests wait."""
 
 
 class EngineHealth:
@@ -53,7 +55,7 @@ class EngineHealth:
             activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
         if problem is not None and activity is not None:
             return EngineReport(problem=f"{problem}; {activity}")
-        return EngineReport(problem=problem, activity=activity)
+        return EngineReport(problem=problem, activity=activity, pauses=engine_state.pauses_of(state))
 
     def _problem(self, state: EngineStateRow, now: float) -> str | None:
         silence_s = now - state.updated_at

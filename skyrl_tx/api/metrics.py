@@ -90,7 +90,9 @@ class ApiMetrics:
             self._backpressure.labels(reason)
         # Set by ServerSampler
         self.requests_open = gauge("requests_open", "Stored requests without a result.")
-        self.oldest_request_s = gauge("oldest_request_seconds", "Age of the oldest request without a result.")
+        self.oldest_request_s = gauge(
+            "oldest_request_seconds", "Age of the oldest request without a result that waits for no quota."
+        )
         self.sessions_active = gauge("sessions_active", "Sessions with a heartbeat in the last minute.")
         self.store_bytes = gauge("store_bytes", "Size of the SQLite database and of its log.", "part")
         self.artifacts = gauge("artifacts", "Named checkpoints and snapshots.", "kind")

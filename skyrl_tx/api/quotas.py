@@ -6,7 +6,7 @@ A sample counts when it is sent, with its prompt and as many new tokens as it ma
 import math
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -18,6 +18,7 @@ from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import Request, Sample
 from skyrl_tx.store import allowances, futures
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.quota_view import QuotaView
 from skyrl_tx.store.quotas import Account, Quota, Subject
 
@@ -123,6 +124,20 @@ class Quotas:
         finally:
             if not kept:
                 self._sample_tokens.refund(quotas, tokens)
+
+    def pause_of(self, request_id: RequestId, pauses: Collection[Pause]) -> str | None:
+        """Return for which of the published pauses a request waits, as a sentence; None if for none of them."""
+        found = self._store.read(lambda tx: allowances.waiting_account(tx, request_id))
+        if found is None:
+            return None
+        is_sample, account = found
+        subjects = set(account.subjects())
+        reasons = (
+            pause.reason
+            for pause in pauses
+            if pause.concerns_training is not is_sample and pause.quota_subject in subjects
+        )
+        return next(reasons, None)
 
     def _is_stored(self, request_id: RequestId) -> bool:
         ids = [request_id]

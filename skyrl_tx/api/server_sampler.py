@@ -130,7 +130,8 @@ class ServerSampler:
         """Read the state of the server and set the gauges; return the values of a row."""
 
         def look(tx: Session) -> tuple[EngineStateRow | None, float, StoreTotals]:
-            return engine_state.get(tx), engine_state.shared_time(tx), totals.read(tx, now)
+            row = engine_state.get(tx)
+            return row, engine_state.shared_time(tx), totals.read(tx, now, engine_state.pauses_of(row))
 
         row, shared_now, found = self._store.read(look)
         metrics = self._metrics

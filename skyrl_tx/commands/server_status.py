@@ -52,7 +52,8 @@ class ServerStatus:
 def read(tx: Session) -> ServerStatus:
     """Read the state of the server."""
     now, shared_now = time.time(), engine_state.shared_time(tx)
-    row, found = engine_state.get(tx), totals.read(tx, now)
+    row = engine_state.get(tx)
+    found = totals.read(tx, now, engine_state.pauses_of(row))
     points = server_points.since(tx, now - HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
     return ServerStatus(

@@ -16,9 +16,11 @@ from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.history import History
+from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
+from skyrl_tx.engine.sample_room import SampleRoom
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
@@ -67,6 +69,8 @@ class EngineContext:
     ephemeral_samplers: EphemeralSamplers
     history: History
     quotas: QuotaView
+    pauses: Pauses
+    room: SampleRoom
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:
         """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""

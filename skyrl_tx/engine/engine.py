@@ -10,6 +10,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
+from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
@@ -18,9 +19,11 @@ from skyrl_tx.engine.history import History
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
+from skyrl_tx.engine.sample_room import SampleRoom
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
@@ -30,6 +33,7 @@ from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.store import cancellations, completions, engine_state, futures, identity
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.quota_view import QuotaView
 from skyrl_tx.threads import ServiceThread
 
@@ -109,6 +113,7 @@ class Engine:
                 if time.monotonic() - measured_at >= _MEASURE_PERIOD_S:
                     measured_at = time.monotonic()
                     status.meters = loop.measure(self.backend, activity)
+                    status.pauses = loop.pauses()
                 activity.start(HOST_WORK)
                 if not loop.turn():
                     activity.idle()
@@ -154,6 +159,8 @@ class Engine:
         )
         recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, self.meters)
         recovery.check_base(settings.base_models[0])
+        quotas = QuotaView(store)
+        accounts = Accounts(store, quotas)
         return EngineContext(
             settings=settings,
             backend=backend,
@@ -169,7 +176,9 @@ class Engine:
             samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers),
             ephemeral_samplers=ephemeral_samplers,
             history=History(store, settings),
-            quotas=QuotaView(store),
+            quotas=quotas,
+            pauses=Pauses(store, quotas, accounts, request_log),
+            room=SampleRoom(quotas, accounts),
         )
 
 
@@ -186,6 +195,8 @@ class _Loop:
             max_models=capabilities.max_models,
             max_read_bytes=context.settings.max_backlog_bytes // 2,
             read_bodies=lambda requests: self._intake.read_bodies(requests),
+            is_paused=context.pauses.is_paused,
+            on_start=context.pauses.hand_over,
         )
         self.training = TrainingExecutor(context)
         self.sampling = SamplingExecutor(context)
@@ -198,7 +209,7 @@ class _Loop:
     def turn(self) -> bool:
         """Run one turn. Returns whether there was anything to do."""
         context, settings = self._context, self._context.settings
-        context.quotas.refresh()
+        context.pauses.refresh()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
         self._is_busy = self._use_device()
@@ -247,12 +258,14 @@ class _Loop:
             queues={
                 "training": {
                     "waiting": schedule.num_waiting,
+                    "paused": schedule.num_paused,
                     "running": self.training.num_running_requests,
                     "backlog_bytes": schedule.num_bytes,
                     "backlog_limit_bytes": context.settings.max_backlog_bytes,
                 },
                 "sampling": {
                     "waiting": sampling.num_waiting,
+                    "paused": sampling.num_paused,
                     "running": sampling.num_running,
                     "backlog_bytes": sampling.num_held_bytes.total(),
                     "backlog_limit_bytes": context.settings.max_queued_sample_bytes,
@@ -268,6 +281,11 @@ class _Loop:
                 ),
             },
         )
+
+    def pauses(self) -> list[Pause]:
+        """Return the quotas because of which requests wait."""
+        reasons = [*self._context.pauses.exhausted(), *self._context.room.full()]
+        return [Pause.of(quota, reason) for quota, reason in reasons[: engine_state.MAX_PAUSES]]
 
     def _warn_of_meters(self, error: Exception) -> None:
         if not self._has_warned:

@@ -108,6 +108,7 @@ class EngineMeters:
         self._queue_s = cache(queue_s.labels)
         self._run_s = cache(run_s.labels)
         self._waiting = gauge("requests_waiting", "Requests that have not started.", "queue")
+        self._paused = gauge("requests_paused", "Requests that wait because of a quota.", "queue")
         self._running = gauge("requests_running", "Requests that have started.", "queue")
         self._backlog = gauge("backlog_bytes", "Memory of waiting requests.", "queue")
         self._backlog_limit = gauge("backlog_limit_bytes", "Memory for waiting requests.", "queue")
@@ -248,7 +249,8 @@ class EngineMeters:
         Args:
             backend: The state of the backend.
             call_seconds: The seconds so far in calls of the backend, by the name of the call.
-            queues: For each queue the requests `waiting` and `running`, `backlog_bytes` and `backlog_limit_bytes`.
+            queues: For each queue the requests `waiting`, `paused` and `running`, `backlog_bytes` and
+                `backlog_limit_bytes`.
             places: The models and samplers on the device, their places, and `effects_since_snapshot`.
         """
         seconds: dict[Work, float] = dict.fromkeys(get_args(Work), 0.0)
@@ -258,6 +260,7 @@ class EngineMeters:
         self._backend.last, self._backend.seconds = backend, seconds
         for queue, values in queues.items():
             self._waiting.labels(queue).set(values["waiting"])
+            self._paused.labels(queue).set(values["paused"])
             self._running.labels(queue).set(values["running"])
             self._backlog.labels(queue).set(values["backlog_bytes"])
             self._backlog_limit.labels(queue).set(values["backlog_limit_bytes"])

@@ -83,6 +83,10 @@ class SampleQueue:
         """Add a request at the head of its queue, to run it again."""
         self._queue(queued).appendleft(queued)
 
+    def heads(self) -> Iterator[tuple[QueuedRequest, int]]:
+        """Yield the head of each queue, with the number of its requests."""
+        return ((queue[0], len(queue)) for turns in self._owners.values() for queue in turns.queues.values())
+
     def start_round(self) -> None:
         """Start a round of admission: no queue is blocked."""
         self._blocked.clear()
@@ -98,6 +102,7 @@ class SampleQueue:
         num_open: Mapping[OwnerKey, int],
         has_capacity: Callable[[bool], bool],
         may_start: Callable[[QueuedRequest], bool],
+        is_held: Callable[[QueuedRequest], bool] = lambda _: False,
     ) -> QueuedRequest | None:
         """Return the next head that may run, or None.
 
@@ -111,6 +116,7 @@ class SampleQueue:
             num_open: Number of each owner's open samples.
             has_capacity: Whether a sample that decodes, or one that does not, has capacity.
             may_start: Whether a request may start next to those that run.
+            is_held: Whether a head, and with it its queue, waits because of a quota.
         """
         can_start = all(self._num_passed[key] < STARVATION_BOUND for key in self._blocked)
         for turns in self._order(num_open, has_capacity):
@@ -118,6 +124,8 @@ class SampleQueue:
                 if key in self._blocked:
                     continue
                 head = queue[0]
+                if is_held(head):
+                    continue
                 if head.request_id in running:
                     return head
                 can_start = can_start and may_start(head)

@@ -111,6 +111,11 @@ class SamplingExecutor:
         return len(self._queue)
 
     @property
+    def num_paused(self) -> int:
+        """The number of requests with samples that have not started because of a quota."""
+        return sum(count for head, count in self._queue.heads() if self._is_held(head))
+
+    @property
     def num_running(self) -> int:
         """The number of requests with a started sample."""
         return len(self._running)
@@ -198,9 +203,14 @@ class SamplingExecutor:
             return num_open_of_kind[decodes] < self._max_open
 
         self._queue.start_round()
+        self._context.room.start_round((running.queued, running.num_open) for running in self._running.values())
         while True:
             queued = self._queue.next(
-                self._running, num_open=num_open, has_capacity=has_capacity, may_start=self._may_start
+                self._running,
+                num_open=num_open,
+                has_capacity=has_capacity,
+                may_start=self._may_start,
+                is_held=self._is_held,
             )
             if queued is None:
                 break
@@ -213,12 +223,19 @@ class SamplingExecutor:
                 running = self._start(queued)
                 started.append(queued)
             first_samples.setdefault(queued.request_id, running.num_started)
-            count = min(running.num_left, self._max_per_turn)
+            count = min(running.num_left, self._max_per_turn, self._context.room.of(queued))
+            self._context.room.take(queued, count)
             running.num_started += count
             num_open[owner_key(queued)] += count
             num_open_of_kind[owner_key(queued).decodes] += count
             self._queue.end_turn(queued, has_more=running.num_left > 0)
         self._hand_over(started, first_samples)
+
+    def _is_held(self, queued: QueuedRequest) -> bool:
+        """Whether a request waits because of a quota. Samples of one that runs wait for room only."""
+        if queued.request_id not in self._running and self._context.pauses.is_paused(queued):
+            return True
+        return self._context.room.of(queued) == 0
 
     def _may_start(self, queued: QueuedRequest) -> bool:
         """Whether a request may start next to those that run."""

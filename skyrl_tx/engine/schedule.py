@@ -11,7 +11,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.engine.request_log import QueuedRequest
@@ -72,6 +72,10 @@ class Schedule:
     max_batch_requests: int = _MAX_BATCH_REQUESTS
     max_read_bytes: int = 0
     read_bodies: ReadBodies = lambda requests: requests
+    is_paused: Callable[[QueuedRequest], bool] = lambda _: False
+    """Whether a request waits because of a quota; its model's later requests wait behind it."""
+    on_start: Callable[[QueuedRequest], None] = lambda _: None
+    """Called for each request that is taken."""
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
     _queues: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
@@ -161,6 +165,12 @@ class Schedule:
         """The number of requests that have not been taken."""
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def num_paused(self) -> int:
+        """The number of requests that wait because of a quota, or behind such a request of their model."""
+        heads = ((queue.first, len(queue)) for queue in self._waiting.values())
+        return sum(count for head, count in heads if head is not None and self.is_paused(head))
+
     def next_deadline(self) -> float | None:
         """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""
         return min(
@@ -205,7 +215,9 @@ class Schedule:
     def _head(self, queue: "_ModelQueue", now: float) -> QueuedRequest | None:
         """Return the queue's first request that may run, after reading deferred bodies of it and its successors."""
         head = queue.head(now, self.gap_timeout_s)
-        if head is None or not head.num_deferred_bytes:
+        if head is None or self.is_paused(head):
+            return None
+        if not head.num_deferred_bytes:
             return head
         deferred = queue.deferred_near(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // len(self._waiting))
         for before, after in zip(deferred, self.read_bodies(deferred), strict=True):
@@ -221,6 +233,7 @@ class Schedule:
         if not queue.is_waiting:
             del self._waiting[queued.model_id]
         self.num_bytes_by_owner[queue.owner] -= queued.num_bytes
+        self.on_start(queued)
         return queued
 
 
@@ -238,6 +251,11 @@ class _ModelQueue:
 
     def __len__(self) -> int:
         return len(self._numbered) + len(self._unnumbered)
+
+    @property
+    def first(self) -> QueuedRequest | None:
+        """The request with the lowest number, which may have to wait for others; without numbers the oldest one."""
+        return next(chain(self._numbered, self._unnumbered), None)
 
     @property
     def is_waiting(self) -> bool:

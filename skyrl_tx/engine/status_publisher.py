@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from sqlmodel import Session
@@ -34,6 +34,8 @@ class StatusPublisher:
         self.sample_load: engine_state.SampleLoad | None = None
         """Published with the next status."""
         self.meters: Mapping[str, object] | None = None
+        """Published with the next status."""
+        self.pauses: Sequence[engine_state.Pause] = ()
         """Published with the next status."""
         self._failure: StoreUnreachable | None = None
         self._ended = threading.Event()
@@ -84,7 +86,7 @@ class StatusPublisher:
 
     def _publish(self) -> None:
         status, capabilities, load, meters = self._status, self._capabilities, self.sample_load, self.meters
-        activity, detail = self._watchdog.shown_activity(), self._watchdog.overdue
+        pauses, activity, detail = self.pauses, self._watchdog.shown_activity(), self._watchdog.overdue
 
         def work(tx: Session) -> None:
             now = engine_state.shared_time(tx)
@@ -96,6 +98,7 @@ class StatusPublisher:
                 base_models=self._base_models,
                 load=None if load is None else asdict(load),
                 meters=meters,
+                pauses=[asdict(pause) for pause in pauses] or None,
                 detail=detail,
                 activity="" if activity is None else activity[0],
                 activity_since=None if activity is None else now - activity[1],

@@ -1,20 +1,21 @@
 """The use that subjects make of their quotas: tokens of a day, models in training, bytes of checkpoints."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-from sqlalchemy import ColumnElement, literal_column, select, true
+from sqlalchemy import ColumnElement, false, literal_column, or_, select, true
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.store import usage
 from skyrl_tx.store.checkpoints import is_visible, total_bytes
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.history_tables import UsageKind
 from skyrl_tx.store.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject
-from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, SessionRow, SubjectKind
+from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SessionRow, SubjectKind
 
 DAY_S = 86_400
 _DAY_LIMIT_OF_KIND: dict[UsageKind, Limit] = {
@@ -50,6 +51,23 @@ def account_of(tx: Session, session_id: SessionId) -> Account | None:
     columns = col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id)
     found = execute(tx, select(*columns).where(col(SessionRow.session_id) == session_id)).first()
     return None if found is None else Account(*found)
+
+
+def waiting_account(tx: Session, request_id: RequestId) -> tuple[bool, Account] | None:
+    """Return whether a request is a sample, and its account; None unless it is open and has not started."""
+    row = RequestRow
+    wanted = (
+        select(col(row.kind), col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id))
+        .join(SessionRow, col(SessionRow.session_id) == col(row.session_id))
+        .where(col(row.request_id) == request_id, col(row.status) == "open", col(row.attempts) == 0)
+    )
+    found = execute(tx, wanted).first()
+    return None if found is None else (found[0] == "sample", Account(*found[1:]))
+
+
+def is_of_account(subjects: Collection[Subject]) -> ColumnElement[bool]:
+    """Return the condition that a session belongs to one of the subjects."""
+    return or_(false(), *map(_is_of, subjects))
 
 
 def check_new_model(tx: Session, rules: Rules, session_id: SessionId) -> None:

@@ -9,12 +9,14 @@ from sqlalchemy import text, update
 from sqlmodel import Session
 
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.tables import EngineStateRow
+from skyrl_tx.store.quotas import Limit, Quota, Subject
+from skyrl_tx.store.tables import EngineStateRow, SubjectKind
 
 REQUEST_BYTES = 4096
 """Upper estimate of the memory of a queued sample in addition to its prompt."""
 
 _MAX_PUBLISHED_OWNERS = 256
+MAX_PAUSES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,38 @@ class SampleLoad:
     num_bytes: int
     max_bytes: int
     by_owner: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A quota because of which requests of its subject wait, with the reason that clients read."""
+
+    subject_kind: SubjectKind
+    subject: str
+    limit: Limit
+    reason: str
+
+    @classmethod
+    def of(cls, quota: Quota, reason: str) -> "Pause":
+        """Return the pause of a quota."""
+        return cls(subject_kind=quota.subject.kind, subject=quota.subject.name, limit=quota.limit, reason=reason)
+
+    @property
+    def quota_subject(self) -> Subject:
+        """The owner, key or project whose requests wait."""
+        return Subject(self.subject_kind, self.subject)
+
+    @property
+    def concerns_training(self) -> bool:
+        """Whether passes wait, and not samples."""
+        return self.limit == "training_tokens_per_day"
+
+
+def pauses_of(row: EngineStateRow | None) -> tuple[Pause, ...]:
+    """Return the published pauses."""
+    if row is None or row.pauses is None:
+        return ()
+    return tuple(Pause(**each) for each in row.pauses)  # pyright: ignore[reportArgumentType]
 
 
 def largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:

@@ -95,6 +95,11 @@ class Rules:
     weights: Mapping[str, int] = field(default_factory=lambda: {})
     """The weights of owners; others have 1."""
 
+    @property
+    def concern_sessions(self) -> bool:
+        """Whether a key or a project has a quota, so that a request's owner does not tell which apply."""
+        return any(kind != "owner" for kind, _ in self.values)
+
     def of_subject(self, limit: Limit, subject: Subject) -> Quota | None:
         """Return the quota of a subject, its own or else that of `*`; None if it has none."""
         of_kind = self.values.get((subject.kind, limit))

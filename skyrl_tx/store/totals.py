@@ -1,13 +1,17 @@
 """Numbers about the whole store, for metrics and the status screen."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import bindparam, case, func, literal_column, select
+from sqlalchemy import Select, bindparam, case, func, literal_column, or_, select
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store.allowances import is_of_account
 from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.tables import CheckpointRow, RequestRow, SessionRow, SnapshotRow
 
 ACTIVE_S = 60.0
@@ -31,13 +35,23 @@ class StoreTotals:
     num_active_sessions: int
 
 
-def read(tx: Session, now: float) -> StoreTotals:
-    """Count open requests and active sessions."""
+def read(tx: Session, now: float, pauses: Collection[Pause] = ()) -> StoreTotals:
+    """Count open requests and active sessions. The oldest request is one that waits for none of the `pauses`."""
     return StoreTotals(
         num_open=execute(tx, _NUM_OPEN).scalar_one(),
-        oldest_at=execute(tx, _OLDEST).scalar_one_or_none(),
+        oldest_at=execute(tx, _oldest(pauses) if pauses else _OLDEST).scalar_one_or_none(),
         num_active_sessions=execute(tx, _ACTIVE, {"after": now - ACTIVE_S}).scalar_one(),
     )
+
+
+def _oldest(pauses: Collection[Pause]) -> Select[Any]:
+    """Return the query of the oldest open request that has started, or waits for no quota."""
+    passes = {pause.quota_subject for pause in pauses if pause.concerns_training}
+    samples = {pause.quota_subject for pause in pauses if not pause.concerns_training}
+    is_sample = col(RequestRow.kind) == "sample"
+    is_paused = or_(is_sample & is_of_account(samples), ~is_sample & is_of_account(passes))
+    joined = _OLDEST.join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
+    return joined.where(or_(col(RequestRow.attempts) > 0, ~is_paused))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ from typing import Any
 import httpx
 import pytest
 import tinker
+from sqlmodel import select
 
 from skyrl_tx.store import audit, keys, quota_view, quotas
 from skyrl_tx.store.quotas import Subject
+from skyrl_tx.store.tables import RequestRow
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.waiting import until
 
@@ -153,3 +155,77 @@ def test_openai_and_anthropic_endpoints_answer_429(stack: LiveStack) -> None:
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
         assert refused.json()["error"]["type"] == kind
         assert "sample tokens a minute" in refused.json()["error"]["message"]
+
+
+def paused(stack: LiveStack, key: str, request_id: str) -> dict[str, Any]:
+    """Poll until the server says that a request waits because of a quota."""
+
+    def poll() -> dict[str, Any] | None:
+        answer = httpx.post(
+            f"{stack.url}/api/v1/retrieve_future", json={"request_id": request_id}, headers={"X-API-Key": key}
+        )
+        assert answer.status_code == 408, answer.text
+        body = answer.json()
+        return body if body["queue_state"] == "paused_rate_limit" else None
+
+    return until(poll)
+
+
+def test_training_waits_for_its_day_and_goes_on_when_the_quota_is_raised(stack: LiveStack) -> None:
+    put(stack, "tom", "training_tokens_per_day", 8)
+    with service(stack, "tom") as tom, stack.recorder.recording() as calls:
+        training = tom.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+        for _ in range(2):
+            training.forward_backward([DATUM], "cross_entropy").result()
+        waiting = training.forward_backward([DATUM], "cross_entropy")
+        step = training.optim_step(tinker.AdamParams())
+        until(lambda: sum(call.path in ("forward_backward", "optim_step") for call in calls) == 4)
+        rows = stack.server.store.read(lambda tx: list(tx.exec(select(RequestRow).where(RequestRow.owner == "tom"))))
+        open_ids = [row.request_id for row in rows if row.status == "open"]
+        assert len(open_ids) == 2
+        for request_id in open_ids:
+            body = paused(stack, make_key(stack, "tom"), request_id)
+            reason = "tom has used 8 of 8 training tokens of today, and goes on at 00:00 UTC"
+            assert body["queue_state_reason"] == reason and body["type"] == "try_again"
+        with service(stack, "uma") as uma:  # others train meanwhile
+            other = uma.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+            other.forward_backward([DATUM], "cross_entropy").result()
+        put(stack, "tom", "training_tokens_per_day", 1_000)
+        assert waiting.result(timeout=60).metrics["num_tokens:sum"] == 4
+        step.result(timeout=60)
+
+
+def test_sampling_waits_for_its_day(stack: LiveStack) -> None:
+    """SDKs that wait for all samples of a client with one poll get no state; those that poll for each one do."""
+    put(stack, "eva", "sample_tokens_per_day", 10)
+    with service(stack, "eva") as eva:
+        sampling = eva.create_sampling_client(base_model=PUBLIC_NAME).result()
+        params = tinker.SamplingParams(max_tokens=10, seed=1, stop=[])
+        sampling.sample(PROMPT, 1, params).result()
+        waiting = sampling.sample(PROMPT, 1, params)
+
+        def open_request() -> str | None:
+            is_open = RequestRow.owner == "eva", RequestRow.status == "open"
+            return stack.server.store.read(lambda tx: tx.exec(select(RequestRow.request_id).where(*is_open)).first())
+
+        body = paused(stack, make_key(stack, "eva"), until(open_request))
+        assert body["queue_state_reason"] == "eva has used 13 of 10 sample tokens of today, and goes on at 00:00 UTC"
+        with httpx.Client(base_url=stack.url, headers={"X-API-Key": make_key(stack, "eva")}) as client:
+            body = {"model": PUBLIC_NAME, "max_tokens": 5}
+            refused = client.post("/oai/api/v1/completions", json={**body, "prompt": "x"})
+            talk = {**body, "messages": [{"role": "user", "content": "x"}]}
+            refused_too = client.post("/anthropic/api/v1/messages", json=talk)
+        put(stack, "eva", "sample_tokens_per_day", None)
+        assert len(waiting.result(timeout=60).sequences[0].tokens) == 10
+    for answer in (refused, refused_too):
+        assert answer.status_code == 429 and "eva has used 13 of 10" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"] == "60" and answer.headers["x-should-retry"] == "false"
+
+
+def test_samples_at_once_wait_in_the_engine(stack: LiveStack) -> None:
+    put(stack, "ida", "samples_at_once", 1)
+    with service(stack, "ida") as ida:
+        sampling = ida.create_sampling_client(base_model=PUBLIC_NAME).result()
+        params = tinker.SamplingParams(max_tokens=20, seed=1, stop=[])
+        found = [sampling.sample(PROMPT, 3, params) for _ in range(3)]
+        assert [len(each.result(timeout=60).sequences) for each in found] == [3, 3, 3]

@@ -19,6 +19,7 @@ _OVERLOADED = 529
 Form = Literal["openai", "anthropic"]
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
+_KEPT_HEADERS = frozenset({"retry-after", "www-authenticate", "x-should-retry"})
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
     HTTPStatus.BAD_REQUEST: ("invalid_request_error", None),
     HTTPStatus.UNAUTHORIZED: ("invalid_request_error", "invalid_api_key"),
@@ -53,9 +54,7 @@ def by_path(handle: Handler) -> Handler:
         if form is None or not response.body:
             return response
         detail = str(json.loads(bytes(response.body)).get("detail", ""))
-        headers = {
-            name: value for name, value in response.headers.items() if name in ("retry-after", "www-authenticate")
-        }
+        headers = {name: value for name, value in response.headers.items() if name in _KEPT_HEADERS}
         if response.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
             headers.setdefault("retry-after", "5")
         status = response.status_code

@@ -31,6 +31,7 @@ from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.store import futures, sessions
+from skyrl_tx.store.quotas import Subject
 
 _AWAY = {"Retry-After": "5"}
 _MAX_TOTAL = 4096
@@ -103,6 +104,11 @@ class ChatService:
         report = await self.context.engine.recent_report()
         if report.problem is not None:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _AWAY)
+        for pause in report.pauses:
+            if pause.limit == "sample_tokens_per_day" and pause.quota_subject == Subject("owner", caller.owner):
+                # The clients' libraries would send the request again and again until the day ends.
+                headers = {"Retry-After": "60", "X-Should-Retry": "false"}
+                raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")
         total = sum(request.num_samples for request in wanted)
         require(1 <= total <= min(_MAX_TOTAL, MAX_SAMPLES), f"n: {total} samples in all, at most {_MAX_TOTAL}")
         started: list[Generation] = []

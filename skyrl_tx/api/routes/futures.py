@@ -41,6 +41,7 @@ async def retrieve_future(request: Request) -> Response:
     max_bytes = call.settings.large_result_bytes if poll.allow_metadata_only else None
     accept = request.headers.get("accept", "")
     context = call.context
+    state = "paused_capacity"
     try:
         owner, key_id = call.caller.owner_filter, call.caller.key_id
         if await context.results.wait_for_result(request_id, owner, call.settings.retrieve_hold_s, key_id):
@@ -52,6 +53,9 @@ async def retrieve_future(request: Request) -> Response:
                 return response
         report = await context.engine.recent_report()
         reason = report.problem or report.activity
+        if report.pauses and report.problem is None:
+            pause = await run_in_threadpool(context.quotas.pause_of, request_id, report.pauses)
+            state, reason = ("paused_rate_limit", pause) if pause is not None else (state, reason)
     except StoreError as error:
         # The SDK retries a 5xx at once, without a pause and without end (0.38, lib/api_future_impl.py).
         about = {"request_id": request_id, "owner": call.caller.owner}
@@ -61,7 +65,7 @@ async def retrieve_future(request: Request) -> Response:
     # The client polls again, and shows the reason if there is one: the SDK shows none next to "active".
     again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
     if reason is not None:
-        again |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
+        again |= {"queue_state": state, "queue_state_reason": reason}
     return JSONResponse(again, status_code=HTTPStatus.REQUEST_TIMEOUT)
 
 

@@ -38,7 +38,9 @@ def check(admission: AdmissionControl, owner: str, num_bytes: int) -> None:
 def test_health_names_the_problem(age_s, status, detail, write_failure, expected) -> None:
     now = time.time()
     at = now - age_s
-    row = SimpleNamespace(updated_at=at, status=status, detail=detail, activity="sampling", activity_since=at - 29)
+    row = SimpleNamespace(
+        updated_at=at, status=status, detail=detail, activity="sampling", activity_since=at - 29, pauses=None
+    )
     store = SimpleNamespace(read=lambda _: (row, now), write_failure=write_failure)
     assert EngineHealth(store, silence_s=30.0).report() == EngineReport(problem=expected)
 
@@ -54,7 +56,7 @@ def test_health_names_a_long_activity(status, problem, activity) -> None:
     """A large step alone is no problem."""
     now = time.time()
     row = SimpleNamespace(
-        updated_at=now, status=status, detail="", activity="forward (compiling)", activity_since=now - 40
+        updated_at=now, status=status, detail="", activity="forward (compiling)", activity_since=now - 40, pauses=None
     )
     health = EngineHealth(SimpleNamespace(read=lambda _: (row, now), write_failure=None), silence_s=30.0)
     assert health.report() == EngineReport(problem=problem, activity=activity)

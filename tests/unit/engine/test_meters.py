@@ -15,7 +15,7 @@ from skyrl_tx.contract.results import Failure, ForwardBackwardOutput
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.exposition import render
 
-QUEUES = {"training": {"waiting": 2, "running": 1, "backlog_bytes": 10, "backlog_limit_bytes": 20}}
+QUEUES = {"training": {"waiting": 2, "paused": 1, "running": 1, "backlog_bytes": 10, "backlog_limit_bytes": 20}}
 
 
 def series(meters: EngineMeters) -> dict[str, float]:

@@ -1,0 +1,143 @@
+"""Pauses requests whose account has used its tokens of the day: passes and samples wait until midnight UTC.
+
+What is used is read from `usage` when the engine starts, when quotas change and now and then. Between two readings the
+engine counts by itself: it is the only one that adds usage. A pass counts when it is handed over and a sample request
+when it ends, so an owner exceeds its quota by one pass at most, and by the samples that run.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skyrl_tx.amounts import amount_text
+from skyrl_tx.contract.ids import RequestId, SessionId
+from skyrl_tx.contract.requests import ModelPass, Rejected, Sample
+from skyrl_tx.contract.results import Failure, Result, SampleOutput
+from skyrl_tx.engine.accounts import Accounts
+from skyrl_tx.engine.request_log import QueuedRequest, RequestLog
+from skyrl_tx.store import allowances
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.quota_view import QuotaView
+from skyrl_tx.store.quotas import DAY_LIMITS, Limit, Quota, Subject
+
+_RELOAD_S = 60.0
+_NAMES: dict[Limit, str] = {"training_tokens_per_day": "training", "sample_tokens_per_day": "sample"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """A pass that was handed over."""
+
+    session_id: SessionId
+    owner: str
+    tokens: int
+
+
+class Pauses:
+    """The tokens of the day by subject, and whose requests wait."""
+
+    def __init__(
+        self,
+        store: Store,
+        view: QuotaView,
+        accounts: Accounts,
+        request_log: RequestLog,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._view = view
+        self._accounts = accounts
+        self._request_log = request_log
+        self._clock = clock
+        self._is_active = False
+        self._day = 0
+        self._reload_at = 0.0
+        self._handed: dict[RequestId, _Handed] = {}
+        self._used: Counter[tuple[Subject, Limit]] = Counter()
+        self._verdicts: dict[tuple[SessionId, Limit], bool] = {}
+        request_log.on_result = self._count
+
+    def refresh(self) -> None:
+        """Look for changed quotas, and for a new day. Before the first call no request is paused."""
+        has_changed, now = self._view.refresh(), self._clock()
+        if not self._view.rules.values:
+            self._is_active = False
+        elif has_changed or not self._is_active or now >= self._reload_at or allowances.day_start(now) != self._day:
+            self._reload(now)
+
+    def is_paused(self, queued: QueuedRequest) -> bool:
+        """Whether a request waits. Requests without tokens never do, so that work can be saved."""
+        if not self._is_active or isinstance(queued.request, Rejected):
+            return False
+        limit = _limit_of(queued)
+        if limit is None:
+            return False
+        key = (queued.session_id, limit)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            quotas = self._view.rules.of_account(limit, self._accounts.of(queued))
+            verdict = self._verdicts[key] = any(map(self._is_used, quotas))
+        return verdict
+
+    def hand_over(self, queued: QueuedRequest) -> None:
+        """Count a pass that starts now."""
+        if queued.model_pass is None:
+            return
+        handed = self._handed[queued.request_id] = _Handed(queued.session_id, queued.owner, queued.num_tokens)
+        self._add(handed.session_id, handed.owner, "training_tokens_per_day", handed.tokens)
+
+    def exhausted(self) -> list[tuple[Quota, str]]:
+        """Return the quotas that are used up, with the reason that clients read."""
+        if not self._is_active:
+            return []
+        found: list[tuple[Quota, str]] = []
+        for (subject, limit), used in sorted(self._used.items()):
+            quota = self._view.rules.of_subject(limit, subject)
+            if quota is not None and used >= quota.value:
+                of = f"{amount_text(used)} of {amount_text(quota.value)} {_NAMES[limit]} tokens"
+                found.append((quota, f"{subject.label} has used {of} of today, and goes on at 00:00 UTC"))
+        return found
+
+    def _is_used(self, quota: Quota) -> bool:
+        return self._used[quota.subject, quota.limit] >= quota.value
+
+    def _count(self, queued: QueuedRequest, result: Result) -> None:
+        """Count the tokens of a sample request that has ended, and no longer those of a pass that failed."""
+        handed = self._handed.pop(queued.request_id, None)
+        if not self._is_active:
+            return
+        if handed is not None:
+            if isinstance(result, Failure):
+                self._add(handed.session_id, handed.owner, "training_tokens_per_day", -handed.tokens)
+        elif isinstance(queued.request, ModelPass) and not isinstance(result, Failure):  # ran before the main loop
+            self._add(queued.session_id, queued.owner, "training_tokens_per_day", queued.num_tokens)
+        elif isinstance(queued.request, Sample) and isinstance(result, SampleOutput):
+            tokens = queued.request.prompt.size - result.prompt.cache_hit_tokens
+            tokens += sum(sequence.tokens.size for sequence in result.sequences)
+            self._add(queued.session_id, queued.owner, "sample_tokens_per_day", tokens)
+
+    def _add(self, session_id: SessionId, owner: str, limit: Limit, tokens: int) -> None:
+        if not self._is_active:
+            return
+        for subject in self._accounts.of_session(session_id, owner).subjects():
+            self._used[subject, limit] += tokens
+        self._verdicts.clear()
+
+    def _reload(self, now: float) -> None:
+        self._accounts.forget()
+        self._is_active = self._view.rules.has(*DAY_LIMITS)
+        self._day, self._reload_at = allowances.day_start(now), now + _RELOAD_S
+        self._verdicts.clear()
+        if not self._is_active:
+            return
+        self._request_log.wait_for_commits()
+        self._used = self._store.read(lambda tx: allowances.tokens_today(tx, now))
+        for handed in self._handed.values():
+            self._add(handed.session_id, handed.owner, "training_tokens_per_day", handed.tokens)
+
+
+def _limit_of(queued: QueuedRequest) -> Limit | None:
+    if queued.model_id is None:
+        return "sample_tokens_per_day" if isinstance(queued.request, Sample) else None
+    return "training_tokens_per_day" if queued.kind == "model_pass" else None
