@@ -15,6 +15,7 @@ from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.history import History
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
@@ -195,8 +196,7 @@ class _Loop:
             max_models=capabilities.max_models,
             max_read_bytes=context.settings.max_backlog_bytes // 2,
             read_bodies=lambda requests: self._intake.read_bodies(requests),
-            is_paused=context.pauses.is_paused,
-            on_start=context.pauses.hand_over,
+            fair_share=FairShare(context.quotas.weights),
         )
         self.training = TrainingExecutor(context)
         self.sampling = SamplingExecutor(context)
@@ -210,6 +210,7 @@ class _Loop:
         """Run one turn. Returns whether there was anything to do."""
         context, settings = self._context, self._context.settings
         context.pauses.refresh()
+        self._schedule.pacing = context.pauses if context.pauses.is_active else None
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
         self._is_busy = self._use_device()
@@ -325,6 +326,7 @@ class _Loop:
     def _train(self) -> bool:
         """Execute one request that is no pass, or one micro-batch: in turns if there are both."""
         training, step = self.training, None
+        training.set_shared(self._schedule.is_shared)
         if not self._is_turn_of_passes:
             step = self._schedule.take(
                 self._api_uptime.total_s(),

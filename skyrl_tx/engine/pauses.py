@@ -50,25 +50,26 @@ class Pauses:
         self._accounts = accounts
         self._request_log = request_log
         self._clock = clock
-        self._is_active = False
+        self.is_active = False
+        """Whether anyone has a quota of a day; without one nothing is counted."""
         self._day = 0
         self._reload_at = 0.0
         self._handed: dict[RequestId, _Handed] = {}
         self._used: Counter[tuple[Subject, Limit]] = Counter()
         self._verdicts: dict[tuple[SessionId, Limit], bool] = {}
-        request_log.on_result = self._count
 
     def refresh(self) -> None:
         """Look for changed quotas, and for a new day. Before the first call no request is paused."""
         has_changed, now = self._view.refresh(), self._clock()
         if not self._view.rules.values:
-            self._is_active = False
-        elif has_changed or not self._is_active or now >= self._reload_at or allowances.day_start(now) != self._day:
+            self.is_active, self._request_log.on_result, self._reload_at = False, None, 0.0
+            self._handed.clear()
+        elif has_changed or now >= self._reload_at or allowances.day_start(now) != self._day:
             self._reload(now)
 
     def is_paused(self, queued: QueuedRequest) -> bool:
         """Whether a request waits. Requests without tokens never do, so that work can be saved."""
-        if not self._is_active or isinstance(queued.request, Rejected):
+        if not self.is_active or isinstance(queued.request, Rejected):
             return False
         limit = _limit_of(queued)
         if limit is None:
@@ -89,7 +90,7 @@ class Pauses:
 
     def exhausted(self) -> list[tuple[Quota, str]]:
         """Return the quotas that are used up, with the reason that clients read."""
-        if not self._is_active:
+        if not self.is_active:
             return []
         found: list[tuple[Quota, str]] = []
         for (subject, limit), used in sorted(self._used.items()):
@@ -105,12 +106,12 @@ class Pauses:
     def _count(self, queued: QueuedRequest, result: Result) -> None:
         """Count the tokens of a sample request that has ended, and no longer those of a pass that failed."""
         handed = self._handed.pop(queued.request_id, None)
-        if not self._is_active:
-            return
         if handed is not None:
             if isinstance(result, Failure):
                 self._add(handed.session_id, handed.owner, "training_tokens_per_day", -handed.tokens)
-        elif isinstance(queued.request, ModelPass) and not isinstance(result, Failure):  # ran before the main loop
+        elif isinstance(queued.request, ModelPass) and not isinstance(
+            result, Failure
+        ):  # it ran when the first quota was set
             self._add(queued.session_id, queued.owner, "training_tokens_per_day", queued.num_tokens)
         elif isinstance(queued.request, Sample) and isinstance(result, SampleOutput):
             tokens = queued.request.prompt.size - result.prompt.cache_hit_tokens
@@ -118,7 +119,7 @@ class Pauses:
             self._add(queued.session_id, queued.owner, "sample_tokens_per_day", tokens)
 
     def _add(self, session_id: SessionId, owner: str, limit: Limit, tokens: int) -> None:
-        if not self._is_active:
+        if not self.is_active:
             return
         for subject in self._accounts.of_session(session_id, owner).subjects():
             self._used[subject, limit] += tokens
@@ -126,10 +127,12 @@ class Pauses:
 
     def _reload(self, now: float) -> None:
         self._accounts.forget()
-        self._is_active = self._view.rules.has(*DAY_LIMITS)
+        self.is_active = self._view.rules.has(*DAY_LIMITS)
         self._day, self._reload_at = allowances.day_start(now), now + _RELOAD_S
         self._verdicts.clear()
-        if not self._is_active:
+        self._request_log.on_result = self._count if self.is_active else None
+        if not self.is_active:
+            self._handed.clear()
             return
         self._request_log.wait_for_commits()
         self._used = self._store.read(lambda tx: allowances.tokens_today(tx, now))

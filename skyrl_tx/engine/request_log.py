@@ -164,7 +164,7 @@ class RequestLog:
     store: Store
     attempts: DeliveryAttempts
     meters: EngineMeters = field(default_factory=EngineMeters)
-    on_result: Callable[[QueuedRequest, Result], None] = lambda _, __: None
+    on_result: Callable[[QueuedRequest, Result], None] | None = None
     """Called for each request that gets its result."""
     _pending: deque[Future[None]] = field(default_factory=deque[Future[None]])
     _touched: dict[ModelId, float] = field(default_factory=dict[ModelId, float])
@@ -205,7 +205,8 @@ class RequestLog:
             created_at=queued.created_at,
             started_at=self.attempts.started_at(queued.request_id),
         )
-        self.on_result(queued, result)
+        if self.on_result is not None:
+            self.on_result(queued, result)
 
     def check_commits(self) -> None:
         """Raise the error of a finished commit, if any."""

@@ -1,7 +1,8 @@
-"""Chooses the next sample request: the owner with the fewest open samples, and its sessions in turns.
+"""Chooses the next sample request: the owner with the fewest open samples for its weight, and its sessions in turns.
 
-No clock, store or backend. Owners whose samples wait share the KV cache slots equally: an owner with more than its
-share starts no sample until others have theirs, and takes every slot that no other owner wants.
+No clock, store or backend. Owners whose samples wait share the KV cache slots by weight: an owner with more than its
+share starts no sample until others have theirs, and takes every slot that no other owner wants. Slots are whole, so
+owners that have their share in whole slots take turns by virtual time, which grows by the tokens of what has started.
 
 A request keeps its turn order while its samples start one by one: it stays the head of its queue until all of them have
 started, and its queue moves to the end after each turn.
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import Sample
+from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.request_log import QueuedRequest
 
 
@@ -63,8 +65,9 @@ class _Turns:
 class SampleQueue:
     """Sample requests with samples that have not started."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Callable[[], Mapping[str, int]] = dict) -> None:
         self._owners: dict[OwnerKey, _Turns] = {}
+        self._fair_share = {decodes: FairShare(weights) for decodes in (True, False)}
         self._turn_numbers = count(1)
         self._num_passed: Counter[QueueKey] = Counter()  # requests that started before a blocked queue's head
         self._blocked: set[QueueKey] = set()
@@ -106,10 +109,10 @@ class SampleQueue:
     ) -> QueuedRequest | None:
         """Return the next head that may run, or None.
 
-        Of each kind the owners with the fewest open samples come first, and of these the one least recently served; the
-        kinds themselves take turns. A running request may always continue, as its kind has capacity. No request starts
-        after a blocked queue was passed `STARVATION_BOUND` times: all wait until running requests release a sampler
-        slot.
+        Of each kind the owners with the fewest open samples for their weight come first, and of these the one with the
+        least virtual time, then the one least recently served; the kinds themselves take turns. A running request may
+        always continue, as its kind has capacity. No request starts after a blocked queue was passed `STARVATION_BOUND`
+        times: all wait until running requests release a sampler slot.
 
         Args:
             running: The requests with open samples.
@@ -125,6 +128,7 @@ class SampleQueue:
                     continue
                 head = queue[0]
                 if is_held(head):
+                    self._arrive(owner_key(head))  # a wait for a quota saves up nothing
                     continue
                 if head.request_id in running:
                     return head
@@ -138,9 +142,13 @@ class SampleQueue:
         self._num_passed.pop(queue_key(queued), None)
         self._num_passed.update(self._blocked)
 
-    def end_turn(self, queued: QueuedRequest, *, has_more: bool) -> None:
-        """Move a head's queue to the end. Remove the head unless it `has_more` samples to start."""
-        turns, key = self._owners[owner_key(queued)], queue_key(queued)
+    def end_turn(self, queued: QueuedRequest, *, has_more: bool, num_tokens: int = 1) -> None:
+        """Move a head's queue to the end. Remove the head unless it `has_more` samples to start.
+
+        `num_tokens` is what the samples that started may take.
+        """
+        turns, key, owner = self._owners[owner_key(queued)], queue_key(queued), owner_key(queued)
+        self._fair_share[owner.decodes].charge(owner.owner, num_tokens)
         turns.last_turn = next(self._turn_numbers)
         queue = turns.queues.pop(key)
         if not has_more:
@@ -169,17 +177,30 @@ class SampleQueue:
         owner = owner_key(queued)
         if owner not in self._owners:
             self._owners[owner] = _Turns(next(self._turn_numbers))
+            self._arrive(owner)
         return self._owners[owner].queues.setdefault(queue_key(queued), deque())
+
+    def _arrive(self, owner: OwnerKey) -> None:
+        self._fair_share[owner.decodes].arrive(owner.owner)
 
     def _order(self, num_open: Mapping[OwnerKey, int], has_capacity: Callable[[bool], bool]) -> list[_Turns]:
         """Return the owners' turns of the kinds with capacity, in order."""
         of_kind: list[list[_Turns]] = []
         for decodes in (True, False):
             if has_capacity(decodes):
-                owners = [
-                    (num_open.get(key, 0), turns) for key, turns in self._owners.items() if key.decodes == decodes
+                share = self._fair_share[decodes]
+                waiting = [
+                    (share.weight_of(key.owner), key, turns)
+                    for key, turns in self._owners.items()
+                    if key.decodes == decodes
                 ]
-                owners.sort(key=lambda owner: (owner[0], owner[1].last_turn))
-                of_kind += [[turns for _, turns in owners]] if owners else []
+                least = min((weight for weight, _, _ in waiting), default=1)
+                # Open samples in units of what the owner with the least weight has of one.
+                owners = [
+                    (num_open.get(key, 0) * least // weight, share.time_of(key.owner), turns.last_turn, turns)
+                    for weight, key, turns in waiting
+                ]
+                owners.sort(key=lambda owner: owner[:3])
+                of_kind += [[turns for *_, turns in owners]] if owners else []
         of_kind.sort(key=lambda owners: owners[0].last_turn)
         return [turns for owners in of_kind for turns in owners]

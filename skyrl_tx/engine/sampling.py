@@ -70,7 +70,7 @@ class SamplingExecutor:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._queue = SampleQueue()
+        self._queue = SampleQueue(context.quotas.weights)
         self._running: dict[RequestId, _Running] = {}
         self._isolated: set[RequestId] = set()  # a slice with these failed, so each runs alone
         self._num_running_tokens = 0
@@ -228,7 +228,8 @@ class SamplingExecutor:
             running.num_started += count
             num_open[owner_key(queued)] += count
             num_open_of_kind[owner_key(queued).decodes] += count
-            self._queue.end_turn(queued, has_more=running.num_left > 0)
+            num_tokens = count * (running.num_tokens // running.assembler.request.num_samples)
+            self._queue.end_turn(queued, has_more=running.num_left > 0, num_tokens=num_tokens)
         self._hand_over(started, first_samples)
 
     def _is_held(self, queued: QueuedRequest) -> bool:

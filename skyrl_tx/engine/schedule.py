@@ -1,4 +1,4 @@
-"""Chooses the next request: owners take turns, then an owner's models, each model in `seq_id` order.
+"""Chooses the next request: owners share by weight, an owner's models take turns, each model in `seq_id` order.
 
 No clock, store or backend.
 
@@ -12,8 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import Protocol
 
 from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.request_log import QueuedRequest
 
 MAX_RUNNING_BATCHES = 4
@@ -26,6 +28,8 @@ neither an owner nor a session can occupy the device alone.
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
 _MAX_BATCH_REQUESTS = 32
+_OTHER_TOKENS = 256
+"""The tokens for which a request counts that is no pass, such as an optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,18 @@ class Step:
     is_long: bool = False
 
 
+class Pacing(Protocol):
+    """Pauses requests because of quotas, and counts those that start."""
+
+    def is_paused(self, queued: QueuedRequest) -> bool:
+        """Whether a request waits; its model's later requests wait behind it."""
+        ...
+
+    def hand_over(self, queued: QueuedRequest) -> None:
+        """Count a request that starts."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """All waiting requests except samples. `now` is a clock in seconds that stops while clients cannot send.
@@ -72,16 +88,17 @@ class Schedule:
     max_batch_requests: int = _MAX_BATCH_REQUESTS
     max_read_bytes: int = 0
     read_bodies: ReadBodies = lambda requests: requests
-    is_paused: Callable[[QueuedRequest], bool] = lambda _: False
-    """Whether a request waits because of a quota; its model's later requests wait behind it."""
-    on_start: Callable[[QueuedRequest], None] = lambda _: None
-    """Called for each request that is taken."""
+    pacing: Pacing | None = None
+    """Pauses requests, while there are quotas of a day."""
+    fair_share: FairShare = field(default_factory=FairShare)
+    """The tokens that each owner was given, while there are several."""
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
     _queues: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
     _waiting: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
     _owners: dict[str, int] = field(default_factory=dict[str, int])
     """The last turn of each owner who has a queue."""
+    _num_requests: Counter[str] = field(default_factory=Counter[str])
     _num_served: int = 0
 
     @property
@@ -109,7 +126,9 @@ class Schedule:
             del self._queues[model_id]
         present = {queue.owner for queue in self._queues.values()}
         for owner in self._owners.keys() - present:
-            del self._owners[owner], self.num_bytes_by_owner[owner]
+            del self._owners[owner], self.num_bytes_by_owner[owner], self._num_requests[owner]
+        if not self.is_shared:
+            self.fair_share.reset()
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a request to its model's queue."""
@@ -117,6 +136,9 @@ class Schedule:
         queue = self._waiting[queued.model_id] = self._queues[queued.model_id]
         queue.add(queued)
         self._owners.setdefault(queue.owner, 0)
+        if self.is_shared and not self._num_requests[queue.owner]:
+            self.fair_share.arrive(queue.owner)
+        self._num_requests[queue.owner] += 1
         self.num_bytes_by_owner[queue.owner] += queued.num_bytes
 
     def take(
@@ -145,6 +167,8 @@ class Schedule:
         for queue in turns:
             first = self._head(queue, now)
             if first is None:
+                if self.is_shared:  # a wait for a quota or a gap saves up nothing
+                    self.fair_share.arrive(queue.owner)
                 continue
             if refusal := queue.refusal_of(first):
                 return Step((self._serve(queue, first),), refusal)
@@ -154,11 +178,16 @@ class Schedule:
             num_reserved = int(is_long)
             if is_long:
                 num_reserved += first.session_id in sessions_with_long
-                num_reserved += first.owner in owners_with_long and len(self._owners) > 1
+                num_reserved += first.owner in owners_with_long and self.is_shared
             if MAX_RUNNING_BATCHES - num_running > num_reserved:
                 requests = self._fill(queue, first, turns, now, self.max_models - len(busy))
                 return Step(tuple(requests), is_long=is_long)
         return None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several owners, so that their shares count."""
+        return len(self._owners) > 1
 
     @property
     def num_waiting(self) -> int:
@@ -168,8 +197,10 @@ class Schedule:
     @property
     def num_paused(self) -> int:
         """The number of requests that wait because of a quota, or behind such a request of their model."""
+        if self.pacing is None:
+            return 0
         heads = ((queue.first, len(queue)) for queue in self._waiting.values())
-        return sum(count for head, count in heads if head is not None and self.is_paused(head))
+        return sum(count for head, count in heads if head is not None and self.pacing.is_paused(head))
 
     def next_deadline(self) -> float | None:
         """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""
@@ -179,13 +210,19 @@ class Schedule:
         )
 
     def _turns(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
-        """Queues with requests: one of each owner, then a second one, and so on, the least recently served first."""
+        """Queues with requests: one of each owner, then a second one, and so on.
+
+        Owners come in the order of their virtual times, an owner's queues with the least recently served one first.
+        """
         waiting = [queue for model_id, queue in self._waiting.items() if model_id not in excluded]
         waiting.sort(key=lambda queue: queue.last_served)
+        if not self.is_shared:
+            return waiting
         num_before: Counter[str] = Counter()
-        places: list[tuple[int, int]] = []
+        places: list[tuple[int, float, int]] = []
         for queue in waiting:
-            places.append((num_before[queue.owner], self._owners[queue.owner]))
+            owner = queue.owner
+            places.append((num_before[owner], self.fair_share.time_of(owner), self._owners[owner]))
             num_before[queue.owner] += 1
         order = sorted(range(len(waiting)), key=places.__getitem__)
         return [waiting[index] for index in order]
@@ -193,8 +230,13 @@ class Schedule:
     def _fill(
         self, lead: "_ModelQueue", first: QueuedRequest, turns: list["_ModelQueue"], now: float, max_models: int
     ) -> Iterator[QueuedRequest]:
-        """Yield `first` and further passes of the same direction, within the batch's budget."""
+        """Yield `first` and further passes of the same direction, within the batch's budget.
+
+        With weights a batch has one owner: the micro-batches of batches are shared by weight.
+        """
         assert first.model_pass is not None
+        if self.is_shared and self.fair_share.is_weighted:
+            turns = [queue for queue in turns if queue.owner == lead.owner]
         budget, num_models, num_left = self.max_pass_tokens, 0, self.max_batch_requests
         for queue in [lead, *(queue for queue in turns if queue is not lead)]:
             if num_models == max_models or budget <= 0 or not num_left:
@@ -215,7 +257,7 @@ class Schedule:
     def _head(self, queue: "_ModelQueue", now: float) -> QueuedRequest | None:
         """Return the queue's first request that may run, after reading deferred bodies of it and its successors."""
         head = queue.head(now, self.gap_timeout_s)
-        if head is None or self.is_paused(head):
+        if head is None or (self.pacing is not None and self.pacing.is_paused(head)):
             return None
         if not head.num_deferred_bytes:
             return head
@@ -233,7 +275,11 @@ class Schedule:
         if not queue.is_waiting:
             del self._waiting[queued.model_id]
         self.num_bytes_by_owner[queue.owner] -= queued.num_bytes
-        self.on_start(queued)
+        self._num_requests[queue.owner] -= 1
+        if self.is_shared:
+            self.fair_share.charge(queue.owner, queued.num_tokens or _OTHER_TOKENS)
+        if self.pacing is not None:
+            self.pacing.hand_over(queued)
         return queued
 
 

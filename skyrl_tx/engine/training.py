@@ -13,6 +13,7 @@ from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.contract.results import Failure, PassResult
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.handlers import handle
 from skyrl_tx.engine.history import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
@@ -51,14 +52,22 @@ class _Batch:
 
 
 class TrainingExecutor:
-    """Runs batches of different models in turns of one micro-batch: owners in turns, then the batches of an owner.
+    """Runs batches of different models in turns of one micro-batch: owners by weight, then the batches of an owner.
 
     If a batch fails, each of its requests runs again alone, so that only the cause fails.
     """
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._batches: dict[str, deque[_Batch]] = {}  # by owner; the next turn's owner and batch first
+        self._batches: dict[str, deque[_Batch]] = {}  # by owner; the least recently served owner and batch first
+        self._fair_share = FairShare(context.quotas.weights)
+        self._is_shared = False
+
+    def set_shared(self, is_shared: bool) -> None:
+        """Tell whether several owners use the device. What one got alone does not count later."""
+        if self._is_shared and not is_shared:
+            self._fair_share.reset()
+        self._is_shared = is_shared
 
     @property
     def num_running(self) -> int:
@@ -96,7 +105,11 @@ class TrainingExecutor:
         """Dispatch one micro-batch of the next batch, and commit its results at its end. Returns whether any ran."""
         if not self._batches:
             return False
-        owner = next(iter(self._batches))
+        if self._is_shared:
+            owner = min(self._batches, key=self._fair_share.time_of)
+            self._fair_share.charge(owner, 1.0)  # micro-batches have a constant number of tokens
+        else:
+            owner = next(iter(self._batches))
         batches = self._batches.pop(owner)
         batch = batches.popleft()
         self._advance(batch)
@@ -117,6 +130,8 @@ class TrainingExecutor:
             self._context.models.busy.update(models)
             first = group[0].queued
             batch = _Batch(models, first.owner, first.session_id, is_long, deque([group]))
+            if self._is_shared and first.owner not in self._batches:
+                self._fair_share.arrive(first.owner)
             self._batches.setdefault(first.owner, deque()).append(batch)
 
     def _advance(self, batch: _Batch) -> None:

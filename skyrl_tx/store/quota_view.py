@@ -1,7 +1,7 @@
 """The quotas and weights as a process sees them: in memory, and at most about a second old."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from skyrl_tx.store import quotas
 from skyrl_tx.store.database import Store
@@ -18,6 +18,10 @@ class QuotaView:
         self._clock = clock
         self._read_at = float("-inf")
         self.rules: Rules = NO_RULES
+
+    def weights(self) -> Mapping[str, int]:
+        """Return the weights of owners; others have 1."""
+        return self.rules.weights
 
     def refresh(self) -> bool:
         """Read the rows again if a second has passed; return whether they have changed."""

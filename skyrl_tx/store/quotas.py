@@ -159,7 +159,7 @@ def put(
     event: audit.Event = "organization_weight_set" if name == WEIGHT else "organization_quota_set"
     what = {} if name == WEIGHT else {"limit": name}
     changed = {"value": value, "before": before, "removed": True if value is None else None}
-    audit.record(tx, event, actor, now, subject=str(subject), **what, **changed, **details)
+    audit.record(tx, event, actor, now, path=None, subject=str(subject), **what, **changed, **details)
     return True
 
 

@@ -78,6 +78,7 @@ def test_the_backend_tells_what_it_knows() -> None:
     found = series(meters)
     assert found["decode_slots_used[]"] == 3 and found["device_memory_bytes['0']"] == 5
     assert found["device_seconds_total['train']"] == 1.5 and found["device_seconds_total['sample']"] == 2.0
+    assert found["requests_paused['training']"] == 1
     assert found["requests_waiting['training']"] == 2 and found["models_places[]"] == 4
     assert not any(name.startswith("kv_cache_tokens") for name in found)
     assert published["device_seconds"] == {"train": 1.5, "optim": 0.0, "sample": 2.0, "state": 0.0}

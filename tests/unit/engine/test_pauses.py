@@ -85,6 +85,16 @@ def test_without_quotas_no_request_is_paused(world: World) -> None:
     assert not world.pauses.is_paused(a_pass()) and world.pauses.exhausted() == [] and world.num_waits == 0
 
 
+def test_quotas_of_other_kinds_are_no_work_for_each_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(world.store, "key:*", "samples_at_once", 3)
+    world.pauses.refresh()
+    monkeypatch.setattr(Store, "read", lambda *_: pytest.fail("a query"))
+    monkeypatch.setattr(Accounts, "forget", lambda *_: pytest.fail("sessions are looked up again"))
+    for _ in range(10):
+        world.later(0.01)
+    assert not world.pauses.is_active
+
+
 def test_a_pass_counts_when_it_is_handed_over_and_not_if_it_fails(world: World) -> None:
     put(world.store, "ann", "training_tokens_per_day", 15)
     world.pauses.refresh()
@@ -198,6 +208,8 @@ def test_paused_passes_wait_while_saves_and_other_owners_go_on(harness: EngineHa
     bob, _ = harness.create()
     other = [harness.submit(forward_backward(), model_id=bob, seq_id=1 + number) for number in range(5)]
     harness.run(*first, *other, drawn)
+    assert harness.api.read(lambda tx: futures.statuses(tx, waiting)) == {}
+    harness.run(harness.submit(forward_backward(), model_id=bob, seq_id=6))  # the next engine knows from usage
     assert harness.api.read(lambda tx: futures.statuses(tx, waiting)) == {}
     put(harness.api, "ann", "training_tokens_per_day", None)
     harness.run(*waiting)

@@ -1,0 +1,287 @@
+"""Shares by weight: of turns, of the device in training, and of slots in sampling; and no bit changes."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.engine.fair_share import FairShare
+from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.store import audit, quotas
+from skyrl_tx.store.quotas import Subject
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
+from tests.unit.engine.test_owners import ANN, BOB, Recorded, Trained, ask
+from tests.unit.engine.test_schedule import queued, schedule
+
+WEIGHTS = {"ann": 3}
+SHARE = 3.0
+TOLERANCE = 0.1
+
+Make = Callable[..., EngineHarness]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 100)), min_size=1, max_size=200),
+)
+def test_owners_that_always_have_work_differ_by_one_piece_at_most(
+    weights: list[int], pieces: list[tuple[int, int]]
+) -> None:
+    """The bound of start-time fair queuing: the largest piece of each, divided by its weight."""
+    by_owner = {f"owner-{number}": weight for number, weight in enumerate(weights)}
+    share, done = FairShare(lambda: by_owner), Counter[str]()
+    for owner in by_owner:
+        share.arrive(owner)
+    for _, size in pieces:
+        owner = min(by_owner, key=share.time_of)
+        share.charge(owner, size)
+        done[owner] += size
+    largest = max(size for _, size in pieces)
+    served = {owner: done[owner] / weight for owner, weight in by_owner.items()}
+    for owner, weight in by_owner.items():
+        for other, weight_of_other in by_owner.items():
+            assert served[owner] - served[other] <= largest / weight + largest / weight_of_other + 1e-6
+
+
+def test_a_time_without_work_saves_up_nothing() -> None:
+    share = FairShare(lambda: {})
+    for _ in range(100):
+        share.charge("ann", 10)
+    share.arrive("bob")
+    order: list[str] = []
+    for _ in range(6):
+        owner = min(("ann", "bob"), key=share.time_of)
+        share.charge(owner, 10)
+        order.append(owner)
+    assert order == ["bob", "ann", "bob", "ann", "bob", "ann"]
+
+
+def test_a_short_absence_loses_nothing() -> None:
+    share = FairShare(lambda: {"ann": 2})
+    for owner in ("ann", "bob", "ann"):
+        share.charge(owner, 1)
+    before = share.time_of("ann")
+    share.arrive("ann")
+    assert share.time_of("ann") == before
+
+
+def test_many_owners_are_forgotten_without_a_change_of_order() -> None:
+    share = FairShare(lambda: {})
+    for number in range(5000):
+        share.arrive(f"owner-{number}")
+        share.charge(f"owner-{number}", 1)
+        share.charge("busy", 1)
+    assert len(share._times) <= 1025
+
+
+def passes(owner: str, number: int, model: str) -> list[Any]:
+    return [queued(seq, model_id=ModelId(model), owner=owner, session=owner) for seq in range(1, number + 1)]
+
+
+def test_with_weights_a_batch_has_one_owner() -> None:
+    plain = schedule(*passes("ann", 1, "a"), *passes("bob", 1, "b"))
+    step = plain.take(0.0)
+    assert step is not None and {each.owner for each in step.requests} == {"ann", "bob"}
+    weighted = schedule(*passes("ann", 1, "a"), *passes("bob", 1, "b"), *passes("ann", 1, "c"))
+    weighted.fair_share = FairShare(lambda: WEIGHTS)
+    step = weighted.take(0.0)
+    assert step is not None and [each.owner for each in step.requests] == ["ann", "ann"]
+
+
+def test_the_order_of_one_owner_does_not_depend_on_weights() -> None:
+    def order(weights: dict[str, int]) -> list[tuple[str | None, int | None]]:
+        requests = [
+            queued(seq, optim_step() if seq % 3 == 0 else None, model_id=ModelId(model), session=model)
+            for seq in range(1, 13)
+            for model in "abcd"
+        ]
+        made, found = schedule(*requests, max_pass_tokens=35), list[tuple[str | None, int | None]]()
+        made.fair_share = FairShare(lambda: weights)
+        while (step := made.take(0.0)) is not None:
+            found += [(each.model_id, each.seq_id) for each in step.requests]
+        return found
+
+    assert order({}) == order({"ann": 7}) == order({"bob": 2})
+
+
+class Paused:
+    """Pauses the requests of some owners."""
+
+    def __init__(self, owners: set[str]) -> None:
+        self.owners = owners
+
+    def is_paused(self, queued: QueuedRequest) -> bool:
+        return queued.owner in self.owners
+
+    def hand_over(self, queued: QueuedRequest) -> None:
+        pass
+
+
+def test_a_paused_owner_does_not_save_up() -> None:
+    """After a day's pause it shares from then on, and does not get back what others used meanwhile."""
+    made = schedule(*passes("ann", 40, "a"), *passes("bob", 40, "b"), max_pass_tokens=10)
+    paused = {"ann"}
+    made.pacing = Paused(paused)
+    owners: list[str] = []
+    for turn in range(40):
+        if turn == 20:
+            paused.clear()
+        step = made.take(0.0)
+        assert step is not None
+        owners.append(step.requests[0].owner)
+    assert owners[:20] == ["bob"] * 20
+    assert abs(owners[20:].count("ann") - 10) <= 1
+
+
+@pytest.fixture
+def make_harness(tmp_path: Path) -> Iterator[Make]:
+    harnesses: list[EngineHarness] = []
+
+    def make(config: dict[str, Any], weights: dict[str, int] = WEIGHTS) -> EngineHarness:
+        harness = EngineHarness(tmp_path / str(len(harnesses)))
+        harness.config = harness.config.model_copy(update=config)
+        harnesses.append(harness)
+        for owner, weight in weights.items():
+            subject = Subject("owner", owner)
+            harness.api.write(lambda tx, s=subject, w=weight: quotas.put(tx, s, "weight", w, audit.OPERATOR, 1.0))
+        return harness
+
+    yield make
+    for harness in harnesses:
+        harness.close()
+
+
+@pytest.mark.parametrize("num_models", [1, 3])
+@pytest.mark.parametrize(
+    "with_steps", [pytest.param(False, marks=pytest.mark.slow), True], ids=["passes", "passes-and-steps"]
+)
+def test_training_shares_micro_batches_by_weight(make_harness: Make, num_models: int, with_steps: bool) -> None:
+    harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 256})
+    data, sessions, last = (datum(length=64),) * 3, dict[str, str](), list[RequestId]()
+    for owner, number in (("ann", 60), ("bob", 60)):
+        harness.become(owner)
+        sessions[harness.session_id] = owner
+        for name in "abc"[:num_models]:
+            model_id, created = harness.create(name)
+            harness.run(created)
+            for index in range(number // num_models):
+                seq_id = 2 * index + 1
+                ended = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id)
+                if with_steps:
+                    ended = harness.submit(optim_step(), model_id=model_id, seq_id=seq_id + 1)
+                else:
+                    ended = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id + 1)
+            last += [ended] if owner == "ann" else []
+    backend = Trained(harness.config, None)
+    harness.run(*last, backend=backend)
+    owners = [sessions[session] for session in backend.steps]
+    under_load = Counter(owners[: len(owners) - owners[::-1].index("ann")])
+    ratio = under_load["ann"] / under_load["bob"]
+    print(f"training, {num_models} models, steps {with_steps}: {ratio:.2f}")
+    assert abs(ratio / SHARE - 1) <= TOLERANCE, under_load
+
+
+class Decoded(Recorded):
+    """Records the tokens that each slice added to the samples of each owner."""
+
+    def __init__(self, config: FakeConfig) -> None:
+        super().__init__(config)
+        self.tokens: list[Counter[int]] = []
+
+    def step_sample(self) -> list[SampleDelta]:
+        deltas = super().step_sample()
+        added = Counter[int]()
+        for delta in deltas:
+            added[int(self.requests[delta.request_id].prompt[0])] += delta.tokens.size
+        self.tokens.append(added)
+        return deltas
+
+
+@pytest.mark.parametrize("slots", [0, 4, 16, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (2, 7, 64))])
+def test_sampling_shares_decoded_tokens_by_weight(make_harness: Make, slots: int) -> None:
+    room = {"max_sample_tokens": 4 * 66} if not slots else {}
+    harness = make_harness({"sample_slots": slots, **room})
+    of_ann, count = list[RequestId](), max(160, 20 * slots)
+    for owner, token in (("bob", BOB), ("ann", ANN)):
+        harness.become(owner)
+        of_ann = [harness.submit(ask(token, max_tokens=48 + 16 * (number % 3))) for number in range(count)]
+    backend = Decoded(harness.config)
+    harness.run(*of_ann, backend=backend)
+    tenth = len(backend.tokens) // 10
+    decoded = sum(backend.tokens[2 * tenth : 8 * tenth], Counter[int]())  # while samples of both owners wait
+    ratio = decoded[ANN] / decoded[BOB]
+    print(f"sampling, {slots} slots: {ratio:.2f}")
+    assert abs(ratio / SHARE - 1) <= TOLERANCE, decoded
+
+
+def test_an_owner_alone_gets_everything_whatever_its_weight(make_harness: Make) -> None:
+    harness = make_harness({"sample_slots": 8}, {"ann": 1000, "bob": 1})
+    harness.become("bob")
+    asked = [harness.submit(ask(BOB, max_tokens=64)) for _ in range(30)]
+    backend = Recorded(harness.config)
+    harness.run(*asked, backend=backend)
+    assert max(num_open[BOB] for num_open in backend.slices) == 9
+
+
+def test_no_bit_depends_on_weights(make_harness: Make) -> None:
+    """Two owners train and sample at the same time, with equal weights and with others."""
+
+    def results(weights: dict[str, int]) -> list[Any]:
+        harness, ids = make_harness({"sample_slots": 4, "micro_batch_tokens": 16}, weights), list[RequestId]()
+        for owner in ("ann", "bob"):
+            harness.become(owner)
+            model_id, _ = harness.create()
+            for step in range(4):
+                ids.append(harness.submit(forward_backward(seed=step), model_id=model_id, seq_id=2 * step + 1))
+                ids.append(harness.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2))
+            ids += [harness.submit(sample(temperature=1.0, seed=seed, max_tokens=24)) for seed in range(6)]
+        harness.run(*ids)
+        return [harness.result(each) for each in ids]
+
+    for plain, weighted in zip(results({}), results({"ann": 5, "bob": 2}), strict=True):
+        assert type(plain) is type(weighted)
+        if hasattr(plain, "metrics"):
+            assert plain.metrics == weighted.metrics
+        for ours, theirs in zip(getattr(plain, "sequences", ()), getattr(weighted, "sequences", ()), strict=True):
+            np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+            np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_set_while_the_engine_runs_is_followed(make_harness: Make) -> None:
+    harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 64}, {})
+    sessions: dict[str, str] = {}
+    data, last = (datum(length=64),), list[RequestId]()
+    for owner in ("ann", "bob"):
+        harness.become(owner)
+        sessions[harness.session_id] = owner
+        model_id, created = harness.create()
+        harness.run(created)
+        last = [
+            harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id) for seq_id in range(1, 600)
+        ]
+        if owner == "ann":
+            until = last[-1]
+    backend = Trained(harness.config.model_copy(update={"step_delay_s": 0.003}), None)
+
+    def arrive() -> None:
+        subject = Subject("owner", "ann")
+        harness.api.write(lambda tx: quotas.put(tx, subject, "weight", 3, audit.OPERATOR, time.time()))
+
+    backend.arrive = arrive
+    harness.become("eve")
+    harness.submit(sample(max_tokens=16 * 100, eos_stops=False))
+    harness.run(until, backend=backend)
+    owners = [sessions[session] for session in backend.steps]
+    end = len(owners) - owners[::-1].index("ann")
+    late = Counter(owners[end - 120 : end])
+    assert abs(late["ann"] / late["bob"] / SHARE - 1) <= TOLERANCE, late
