@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from sqlalchemy import ColumnElement, false, literal_column, or_, select, true
 from sqlmodel import Session, col
@@ -28,6 +29,7 @@ _DAY_LIMIT_OF_KIND: dict[UsageKind, Limit] = {
 _MAX_TOTALS = 1_000_000
 _MAX_SUBJECTS = 1000
 _MAX_LISTED = 5
+_MAX_ALLOWANCES = 2000
 
 
 def day_start(now: float) -> int:
@@ -154,20 +156,23 @@ class Allowance:
     used: int | None
 
 
-def allowances(tx: Session, rules: Rules, owner: str | None, now: float) -> list[Allowance]:
+def allowances(
+    tx: Session, rules: Rules, owner: str | None, now: float, *, limit: int = _MAX_ALLOWANCES
+) -> list[Allowance]:
     """Return the allowances of an owner, of its keys and of its projects; None means all. By subject, then limit.
 
-    Subjects without a quota have none.
+    Subjects without a quota have none. At most `limit` are returned.
     """
     if not rules.values:
         return []
     tokens = tokens_today(tx, now) if rules.has(*DAY_LIMITS) else Counter[tuple[Subject, Limit]]()
-    return [
-        Allowance(quota, _used(tx, quota, tokens, now))
+    found = (
+        quota
         for subject in _subjects(tx, rules, owner)
         for quota in map(partial(rules.of_subject, subject=subject), LIMITS)
         if quota is not None
-    ]
+    )
+    return [Allowance(quota, _used(tx, quota, tokens, now)) for quota in islice(found, limit)]
 
 
 def _used(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now: float) -> int | None:

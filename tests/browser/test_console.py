@@ -12,6 +12,9 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tx.store import quotas
+from skyrl_tx.store.audit import OPERATOR
+from skyrl_tx.store.quotas import Subject
 from tests.support.console_world import ConsoleWorld, console_world
 from tests.support.live_stack import PUBLIC_NAME
 from tests.support.watched_page import WITHIN_MS, Watched
@@ -167,7 +170,10 @@ def test_pages_are_accessible_and_fit(
         "/checkpoints",
         "/playground",
         "/sessions",
+        "/usage",
+        "/quotas",
         "/keys",
+        "/audit",
         "/health",
         "/compare",
         *checkpoints[:1],
@@ -177,6 +183,9 @@ def test_pages_are_accessible_and_fit(
         pages += [f"/training_runs/{run}?tab={tab}" for tab in tabs] + [f"/sessions/{run.partition(':')[0]}"]
     if len(runs) > 1:
         pages.append(f"/compare?runs={runs[0]},{runs[1]}")
+    about = Subject("owner", "ann")
+    for name, value in (("training_tokens_per_day", 10), ("checkpoint_bytes", 5 * 10**9), ("samples_at_once", 8)):
+        world.server.store.write(lambda tx, n=name, v=value: quotas.put(tx, about, n, v, OPERATOR, time.time()))
     base = world.server.url
     context = chromium.new_context(
         base_url=base, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
