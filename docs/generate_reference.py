@@ -372,8 +372,9 @@ def models_page() -> Iterator[str]:
     """Yield the page of all model families."""
     yield "# Supported models"
     yield reference_text.MODELS_INTRO
-    yield _table(("Architecture", "File", "Feed-forward", "Attention"), map(_family, FAMILIES.values()))
-    yield "\n".join(f"- `{family.architecture}`: {_first_line(_module_of(family))}" for family in FAMILIES.values())
+    families = list({family.architecture: family for family in FAMILIES.values()}.values())
+    yield _table(("Architecture", "File", "Feed-forward", "Attention"), map(_family, families))
+    yield "\n".join(f"- {_codes(family.names)}: {_first_line(_module_of(family))}" for family in families)
     yield reference_text.ADAPTERS.format(alpha=models.ALPHA)
 
 
@@ -390,9 +391,10 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
     biases = "biases" if "o_bias" in has else "QKV biases"
     names = (("QK norm", "q_norm"), (biases, "q_bias"), ("sinks", "sinks"))
     attention = [name for name, path in names if path in has]
+    attention += ["gated", "delta nets in most layers"] if "decay_log" in has else []
     attention += ["sliding windows"] if "sliding_window" in family.defaults else []
     return (
-        f"`{family.architecture}`",
+        _codes(family.names),
         f"`{_module_of(family).__name__.replace('.', '/')}.py`",
         "mixture of experts" if "router" in has else "dense",
         ", ".join(attention) or "plain",

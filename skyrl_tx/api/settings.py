@@ -1,6 +1,7 @@
 """Settings of the API process."""
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,11 @@ from skyrl_tx.prices import Prices
 from skyrl_tx.process_setup import CommonSettings
 
 _HUB_NAME_SLASHES = 2
+_VARIANT = re.compile(r":peft:\d+$")
+"""The end of names such as Qwen/Qwen3.6-35B-A3B:peft:262144 in recipes of the cookbook: a context length in tokens.
+
+This server has one context length for each model.
+"""
 
 
 class ApiSettings(CommonSettings):
@@ -110,8 +116,8 @@ class ApiSettings(CommonSettings):
         return list(dict.fromkeys([self.public_model_name, *self.served_model_aliases]))
 
     def known_model_name(self, name: str) -> str:
-        """Return the public name of a requested base model. Raises UserError for another model."""
-        if name not in (self.served_model_name, self.base_model, *self.served_model_aliases):
+        """Return the public name of a requested base model, with or without a variant. Raises UserError for another."""
+        if _VARIANT.sub("", name) not in (self.served_model_name, self.base_model, *self.served_model_aliases):
             raise UserError(f"base_model {name[:200]!r}: this server serves {', '.join(map(repr, self.offered_names))}")
         return self.public_model_name
 

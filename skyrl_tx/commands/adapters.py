@@ -94,8 +94,10 @@ def _export(arguments: argparse.Namespace) -> None:
                 if not name:
                     raise CommandError("--base-model is required: the checkpoint does not name its base model")
                 base = hf.resolve(name)
-                family = find_family(hf.read_json(base, "config.json"))
-                merge(base, family.weights, adapter, folder, arguments.dtype)
+                content = hf.read_json(base, "config.json")
+                family = find_family(content)
+                weights = family.bound_weights(family.config_from_hf(content))
+                merge(base, weights, adapter, folder, arguments.dtype)
             else:
                 adapter.in_layout(arguments.format).write(folder)
             _use_default_modes(folder)

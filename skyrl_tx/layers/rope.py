@@ -89,7 +89,9 @@ class Rope:
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Return `x` [..., N, H] rotated by angles [..., H / 2] that its heads share."""
-    first, second = jnp.split(x, 2, axis=-1)
+    """Return `x` [..., N, H] rotated by angles that its heads share: H / 2, or fewer for the first dims of a head."""
+    num_pairs = cosine.shape[-1]
+    first, second, rest = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs], x[..., 2 * num_pairs :]
     cosine, sine = cosine[..., None, :], sine[..., None, :]
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    rotated = first * cosine - second * sine, second * cosine + first * sine
+    return jnp.concatenate([*rotated, rest] if rest.shape[-1] else rotated, axis=-1)

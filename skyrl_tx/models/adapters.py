@@ -16,7 +16,7 @@ from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.models.config import ModelConfig
 from skyrl_tx.models.parts.base import Target
-from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, stack_of
+from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, split, stack_of
 from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, adapter_modules
 
 UNEMBED = "unembed"
@@ -125,7 +125,8 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
     The update of each module stays the same. Modules of a trained group that the adapter lacks get the values of a
     fresh model, whose update is zero. Raises AdapterError if the adapter does not fit the model.
     """
-    factors = dict(adapter.factors)
+    outputs = {name: target.outputs for name, target in targets(config).items()}
+    factors = split(adapter.factors, outputs, adapter.rank)
     if config.tied_embeddings and "lm_head" in factors:
         factors[TIED_UNEMBED_MODULE] = factors.pop("lm_head")
     leaves = {stack_of(module)[0].rpartition(".")[2] for module in factors}

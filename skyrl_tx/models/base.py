@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models.config import (
     Block,
     HfConfig,
@@ -35,10 +36,11 @@ from skyrl_tx.models.config import (
     read_size,
     refuse_what_changes_the_maths,
 )
+from skyrl_tx.models.params import describe_params
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.parts.dense import Dense
-from skyrl_tx.weights.weight_map import WeightMap
+from skyrl_tx.weights.weight_map import WeightMap, bind_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +51,23 @@ class ModelFamily:
     weights: WeightMap
     read_blocks: Callable[[HfConfig], tuple[Block, ...]]
     """Reads the layers. Raises UnsupportedModel."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the architecture, such as that of the model with images, whose text model this is."""
     reads: frozenset[str] = frozenset()
     """The config keys of `NEUTRAL` that `read_blocks` reads with any value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config keys that a checkpoint may leave out
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the architecture."""
+        return self.architecture, *self.aliases
 
     def config_from_hf(self, hf: HfConfig) -> ModelConfig:
         """Read a `config.json`.
 
         Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
         """
-        hf = {**self.defaults, **hf}
+        hf = {**self.defaults, **text_config(hf)}
         refuse_what_changes_the_maths(hf, reads=self.reads)
         return ModelConfig(
             architecture=self.architecture,
@@ -69,6 +78,19 @@ class ModelFamily:
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
             groups=group_blocks(self.read_blocks(hf)),
         )
+
+    def bound_weights(self, config: ModelConfig) -> WeightMap:
+        """Return the rules with the rows of tensors that several parameters share."""
+        return bind_rows(self.weights, flatten(describe_params(config)))
+
+
+def text_config(hf: HfConfig) -> HfConfig:
+    """Return the config of the text model, which that of a model with images nests."""
+    nested = hf.get("text_config")
+    if not isinstance(nested, Mapping):
+        return hf
+    shared = {key: hf[key] for key in ("architectures", "tie_word_embeddings", "quantization_config") if key in hf}
+    return {**nested, **shared}
 
 
 def read_epsilon(hf: HfConfig) -> float:

@@ -44,7 +44,9 @@ def forward(
     if position_BT is None:
         index = jnp.arange(inputs.shape[1])  # [T], or [B, T] if rows hold several sequences
         position_BT = index if start_BT is None else index - start_BT
-    at = _place(params, config, position_BT, start_BT)
+    mixers = dict.fromkeys(stack.block.mixer for stack in config.stacks)
+    prepared = {mixer: mixer.prepare(start_BT) for mixer in mixers}
+    at = replace(_place(params, config, position_BT), start_BT=start_BT, prepared=prepared)
 
     def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
         return mixer.rows(x_BTD, params, adapters, at), None
@@ -63,16 +65,17 @@ def extend(
     adapter: Adapter | None = None,
     adapter_B: jax.Array | None = None,
     *,
+    size: jax.Array | None = None,
     position_T: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Run the tokens, or embeddings, from index `start` (a scalar) on, which attend to what `past` has of prompts.
 
-    `position_T` is as in `forward`. Return the hidden states [B, T, D], and `past` with what is kept of the tokens; it
-    must have C >= `start` + T.
+    The first `size` inputs are tokens of the prompts, all others padding; None is all. `position_T` is as in `forward`.
+    Return the hidden states [B, T, D], and `past` with what is kept of the tokens; it must have C >= `start` + T.
     """
     if position_T is None:
         position_T = start + jnp.arange(inputs.shape[1])
-    at = _place(params, config, position_T)
+    at = replace(_place(params, config, position_T), size=size)
 
     def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
         return mixer.extend(x_BTD, params, adapters, held, at)
@@ -138,11 +141,11 @@ def _finish(params: DecoderParams, config: ModelConfig, x_BTD: jax.Array) -> jax
     return params.layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None)
 
 
-def _place(params: DecoderParams, config: ModelConfig, position: jax.Array, start_BT: jax.Array | None = None) -> Place:
+def _place(params: DecoderParams, config: ModelConfig, position: jax.Array) -> Place:
     """Return where the tokens are, with the angles of every rope of the model."""
     rotations = dict.fromkeys(stack.block.mixer.rotation for stack in config.stacks)
     angles = {each: each[0].angles(position, each[1]) for each in rotations if each is not None}
-    return Place(params.layout, angles, start_BT)
+    return Place(params.layout, angles)
 
 
 def constrain_cache(layout: Layout, config: ModelConfig, cache: Cache) -> Cache:

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import FAMILIES, describe_params
-from skyrl_tx.weights.weight_map import rule_path
+from skyrl_tx.weights.weight_map import bind_rows, rule_path
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -45,6 +45,14 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "swiglu_limit": 1.0,
         "rope_scaling": YARN,
+    },
+    "Qwen3_5ForCausalLM": {
+        "model_type": "qwen3_5_text",  # without the suffix, that of the model with images
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,  # short queries and keys are often orthogonal, and a norm divides by their products
+        "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
 }
 """Config keys of families, with sizes, windows and limits so small that each acts in tiny models."""
@@ -157,16 +165,29 @@ def write_model(
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
     generator = np.random.Generator(np.random.Philox(key=seed))
     tensors: dict[str, np.ndarray] = {}
-    for rule in family.weights:
+    for rule in bind_rows(family.weights, parameters):
         own = [parameter for path, parameter in parameters.items() if rule_path(path) == rule.path]
         for name, parameter in rule.in_layer_order(own):
-            center = 1.0 if parameter.init == "ones" else 0.0
             shape = parameter.shape[rule.num_stacked :]
             tensor = tensors.setdefault(name, np.zeros(rule.shape_of_tensor(shape), np.float32))
-            rule.view(tensor)[...] = center + std * generator.standard_normal(shape)
+            rule.view(tensor)[...] = _draw(generator, rule.path, parameter, shape, std) - rule.offset
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def _draw(
+    generator: np.random.Generator, path: str, parameter: Parameter, shape: tuple[int, ...], std: float
+) -> np.ndarray:
+    """Return the values of one tensor."""
+    if path == "layers.decay_log":  # the usual range, up to 16, forgets within a token: no state would ever be seen
+        return np.log(generator.uniform(0.05, 0.95, shape))
+    if path.endswith(
+        "_conv"
+    ):  # large, so that most products of queries and keys are far from 0: a norm divides by them
+        std = 2.0
+    center = 1.0 if parameter.init == "ones" else 0.0
+    return center + std * generator.standard_normal(shape)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
 from skyrl_tx.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, plain_names
-from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, rule_path
+from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, of_checkpoint, rule_path
 
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
@@ -30,6 +30,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 2**16
 # Tensors that some checkpoints carry although they follow from the config; a tied lm_head is a copy of the embedding.
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
 REDUNDANT_TENSORS = ("lm_head.weight",)
+# Of checkpoints that also predict further tokens, or read images.
+UNUSED_PREFIXES = ("mtp.", "model.visual.")
 
 
 class CheckpointError(ValueError):
@@ -88,7 +90,8 @@ def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return the tokens that end a generation: of `generation_config.json`, else of `config.json`."""
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
-            ids = read_json(directory, name).get("eos_token_id")
+            content = read_json(directory, name)
+            ids = content.get("eos_token_id", content.get("text_config", {}).get("eos_token_id"))
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list) else (int(ids),)
     return ()
@@ -108,14 +111,16 @@ def load(
     of them. Tensors in MXFP4 are unpacked. Raises CheckpointError for a tensor that is missing, unexpected or of
     another shape.
     """
-    rules = {rule.path: rule for rule in weights}
     located = locate_tensors(directory)
+    rules = {rule.path: rule for rule in bind_rows(of_checkpoint(weights, located), flatten(parameters))}
     files = plain_names(located)
     expected = {name for path, each in flatten(parameters).items() for _, name in rules[rule_path(path)].tensors(each)}
     unexpected = sorted(
         name
         for name in files.keys() - expected
-        if name not in REDUNDANT_TENSORS and not name.endswith(REDUNDANT_SUFFIXES)
+        if name not in REDUNDANT_TENSORS
+        and not name.endswith(REDUNDANT_SUFFIXES)
+        and not name.startswith(UNUSED_PREFIXES)
     )
     if unexpected:
         raise CheckpointError(f"{files[unexpected[0]]}: unexpected {_listed(unexpected)}")
@@ -231,7 +236,9 @@ def _read_tensor(
     found, wanted = tuple(tensor.get_shape()), rule.shape_of_tensor(shape)
     if found != wanted:
         raise CheckpointError(f"{path}: {name} has shape {found}, the config says {wanted}")
-    into[...] = rule.view(tensor[tuple(slice(start, stop) for start, stop in rule.part_of_tensor(part))])
+    read = rule.view_of_part(tensor[tuple(slice(start, stop) for start, stop in rule.part_of_tensor(part))])
+    # A sum in bfloat16 would lose most of what is stored relative to 1.
+    into[...] = read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read
 
 
 def _listed(names: list[str]) -> str:

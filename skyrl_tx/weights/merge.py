@@ -16,7 +16,15 @@ from safetensors.numpy import save_file
 from skyrl_tx.weights.hf import INDEX_FILE, REDUNDANT_TENSORS, SINGLE_FILE, locate_tensors, read_json, tensor_slice
 from skyrl_tx.weights.mxfp4 import plain_names
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
-from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, WeightRule, find_fused
+from skyrl_tx.weights.weight_map import (
+    NESTED,
+    TIED_UNEMBED_MODULE,
+    WeightMap,
+    WeightRule,
+    find_fused,
+    nested_name,
+    of_checkpoint,
+)
 
 DTYPES: Mapping[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _NOT_COPIED = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
@@ -24,16 +32,18 @@ _NOT_COPIED = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """The update of one linear map, in a tensor of its own [O, I] or, with the rule, in that of all experts."""
+    """The update of one linear map, in a tensor of its own [O, I] or, with the rule, in one that several maps share."""
 
     pair: Factors
     rule: WeightRule | None = None
-    expert: int = 0
+    expert: int | None = None
 
     def part(self, tensor: np.ndarray) -> np.ndarray | None:
         """Return a view of the map [I, O]; None if there is no such expert."""
         if self.rule is None:
             return tensor.T
+        if self.expert is None:
+            return self.rule.view(tensor)
         experts = self.rule.view(tensor)
         return experts[self.expert] if self.expert < len(experts) else None
 
@@ -45,16 +55,20 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     unpacked and stored in bfloat16, or in `dtype`, as an update would not survive four bits. A tied unembedding that
     the adapter changes becomes one of its own, as the input embedding must stay what it is. Raises AdapterError for an
     adapter that does not fit, CheckpointError for a base model that cannot be read.
+
+    `weights` have the rows of rules that share a tensor (`ModelFamily.bound_weights`).
     """
     config = read_json(base, "config.json")
+    located = locate_tensors(base)
+    weights = of_checkpoint(weights, located)
     tensor_of = {rule.path: rule.tensor for rule in weights}
     embed, unembed = tensor_of["embed"], tensor_of["unembed"]
-    is_tied = bool(config.get("tie_word_embeddings", False))
+    text = config.get("text_config", {})
+    is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     pending = _updates(weights, adapter, unembed)
     unties = is_tied and unembed in pending
     written: dict[str, str] = {}
     num_bytes = 0
-    located = locate_tensors(base)
     files = plain_names(located)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, framework="np")) for path in set(located.values())}
@@ -84,6 +98,8 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     changed = dict(config)
     if unties:
         changed["tie_word_embeddings"] = False
+        if text:
+            changed["text_config"] = {**text, "tie_word_embeddings": False}
     if files.keys() != located.keys():
         changed.pop("quantization_config", None)
     if dtype is not None:
@@ -94,13 +110,15 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
 
 def _updates(weights: WeightMap, adapter: AdapterFiles, unembed: str) -> dict[str, list[_Update]]:
     """Return the updates of each tensor."""
+    is_nested = any(rule.tensor.startswith(NESTED) for rule in weights)
     found: dict[str, list[_Update]] = {}
     for module, pair in adapter.factors.items():
         if (fused := find_fused(weights, module)) is not None:
             rule, name, expert = fused
             found.setdefault(name, []).append(_Update(pair, rule, expert))
         else:
-            found[unembed if module == TIED_UNEMBED_MODULE else f"{module}.weight"] = [_Update(pair)]
+            name = nested_name(module) if is_nested else module
+            found[unembed if module == TIED_UNEMBED_MODULE else f"{name}.weight"] = [_Update(pair)]
     return found
 
 

@@ -10,6 +10,7 @@ base model, which are transposed, stacked over layers, and named as our linear m
 Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank.
 """
 
+import itertools
 import json
 import math
 import re
@@ -25,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.weights.hf import locate_tensors
-from skyrl_tx.weights.weight_map import STACKED_EXPERTS, TIED_UNEMBED_MODULE, expand
+from skyrl_tx.weights.weight_map import FUSED_MAPS, STACKED_EXPERTS, TIED_UNEMBED_MODULE, expand
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -207,10 +208,20 @@ class AdapterFiles:
         """Return the same adapter under the names of a layout."""
         names = {TIED_UNEMBED_MODULE: TIED_UNEMBED_NAMES[layout]}
         factors = {names.get(module, module): pair for module, pair in self.factors.items()}
+        config = dict(self.config)
         if layout == "cookbook":
             factors = _stacked(factors)
-        targets = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
-        return replace(self, factors=factors, config={**self.config, "target_modules": targets})
+        else:
+            factors = fuse(factors)
+            leaves = {module.rpartition(".")[2] for module in factors}
+            multiples = {fused: len(parts) for fused, parts in FUSED_MAPS.items() if fused in leaves}
+            config["rank_pattern"] = {fused: self.rank * number for fused, number in multiples.items()}
+            root = math.sqrt if config.get("use_rslora") else float
+            config["alpha_pattern"] = {
+                fused: config["lora_alpha"] * root(number) for fused, number in multiples.items()
+            }
+        config["target_modules"] = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
+        return replace(self, factors=factors, config=config)
 
     def write(self, directory: Path) -> None:
         """Write into an existing directory."""
@@ -237,6 +248,47 @@ class AdapterFiles:
                 raise AdapterError(f"adapter: its base weights of {module!r} are not those of the base model")
 
 
+def fuse(factors: Mapping[str, Factors]) -> dict[str, Factors]:
+    """Return the factors with those of maps that share a module as one of the sum of their ranks, block by block."""
+    found = dict(factors)
+    for fused, parts in FUSED_MAPS.items():
+        for prefix in [each.removesuffix(parts[0]) for each in factors if each.endswith(f".{parts[0]}")]:
+            pairs = [found.pop(f"{prefix}{part}") for part in parts]
+            rank, outputs = pairs[0][0].shape[0], [b.shape[0] for _, b in pairs]
+            b_OR = np.zeros((sum(outputs), rank * len(parts)), np.float32)
+            for place, (end, (_, b)) in enumerate(zip(itertools.accumulate(outputs), pairs, strict=True)):
+                b_OR[end - len(b) : end, place * rank : (place + 1) * rank] = b
+            found[f"{prefix}{fused}"] = np.concatenate([a for a, _ in pairs]), b_OR
+    return found
+
+
+def split(factors: Mapping[str, Factors], outputs: Mapping[str, int], rank: int) -> dict[str, Factors]:
+    """Return the factors with those of a fused module as one pair of `rank` for each of its maps.
+
+    `outputs` are the sizes of the maps by name. Raises AdapterError for a pair that is neither of that rank nor one
+    block of it for each map.
+    """
+    found = dict(factors)
+    for fused, parts in FUSED_MAPS.items():
+        for module in [each for each in factors if each.rpartition(".")[2] == fused]:
+            a_RI, b_OR = found.pop(module)
+            if any(part not in outputs for part in parts) or len(b_OR) != sum(outputs[part] for part in parts):
+                raise AdapterError(
+                    f"adapter: module {module!r} has a factor {b_OR.shape} that does not fit the base model"
+                )
+            ends = list(itertools.accumulate(outputs[part] for part in parts))
+            for place, (part, end) in enumerate(zip(parts, ends, strict=True)):
+                rows, own = b_OR[end - outputs[part] : end], slice(place * rank, (place + 1) * rank)
+                if len(a_RI) == rank:
+                    pair = a_RI, rows
+                elif np.delete(rows, np.r_[own], axis=1).any():
+                    raise AdapterError(f"adapter: module {module!r} has rank {len(a_RI)}, and its maps share factors")
+                else:
+                    pair = a_RI[own], rows[:, own]
+                found[f"{module.rpartition('.')[0]}.{part}"] = pair
+    return found
+
+
 def read_adapter(directory: Path) -> AdapterFiles:
     """Read an adapter. Raises AdapterError for other files, and for settings that would change its numbers here."""
     config = read_config(directory)
@@ -257,7 +309,7 @@ def read_adapter(directory: Path) -> AdapterFiles:
         else:
             experts = {module: (a, b)}
         for each, (a, b) in experts.items():
-            _check(each, a, b, config["r"])
+            _check(each, a, b, config.get("rank_pattern", {}).get(each.rpartition(".")[2], config["r"]))
         factors |= experts
     if not factors:
         raise AdapterError(f"{WEIGHTS_FILE}: holds no tensors")
@@ -346,7 +398,17 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise AdapterError(f"{CONFIG_FILE}: r = {rank!r} must be a positive integer")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
         raise AdapterError(f"{CONFIG_FILE}: lora_alpha = {alpha!r} must be a number above 0")
+    multiples = {
+        fused: len(parts) for fused, parts in FUSED_MAPS.items() if fused in (config.get("rank_pattern") or {})
+    }
+    root = math.sqrt if config.get("use_rslora") else float
+    patterns = {
+        "rank_pattern": {fused: rank * number for fused, number in multiples.items()},
+        "alpha_pattern": {fused: alpha * root(number) for fused, number in multiples.items()},
+    }
     for key in sorted(config.keys() - _WITHOUT_EFFECT):
+        if multiples and config[key] == patterns.get(key, ()):  # as `AdapterFiles.in_layout` writes them
+            continue
         if config[key] not in _NEUTRAL.get(key, _UNSET):
             raise AdapterError(f"{CONFIG_FILE}: {key} = {config[key]!r} is not supported, as it may change the numbers")
     return config

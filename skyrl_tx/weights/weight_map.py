@@ -2,8 +2,8 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ class WeightRule:
 
     `tensor` may hold `{layer}` and `{expert}`, for the dims that come first. Linear maps lie as [out, in] in
     checkpoints and as [in, out] here: `transpose`. `every` (first, step) says which columns of a fused tensor are ours.
+    Other rules with the same tensor have its rows in the order of the rules; `bind_rows` tells how many each has.
     """
 
     path: str  # ours, such as layers.q_proj, whatever the stack
@@ -27,6 +28,9 @@ class WeightRule:
     every: tuple[int, int] | None = None
     adapted_as: str | None = None
     """The name of this linear map in adapters, if it is not the module that owns the tensor."""
+    offset: float = 0.0
+    """Added to the tensor: 1 for norm weights that are stored relative to 1."""
+    rows: "Rows | None" = None
 
     @property
     def module(self) -> str:
@@ -34,13 +38,20 @@ class WeightRule:
         return self.adapted_as or self.tensor.rpartition(".")[0]
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Return our array of a tensor, without a copy."""
+        """Return our array of a tensor, without a copy; `offset` is not added."""
+        return self.view_of_part(tensor if self.rows is None else tensor[self.rows.start : self.rows.stop])
+
+    def view_of_part(self, tensor: np.ndarray) -> np.ndarray:
+        """Return our array of what `part_of_tensor` names, without a copy."""
         own = tensor if self.every is None else tensor[..., self.every[0] :: self.every[1]]
         return own.T if self.transpose else own
 
     def part_of_tensor(self, part: Part) -> Part:
-        """Return the part of the tensor whose `view` is a part of our array."""
+        """Return the part of the tensor whose `view_of_part` is a part of our array."""
         theirs = part[::-1] if self.transpose else part
+        if self.rows is not None:
+            start, stop = theirs[0]
+            theirs = ((start + self.rows.start, stop + self.rows.start), *theirs[1:])
         if self.every is None:
             return theirs
         step, (start, stop) = self.every[1], theirs[-1]
@@ -48,7 +59,8 @@ class WeightRule:
 
     def shape_of_tensor(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor, given that of our array without the dims that `tensor` names."""
-        return tuple(stop for _, stop in self.part_of_tensor(tuple((0, size) for size in shape)))
+        found = tuple(stop for _, stop in self.part_of_tensor(tuple((0, size) for size in shape)))
+        return found if self.rows is None else (self.rows.total, *found[1:])
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the index in the array and the name of each tensor."""
@@ -69,7 +81,50 @@ class WeightRule:
         return [(name, parameter) for *_, name, parameter in sorted(found, key=lambda each: each[:2])]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a tensor that one parameter has, and how many there are in all."""
+
+    start: int
+    stop: int
+    total: int
+
+
 WeightMap = tuple[WeightRule, ...]
+
+
+def bind_rows(weights: WeightMap, parameters: Mapping[str, Parameter]) -> WeightMap:
+    """Return the rules with the rows of those that share a tensor; `parameters` are by dotted path."""
+    own = {rule_path(path): each for path, each in parameters.items()}
+    shared: dict[str, list[WeightRule]] = {}
+    for rule in weights:
+        if rule.every is None and rule.path in own:
+            shared.setdefault(rule.tensor, []).append(rule)
+    rows: dict[str, Rows] = {}
+    for rules in shared.values():
+        sizes = [own[rule.path].shape[-1 if rule.transpose else rule.num_stacked] for rule in rules]
+        ends = list(itertools.accumulate(sizes))
+        if len(rules) > 1:
+            rows |= {
+                rule.path: Rows(end - size, end, ends[-1]) for rule, size, end in zip(rules, sizes, ends, strict=True)
+            }
+    return tuple(replace(rule, rows=rows.get(rule.path)) for rule in weights)
+
+
+_TEXT, NESTED = "model.", "model.language_model."
+"""The prefix of tensors of a text model, and that of the text model in a model with images."""
+
+
+def of_checkpoint(weights: WeightMap, names: Collection[str]) -> WeightMap:
+    """Return the rules for a checkpoint with these tensors: those of models with images nest the text model."""
+    if not any(name.startswith(NESTED) for name in names):
+        return weights
+    return tuple(replace(rule, tensor=nested_name(rule.tensor)) for rule in weights)
+
+
+def nested_name(name: str) -> str:
+    """Return the name of a tensor or module of a text model in a model with images."""
+    return NESTED + name.removeprefix(_TEXT) if name.startswith(_TEXT) else name
 
 
 def rule_path(path: str) -> str:
@@ -77,14 +132,15 @@ def rule_path(path: str) -> str:
     return ".".join(each for each in path.split(".") if not each.isdigit())
 
 
-def find_fused(weights: WeightMap, module: str) -> tuple[WeightRule, str, int] | None:
-    """Return the rule, the tensor and the expert of a module whose weight is a part of a tensor of all experts."""
+def find_fused(weights: WeightMap, module: str) -> tuple[WeightRule, str, int | None] | None:
+    """Return the rule, the tensor and the expert, if any, of a module whose weight is a part of a tensor."""
     for rule in weights:
         pattern = re.escape(rule.adapted_as or "")
         for name in ("layer", "expert"):
             pattern = pattern.replace(re.escape(f"{{{name}}}"), rf"(?P<{name}>\d+)")
         if rule.adapted_as and (match := re.fullmatch(pattern, module)):
-            return rule, rule.tensor.replace("{layer}", match["layer"]), int(match["expert"])
+            expert = match.groupdict().get("expert")
+            return rule, rule.tensor.replace("{layer}", match["layer"]), None if expert is None else int(expert)
     return None
 
 
@@ -163,6 +219,41 @@ FUSED_EXPERT_WEIGHTS: WeightMap = (  # [E, in, out] as here, with the columns of
     _fused("expert_up_bias", "gate_up_proj_bias", ODD),
     _fused("expert_down_bias", "down_proj_bias"),
 )
+
+
+def _delta_net() -> WeightMap:
+    """Return the rules of the linear attention of Qwen3.5: queries, keys and values are rows of two tensors."""
+    net, names = "model.layers.{layer}.linear_attn", ("q", "k", "v")
+    maps = (
+        WeightRule(
+            f"layers.in_proj_{name}", f"{net}.in_proj_qkv.weight", transpose=True, adapted_as=f"{net}.in_proj_{name}"
+        )
+        for name in names
+    )
+    convolutions = (WeightRule(f"layers.{name}_conv", f"{net}.conv1d.weight") for name in names)
+    return (
+        *maps,
+        *convolutions,
+        _layer("in_proj_z", "linear_attn.in_proj_z.weight", transpose=True),
+        _layer("in_proj_a", "linear_attn.in_proj_a.weight"),  # as they lie there: no maps that adapters change
+        _layer("in_proj_b", "linear_attn.in_proj_b.weight"),
+        _layer("decay_log", "linear_attn.A_log"),
+        _layer("dt_bias", "linear_attn.dt_bias"),
+        _layer("out_norm", "linear_attn.norm.weight"),
+        _layer("out_proj", "linear_attn.out_proj.weight", transpose=True),
+    )
+
+
+DELTA_NET_WEIGHTS: WeightMap = _delta_net()
+
+
+def norms_from_one(weights: WeightMap) -> WeightMap:
+    """Return the rules of a checkpoint that stores the weights of its norms relative to 1."""
+    return tuple(replace(rule, offset=1.0) if rule.path.endswith("_norm") else rule for rule in weights)
+
+
+FUSED_MAPS = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
+"""Modules whose rows are several linear maps: PEFT adapts them as one, the hosted service each by itself."""
 
 
 STACKED_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -35,12 +35,22 @@ VARIANTS = {
         "experts": {"decoder_sparse_step": 2},
     },
     "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
+    "qwen3_5-untied": {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": False, "num_layers": 4},
+    "qwen3_5-tied": {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": True, "num_layers": 8},
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 16}},
     "gpt-oss-untied": {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "mlp_size": 24},
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
 UNTIED = "qwen3-untied"
-ONE_PER_FAMILY = (UNTIED, "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied", "gpt-oss-untied")
+ONE_PER_FAMILY = (
+    UNTIED,
+    "qwen2-tied",
+    "llama3-untied",
+    "qwen3-moe-mixed",
+    "mistral-untied",
+    "gpt-oss-untied",
+    "qwen3_5-untied",
+)
 """The variants of the default run; the slow tests compare all."""
 
 BATCH, LENGTH = 3, 96  # longer than the original context of the scaled rope

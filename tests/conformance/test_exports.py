@@ -95,13 +95,18 @@ def import_train_export(folder: Path, data_dir: Path) -> dict[str, list[float]]:
 
 # peft adapts fused experts with `target_parameters`, which the server refuses.
 WITHOUT_EXPERTS = {"target_modules": ["q_proj", "lm_head"]}
-OF_PEFT: Mapping[str, dict[str, Any]] = {"experts": WITHOUT_EXPERTS, "gpt-oss": WITHOUT_EXPERTS}
+OF_PEFT: Mapping[str, dict[str, Any]] = {
+    "experts": WITHOUT_EXPERTS,
+    "gpt-oss": WITHOUT_EXPERTS,
+    "linear": {"target_modules": ["q_proj", "in_proj_qkv", "out_proj"]},  # the second is three maps of ours
+}
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "untied": {"tied_embeddings": False},
     "experts": {"tied_embeddings": False, "architecture": "Qwen3MoeForCausalLM"},
     "windows": {"tied_embeddings": False, "architecture": "MistralForCausalLM", "keys": {"sliding_window": 5}},
     "gpt-oss": {"tied_embeddings": False, "architecture": "GptOssForCausalLM", "keys": {"sliding_window": 5}},
+    "linear": {"tied_embeddings": False, "architecture": "Qwen3_5ForCausalLM", "num_layers": 4},
 }
 
 
@@ -116,7 +121,7 @@ def comparison(
 ) -> Comparison:
     environment = client_environment(TORCH)
     folder = tmp_path_factory.mktemp(request.param)
-    model = str(write_model(folder / "model", num_layers=2, **MODELS[request.param]))
+    model = str(write_model(folder / "model", **{"num_layers": 2, **MODELS[request.param]}))
     making = {
         name: {"model": model, "make": str(folder / name), "config": config | OF_PEFT.get(request.param, {})}
         for name, config in ADAPTERS.items()

@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
 from tests.support.lost_jax_device import lost_jax_device
-from tests.support.tiny import DENSE, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
+from tests.support.tiny import DENSE, HYBRID, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
 
 
 class TestJax(BackendSuite):
@@ -39,3 +39,8 @@ class TestJaxWithWindows(TestJax):
 @pytest.mark.slow
 class TestJaxWithSinks(TestJax):
     architecture = SINKS
+
+
+@pytest.mark.slow
+class TestJaxWithStates(TestJax):
+    architecture = HYBRID

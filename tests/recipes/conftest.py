@@ -90,7 +90,11 @@ class WorkingDirectory:
         """
         folder = self.log(log or recipe)
         self.run_module(f"recipes.{recipe}", url, f"model_name={MODEL_NAME}", f"log_path={folder}", *arguments)
-        return _read_lines(folder / "metrics.jsonl")
+        return self.metrics(log or recipe)
+
+    def metrics(self, recipe: str) -> list[dict[str, Any]]:
+        """Return the metrics of a run, one record per step."""
+        return _read_lines(self.log(recipe) / "metrics.jsonl")
 
     def run_module(self, module: str, url: str, *arguments: str, stdin: str = "") -> str:
         """Run a module of the cookbook as a program; return its standard output."""

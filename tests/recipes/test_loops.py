@@ -6,8 +6,11 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.quickstart.questions import load_excerpt
+from skyrl_tx.testing.tiny_models import write_model
 from tests.support.client_environments import COOKBOOK_WITH_TRACKIO
+from tests.support.live_server import LiveServer
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +84,26 @@ def test_rl_loop_logs_its_reward_to_the_server(working_directory, server, client
     assert float(shown) == pytest.approx(rewards[-1], abs=0.01)
     curve = httpx.get(f"{server.url}/console/data/training_runs/{run['training_run_id']}/curves").json()["logged"]
     assert curve["reward/total"]["value"] == rewards
+
+
+def test_both_loops_run_with_their_default_model(working_directory, tmp_path):
+    """The name of the model is that of the recipe; the server has a tiny model of its architecture."""
+    name = "Qwen/Qwen3.5-9B-Base"
+    place, model = working_directory, working_directory.root / name
+    write_tiny_model(model)  # for its tokenizer
+    sizes = {"vocab_size": 1024, "hidden_size": 128, "mlp_size": 256, "num_layers": 4, "max_context_length": 8192}
+    write_model(model, "Qwen3_5ForCausalLM", **sizes, eos_token_id=1000, tied_embeddings=False)
+    rows = load_excerpt().train
+    place.write_conversations([conversation(row.text, row.answer) for row in rows[:64]])
+    place.write_questions(rows[:4])
+    flags = ("--base-model", str(model), "--served-model-name", name)
+    with LiveServer(tmp_path / "server", flags=flags) as server:
+        for recipe, arguments in (
+            ("sl_loop", ("batch_size=16", "learning_rate=1e-2")),
+            ("rl_loop", ("batch_size=4", "group_size=2", "max_tokens=8")),
+        ):
+            place.run_module(f"recipes.{recipe}", server.url, f"log_path={place.log(recipe)}", *arguments)
+            assert place.last_checkpoint(recipe).startswith("tinker://")
+    losses = [row["train_mean_nll"] for row in place.metrics("sl_loop")]
+    assert losses[-1] < losses[0] - 0.5
+    assert [row["reward/total"] for row in place.metrics("rl_loop")]

@@ -187,45 +187,65 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     Call it when the weights are on the device. The KV cache is never larger than all slots can use.
     """
     layout, dtype = params.layout, params.embed.dtype
-    token = _position_bytes(model, layout, dtype.itemsize)
+    room = _RoomBytes.of(model, layout, dtype.itemsize)
     shards = layout.num_shards("batch")  # of the KV cache; a prompt is a single row, which is not sharded
     free = free_bytes(params)
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
         free = _free_on_host(params)
         most = min(most, DEFAULT_SAMPLE_TOKENS)
-        token, shards = _position_bytes(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
-    memory = _largest_sample_memory(int(SAMPLE_SHARE * max(free, 0) / token), shards, most, config, model)
+        room, shards = _RoomBytes.of(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
+    fitting = int((SAMPLE_SHARE * max(free, 0) - room.state * -(-config.sample_slots // shards)) / room.position)
+    memory = _largest_sample_memory(fitting, shards, most, config, model, room)
     log.info(
-        "KV cache of %d tokens%s, and prompts of %d: %.1f GiB are free, a token takes %.1f KiB",
+        "KV cache of %d tokens%s, and prompts of %d: %.1f GiB are free, a token takes %.1f KiB%s",
         memory.tokens,
         " (configured)" if config.max_sample_tokens else "",
         memory.prompt_tokens,
         free / 2**30,
-        token / 2**10,
+        room.position / 2**10,
+        f", and the state of a sample {room.state / 2**20:.1f} MiB" if room.state else "",
     )
-    return replace(memory, prompt_bytes=memory.prompt_tokens * token)
+    return replace(memory, prompt_bytes=int(memory.prompt_tokens * room.of_prompt(config)))
 
 
-def _position_bytes(model: models.ModelConfig, layout: Layout, itemsize: int) -> int:
-    """Return the bytes that one position takes on each device."""
+@dataclass(frozen=True, slots=True)
+class _RoomBytes:
+    """The bytes that the cache takes on each device."""
 
-    def size(each: Parameter) -> int:
-        shards = (math.gcd(layout.num_shards(axis), size) for axis, size in zip(each.axes, each.shape, strict=True))
-        return math.prod(each.shape) // math.prod(shards) * itemsize
+    position: int
+    """For one position."""
+    state: int
+    """For the state of one sample, or of one prompt, whatever its length."""
 
-    rooms = ((len(stack.layers), stack.block.mixer.room()) for stack in model.stacks)
-    return sum(num_layers * size(each) for num_layers, room in rooms for each in jax.tree.leaves(room.positions))
+    @classmethod
+    def of(cls, model: models.ModelConfig, layout: Layout, itemsize: int) -> "_RoomBytes":
+        """Return the bytes for a model whose base weights have `itemsize`."""
+
+        def size(each: Parameter) -> int:
+            shards = (math.gcd(layout.num_shards(axis), size) for axis, size in zip(each.axes, each.shape, strict=True))
+            return math.prod(each.shape) // math.prod(shards) * (4 if each.is_float32 else itemsize)
+
+        rooms = [(len(stack.layers), stack.block.mixer.room()) for stack in model.stacks]
+        return cls(
+            position=sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.positions)),
+            state=sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.fixed)),
+        )
+
+    def of_prompt(self, config: JaxConfig) -> float:
+        """Return the bytes for a position of a prompt buffer, with the state of the shortest buffer spread over it."""
+        return self.position + self.state / config.prefill_chunk_tokens
 
 
 def _largest_sample_memory(
-    fitting: int, shards: int, most: int, config: JaxConfig, model: models.ModelConfig
+    fitting: int, shards: int, most: int, config: JaxConfig, model: models.ModelConfig, room: _RoomBytes
 ) -> SampleMemory:
     """Return the largest memory for `fitting` positions of a device, which has one of `shards` shards of the cache."""
     if config.max_sample_tokens:
         return _sample_memory(config.max_sample_tokens, config, model)
+    prompt = room.of_prompt(config) / room.position
     memory = _sample_memory(max(min(_rounded_down(fitting * shards), most), 1), config, model)
-    while memory.tokens > 1 and memory.tokens / shards + memory.prompt_tokens > fitting:
+    while memory.tokens > 1 and memory.tokens / shards + memory.prompt_tokens * prompt > fitting:
         memory = _sample_memory(_rounded_down(memory.tokens - 1), config, model)
     return memory
 

@@ -43,6 +43,10 @@ class Attention:
     """Whether queries, keys and values have a bias."""
     norm_epsilon: float | None = None
     """The epsilon of the norms of queries and keys; None if they have none."""
+    rotary_dims: int | None = None
+    """How many dims of each head, the first ones, are rotated; None is all."""
+    is_gated: bool = False
+    """Whether the query map also returns a gate of the output: in each head the query, then the gate."""
     window: int | None = None
     """How many positions each attends to, itself included; None if to all before it."""
     has_output_bias: bool = False
@@ -52,19 +56,19 @@ class Attention:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
-        if self.head_dim % 2:
-            raise UnsupportedModel(f"head_dim must be even for rotary embedding, not {self.head_dim}")
+        if self.rotation[1] % 2:
+            raise UnsupportedModel(f"the rotated dims of a head must be an even number, not {self.rotation[1]}")
 
     @property
     def rotation(self) -> Rotation:
         """See Mixer."""
-        return self.rope, self.head_dim
+        return self.rope, self.head_dim if self.rotary_dims is None else self.rotary_dims
 
     def targets(self) -> dict[str, Target]:
         """See Part."""
         D, NH, KH = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
-            "q_proj": Target(inputs=D, outputs=NH, axes=("embed", "heads"), group="attn"),
+            "q_proj": Target(inputs=D, outputs=NH * (1 + self.is_gated), axes=("embed", "heads"), group="attn"),
             "k_proj": Target(inputs=D, outputs=KH, axes=("embed", "kv_heads"), group="attn"),
             "v_proj": Target(inputs=D, outputs=KH, axes=("embed", "kv_heads"), group="attn"),
             "o_proj": Target(inputs=NH, outputs=D, axes=("heads", "embed"), group="attn"),
@@ -97,42 +101,48 @@ class Attention:
         each = Parameter((self.num_kv_heads, self.head_dim), ("kv_heads", "head_dim"), "zeros")
         return Room(positions=KeyValues(k=each, v=each))  # type: ignore[arg-type]
 
+    def prepare(self, start_BT: jax.Array | None) -> None:
+        """See Mixer. Attention compares starts in each of its tiles."""
+
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See Mixer."""
-        q_BTNH, k_BTKH, v_BTKH = self._project(x, params, adapters, at)
+        q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, params, adapters, at)
         mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, at.start_BT, params.get("sinks"), at.layout, self.window)
-        return _output(mixed_BTNH, params, adapters)
+        return _output(mixed_BTNH, gate, params, adapters)
 
     def extend(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld | StepHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer. How keys and values are kept, and how many tokens each row has, are the cache's business."""
-        q, k, v = self._project(x, params, adapters, at)
+        q, k, v, gate = self._project(x, params, adapters, at)
         mixed, kept = held.attend(q, k, v, params.get("sinks"), window=self.window)
         mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
-        return _output(mixed, params, adapters), Held(positions=kept)
+        return _output(mixed, gate, params, adapters), Held(positions=kept)
 
     step = extend
 
     def _project(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries [..., N, H] and keys [..., K, H], and values, in the weights' type."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return rotated queries [..., N, H] and keys [..., K, H], and values, in the weights' type, and the gate."""
 
         def heads(name: str, num_heads: int) -> jax.Array:
             weight, adapter, bias = params[f"{name}_proj"], adapters.maps.get(f"{name}_proj"), f"{name}_bias"
             z = linear(x, weight, adapter, params.get(bias))
-            return z.reshape(*z.shape[:-1], num_heads, self.head_dim)
+            return z.reshape(*z.shape[:-1], num_heads, -1)
 
         q, k, v = heads("q", self.num_heads), heads("k", self.num_kv_heads), heads("v", self.num_kv_heads)
+        q, gate = jnp.split(q, 2, axis=-1) if self.is_gated else (q, None)
         if self.norm_epsilon is not None:
             q = rms_norm(q, params["q_norm"], self.norm_epsilon)
             k = rms_norm(k, params["k_norm"], self.norm_epsilon)
         dtype, angles = params["q_proj"].dtype, at.angles[self.rotation]
-        return rotate(q, *angles).astype(dtype), rotate(k, *angles).astype(dtype), v.astype(dtype)
+        return rotate(q, *angles).astype(dtype), rotate(k, *angles).astype(dtype), v.astype(dtype), gate
 
 
-def _output(mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
+def _output(mixed: jax.Array, gate: jax.Array | None, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
+    if gate is not None:
+        mixed = mixed * jax.nn.sigmoid(gate)
     x = mixed.reshape(*mixed.shape[:-2], -1)
     return linear(x, params["o_proj"], adapters.maps.get("o_proj"), params.get("o_bias"))
 

@@ -77,6 +77,10 @@ class Place:
     angles: Mapping[Rotation, Angles]
     start_BT: jax.Array | None = None
     """In training, the start in the row of the sequence of each position; None if a row holds one sequence."""
+    prepared: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    """In training, what `prepare` of each mixer returned."""
+    size: jax.Array | None = None
+    """The number of tokens of a chunk of prompts that are no padding; None if all."""
 
 
 class Part(Protocol):
@@ -105,6 +109,14 @@ class Mixer(Part, Protocol):
 
     def room(self) -> Room:
         """Return what the cache keeps of one layer."""
+        ...
+
+    def prepare(self, start_BT: jax.Array | None) -> Any:
+        """Return what `rows` reads of `start_BT` (see Place), computed once for all layers.
+
+        Within a layer XLA would compute it in the loop in one program, before the loop in another, and fuse what
+        follows differently: their bits would differ.
+        """
         ...
 
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:

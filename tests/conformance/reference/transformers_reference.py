@@ -61,7 +61,13 @@ def main(directory: Path) -> None:
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
     """Put adapters on all linear maps except routers: with peft, or by hand where peft does not support it."""
     is_tied, by_hand = model.config.tie_word_embeddings, []
-    maps = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    maps = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("in_proj_a", "in_proj_b"))
+    ]
+    fused = [name for name in maps if name.endswith("in_proj_qkv")]  # three maps, which peft takes for one
+    maps = [name for name in maps if name not in fused]
     if any(hasattr(layer.mlp, "experts") for layer in model.model.layers):  # peft would fuse gates with up-projections
         by_hand += [name for name in maps if ".mlp." in name]
     if is_tied:
@@ -71,6 +77,10 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
     for name in by_hand:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, AdaptedMap(model.get_submodule(name)))
+    for name in fused:
+        net = model.get_submodule(name.rpartition(".")[0])
+        rows = {"in_proj_q": net.key_dim, "in_proj_k": net.key_dim, "in_proj_v": net.value_dim}
+        net.in_proj_qkv = AdaptedRows(net.in_proj_qkv, rows)
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             is_fused = hasattr(layer.mlp.experts, "gate_up_proj_bias")
@@ -99,6 +109,20 @@ class AdaptedMap(Update):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + super().forward(x)
+
+
+class AdaptedRows(torch.nn.Module):
+    """A linear map whose rows are several maps, each with a LoRA update of its own."""
+
+    def __init__(self, base: torch.nn.Linear, rows: dict[str, int]):
+        super().__init__()
+        self.base = base
+        for name, size in rows.items():
+            self.add_module(name, Update(base.in_features, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        updates = [module(x) for module in self.children() if isinstance(module, Update)]
+        return self.base(x) + torch.cat(updates, dim=-1)
 
 
 class AdaptedExperts(torch.nn.Module):
@@ -160,7 +184,7 @@ def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
 
 def plain(name: str) -> str:
     """Convert `base_model.model.X.lora_A.default.weight` to `X.lora_A`."""
-    name = name.removeprefix("base_model.model.")
+    name = name.removeprefix("base_model.model.").replace(".in_proj_qkv.", ".")
     if name in ("lm_head.lora_A", "lm_head.lora_B"):  # tied embeddings: files use another name
         return name.replace("lm_head", "model.unembed_tokens")
     return name.removesuffix(".default.weight")

@@ -58,6 +58,11 @@ class JaxPrograms:
         self._transfer = min(TRANSFER, self._layout.length)  # every layout's slots are at least as long
         self._cache: Cache | None = None
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the model keeps state of fixed size besides keys and values."""
+        return self._model.has_state
+
     # Prompts
 
     def allocate_prompt(self, length: int) -> PromptKV:

@@ -62,7 +62,7 @@ class Prefiller:
         self._programs = programs
         self._shapes = shapes
         self._max_tokens = memory.prompt_tokens
-        self.prefixes = PrefixCache(memory.prefix_tokens, shapes)
+        self.prefixes = PrefixCache(memory.prefix_tokens, shapes, has_state=programs.has_state)
 
     def fits(self, num_tokens: int, *, in_use: int) -> bool:
         """Return whether a prompt's buffer fits when `in_use` positions cannot be evicted."""

@@ -43,9 +43,11 @@ class ComputedPrompt:
 class PrefixCache:
     """Computed prompts by sampler and cache scope. The least recently used are evicted first."""
 
-    def __init__(self, max_tokens: int, shapes: PrefillShapes) -> None:
+    def __init__(self, max_tokens: int, shapes: PrefillShapes, *, has_state: bool = False) -> None:
+        """Create an empty cache. With `has_state` only whole prompts are shared: no state is kept within them."""
         self._max_tokens = max_tokens
         self._shapes = shapes
+        self._has_state = has_state
         self._prompts: OrderedDict[tuple[PromptSource, bytes], ComputedPrompt] = OrderedDict()
 
     @property
@@ -62,6 +64,8 @@ class PrefixCache:
         if equal in self._prompts:
             self._prompts.move_to_end(equal)
             return self._prompts[equal], tokens.size
+        if self._has_state:
+            return None
         usable = {key: self._usable(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source}
         best = max(usable, key=usable.__getitem__, default=None)
         if best is None or usable[best] == 0:

@@ -59,7 +59,8 @@ def extend(
 
     Returns the chunk's hidden states [T, D], the one at index `last` [1, D], and the prompt with the chunk.
     """
-    hidden_1TD, prompt = models.extend(params, config, token_T[None], start, prompt, take_adapter(pool, adapter))
+    own = take_adapter(pool, adapter)
+    hidden_1TD, prompt = models.extend(params, config, token_T[None], start, prompt, own, size=last + 1)
     return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), prompt
 
 

@@ -1,0 +1,49 @@
+"""Depthwise causal convolution over the last few positions, as linear attention has it before its state.
+
+Legend: B batch, T tokens, S slots, I channels, W positions that an output reads.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def conv_masks(start_BT: jax.Array, width: int) -> jax.Array:
+    """Return for each distance below `width` whether the position so far before is of the same sequence: 1 or 0.
+
+    `start_BT` is the start in the row of the sequence of each position. Returns float32 [W, B, T, 1].
+    """
+    position_BT = jnp.arange(start_BT.shape[1]) - start_BT
+    return (position_BT >= jnp.arange(width)[:, None, None]).astype(jnp.float32)[..., None]
+
+
+def short_conv(
+    x_BTI: jax.Array, weight_WI: jax.Array, tail_BWI: jax.Array, masks_WBT1: jax.Array | None = None
+) -> jax.Array:
+    """Return for each position the weighted sum of the last W inputs, float32 [B, T, I].
+
+    The last weight is that of the position itself. `tail` [B, W - 1, I] are the inputs before the row. With `masks`
+    the first outputs of a sequence read no input of another.
+    """
+    width, length = weight_WI.shape[0], x_BTI.shape[1]
+    weight = weight_WI.astype(jnp.float32)
+    padded = jnp.concatenate([tail_BWI.astype(jnp.float32), x_BTI.astype(jnp.float32)], axis=1)
+    y_BTI = jnp.zeros((), jnp.float32)
+    for place in range(width):
+        each = padded[:, place : place + length] * weight[place]
+        y_BTI = y_BTI + (each if masks_WBT1 is None else each * masks_WBT1[width - 1 - place])
+    return y_BTI
+
+
+def last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int) -> jax.Array:
+    """Return the inputs that the next position reads, [B, W - 1, I], after the first `size` of a row."""
+    padded = jnp.concatenate([tail_BWI, x_BTI.astype(tail_BWI.dtype)], axis=1)
+    return jax.lax.dynamic_slice_in_dim(padded, size, tail_BWI.shape[1], axis=1)
+
+
+def conv_step(x_SI: jax.Array, weight_WI: jax.Array, tail_SWI: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the sum for one token of each slot, float32 [S, I], and the inputs that the next one reads."""
+    window_SWI = jnp.concatenate([tail_SWI, x_SI[:, None].astype(tail_SWI.dtype)], axis=1)
+    y_SI = jnp.zeros((), jnp.float32)
+    for place in range(weight_WI.shape[0]):
+        y_SI = y_SI + window_SWI[:, place].astype(jnp.float32) * weight_WI[place].astype(jnp.float32)
+    return y_SI, window_SWI[:, 1:]

@@ -1,0 +1,85 @@
+"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets to each gated attention. Qwen Team 2026; arXiv:2412.06464."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
+from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.delta_net import DeltaNet
+from skyrl_tx.weights.weight_map import DELTA_NET_WEIGHTS, DENSE_WEIGHTS, QK_NORM_WEIGHTS, norms_from_one
+
+ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish",),
+    "mamba_ssm_dtype": ("float32",),
+}
+"""Keys that would change the maths, with the values that are implemented."""
+_KINDS = "linear_attention", "full_attention"
+
+
+def read_layer_types(hf: HfConfig) -> tuple[str, ...]:
+    """Return the kind of each layer: as listed, else every `full_attention_interval`-th has full attention."""
+    num_layers = read_size(hf, "num_hidden_layers")
+    if not hf.get("layer_types"):
+        interval = read_size(hf, "full_attention_interval")
+        return tuple(_KINDS[(layer + 1) % interval == 0] for layer in range(num_layers))
+    kinds = tuple(hf["layer_types"])
+    if len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
+        raise UnsupportedModel(f"config.json has layer_types = {kinds}; supported: {num_layers} of {_KINDS}")
+    return kinds
+
+
+def read_delta_net(hf: HfConfig) -> DeltaNet:
+    """Read the linear attention."""
+    return DeltaNet(
+        hidden_size=read_size(hf, "hidden_size"),
+        num_key_heads=read_size(hf, "linear_num_key_heads"),
+        num_value_heads=read_size(hf, "linear_num_value_heads"),
+        key_dim=read_size(hf, "linear_key_head_dim"),
+        value_dim=read_size(hf, "linear_value_head_dim"),
+        conv_width=read_size(hf, "linear_conv_kernel_dim"),
+        norm_epsilon=read_epsilon(hf),
+    )
+
+
+def read_gated_attention(hf: HfConfig) -> Attention:
+    """Read the softmax attention: a share of each head is rotated. The axes of positions are equal in text."""
+    rope = dict(hf.get("rope_parameters") or {})
+    share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
+    others = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
+    attention = read_attention({**hf, "rope_parameters": others}, has_norm=True)
+    return replace(attention, is_gated=True, rotary_dims=int(attention.head_dim * share))
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers."""
+    for key, values in ACCEPTED.items():
+        if hf.get(key) not in (None, *values):
+            raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {values[0]!r}")
+    mixers = {"linear_attention": read_delta_net(hf), "full_attention": read_gated_attention(hf)}
+    dense = read_dense(hf)
+    return tuple(Block(mixers[kind], dense) for kind in read_layer_types(hf))
+
+
+QWEN3_5 = ModelFamily(
+    architecture="Qwen3_5ForCausalLM",
+    aliases=("Qwen3_5ForConditionalGeneration",),
+    weights=norms_from_one(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + DELTA_NET_WEIGHTS,
+    read_blocks=read_blocks,
+    reads=frozenset({"layer_types", "partial_rotary_factor"}),
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+)
