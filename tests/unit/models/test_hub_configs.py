@@ -9,12 +9,14 @@ import pytest
 
 from skyrl_tx.layers.moe import Clamp, Routing
 from skyrl_tx.layers.parameter import flatten
-from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params, find_family, targets
+from skyrl_tx.models import ModelConfig, UnsupportedModel, adapter_shapes, describe_params, find_family, targets
+from skyrl_tx.models.base import text_config
 from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.delta_net import DeltaNet
 from skyrl_tx.models.parts.mixture import Mixture
 
 FOLDER = Path(__file__).parent / "hub_configs"
-"""Files as published, less what no model reads."""
+"""Files as published, less what no model reads; of Qwen3.5 the published sizes, as transformers writes them."""
 
 
 def content_of(name: str) -> dict[str, Any]:
@@ -26,6 +28,12 @@ def read(name: str, **changes: Any) -> ModelConfig:
     return find_family(content).config_from_hf(content)
 
 
+def read_text(name: str, **changes: Any) -> ModelConfig:
+    """Read the config of the text model that a model with images nests, with changes there."""
+    content = content_of(name)
+    return read(name, text_config={**content["text_config"], **changes})
+
+
 def windows_of(config: ModelConfig) -> list[int | None]:
     mixers = [block.mixer for block in config.blocks]
     return [mixer.window for mixer in mixers if isinstance(mixer, Attention)]
@@ -33,7 +41,7 @@ def windows_of(config: ModelConfig) -> list[int | None]:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
 def test_a_public_config_is_accepted(name: str) -> None:
-    config, content = read(name), content_of(name)
+    config, content = read(name), text_config(content_of(name))
     assert config.num_layers == content["num_hidden_layers"]
     assert targets(config)["unembed"].outputs == content["vocab_size"]
 
@@ -84,6 +92,95 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
     assert find_family(content).config_from_hf(content) == read("gpt-oss-20b")
 
 
+QWEN3_5 = ("Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B")
+
+
+@pytest.mark.parametrize("name", QWEN3_5)
+def test_every_fourth_layer_of_qwen3_5_has_softmax_attention(name: str) -> None:
+    config = read(name)
+    kinds = [type(block.mixer) for block in config.blocks]
+    assert kinds == [DeltaNet, DeltaNet, DeltaNet, Attention] * (config.num_layers // 4)
+    assert len(config.groups) == 1, "one loop over cycles of four layers"
+    delta, attention = config.blocks[0].mixer, config.blocks[3].mixer
+    assert isinstance(delta, DeltaNet) and isinstance(attention, Attention)
+    assert (delta.num_key_heads, delta.key_dim, delta.value_dim, delta.conv_width) == (16, 128, 128, 4)
+    assert attention.is_gated and (attention.head_dim, attention.rotary_dims) == (256, 64)
+    assert attention.rope.theta == 1e7 and attention.norm_epsilon == 1e-6
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen3.5-4B", 4.2), ("Qwen3.5-9B", 9.0), ("Qwen3.5-27B", 26.9)])
+def test_qwen3_5_has_as_many_parameters_as_its_name_says(name: str, billions: float) -> None:
+    leaves = flatten(describe_params(read(name))).values()
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen3.5-4B", {"mlp": 1_130_496, "attn": 897_024, "unembed": 250_880}),
+        ("Qwen3.5-9B", {"mlp": 1_572_864, "attn": 1_130_496, "unembed": 252_416}),
+        ("Qwen3.5-27B", {"mlp": 4_325_376, "attn": 2_965_504, "unembed": 253_440}),
+    ],
+)
+def test_adapters_of_qwen3_5_are_as_large_as_on_the_hosted_service(name: str, expected: dict[str, int]) -> None:
+    """The numbers are those of tinker-cookbook 0.6.1, hyperparam_utils.py, _LORA_PARAMS_PER_RANK_BY_COMPONENT."""
+    config, found = read(name), dict.fromkeys(expected, 0)
+    for target, pair in adapter_shapes(config, 1).weights.items():
+        found[targets(config)[target].group] += math.prod(pair.a.shape) + math.prod(pair.b.shape)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", QWEN3_5)
+def test_a_text_only_config_of_qwen3_5_reads_the_same(name: str) -> None:
+    content = content_of(name)
+    text = {**content["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
+    assert find_family(text).config_from_hf(text) == read(name)
+
+
+def test_what_qwen3_5_leaves_out_has_its_default() -> None:
+    content = content_of("Qwen3.5-9B")
+    optional = (
+        *("layer_types", "full_attention_interval", "head_dim", "rms_norm_eps", "attn_output_gate"),
+        *("mamba_ssm_dtype", "attention_bias"),
+        *(key for key in content["text_config"] if key.startswith("linear_")),
+    )
+    for key in optional:
+        del content["text_config"][key]
+    del content["text_config"]["rope_parameters"]["partial_rotary_factor"]
+    assert find_family(content).config_from_hf(content) == read("Qwen3.5-9B")
+
+
+def test_layers_of_qwen3_5_are_as_listed_before_the_interval() -> None:
+    listed = ["linear_attention", "full_attention"] * 16
+    mixers = [block.mixer for block in read_text("Qwen3.5-9B", layer_types=listed).blocks]
+    assert [type(mixer) for mixer in mixers] == [DeltaNet, Attention] * 16
+    mixers = [block.mixer for block in read_text("Qwen3.5-9B", layer_types=None, full_attention_interval=8).blocks]
+    assert [type(mixer) for mixer in mixers] == ([DeltaNet] * 7 + [Attention]) * 4
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate = False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"rope_parameters": {**ROPE, "odd": 1}}, "odd"),
+        ({"layer_types": ["full_attention"] * 31}, "layer_types = .* 32 of"),
+        ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads = 24"),
+        ({"full_attention_interval": 0, "layer_types": None}, "full_attention_interval = 0"),
+    ],
+)
+def test_keys_of_the_nested_text_model_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read_text("Qwen3.5-9B", **changes)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
@@ -91,6 +188,8 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
         ("Mistral-7B-v0.1", {"attention_bias": True}, "attention_bias = True"),
         ("Mistral-7B-v0.1", {"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
         ("Mistral-7B-v0.1", {"rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling"),
+        ("Mistral-7B-v0.1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("Mistral-7B-v0.1", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         ("gpt-oss-20b", {"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 23}, "layer_types = .* of 24 layers"),
         ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
