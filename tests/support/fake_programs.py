@@ -44,6 +44,8 @@ class FakeScores:
 class FakePrograms:
     """The methods of `JaxPrograms`. Counts prefill and tracks the live prompt buffers."""
 
+    has_state = False
+
     def __init__(self, max_samplers: int = 2) -> None:
         self.layouts: list[KVLayout] = []
         """Every layout of the KV cache, the present one last."""

@@ -82,3 +82,12 @@ def test_a_cache_of_size_zero_stores_nothing():
     cache = PrefixCache(0, SHAPES)
     cache.add(BASE, prompt(1, 2, 3, 4, 5))
     assert cache.find(BASE, ask(1, 2, 3, 4, 5)) is None
+
+
+def test_with_state_only_an_equal_prompt_is_a_hit():
+    cache, kept = PrefixCache(64, SHAPES, has_state=True), prompt(1, 2, 3, 4, 5, 6, 7, 8)
+    cache.add(RED, kept)
+    assert cache.find(RED, kept.tokens) == (kept, 8)
+    assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 8, 9)) is None
+    assert cache.find(RED, ask(1, 2, 3, 4, 5)) is None
+    assert cache.find(BLUE, kept.tokens) is None
