@@ -81,10 +81,10 @@ class PrefixCache:
         return self._shapes.full_chunks(min(common, tokens.size - 1))
 
     def add(self, source: PromptSource, prompt: ComputedPrompt) -> None:
-        """Cache a prompt in place of its own prefixes, and evict others until all fit."""
+        """Cache a prompt in place of those that it serves as well, its prefixes, and evict others until all fit."""
         if prompt.kv.length > self._max_tokens:
             return
-        for key, other in list(self._prompts.items()):
+        for key, other in [] if self._has_state else list(self._prompts.items()):
             if key[0] == source and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
                 del self._prompts[key]
         self._prompts[source, prompt.tokens.tobytes()] = prompt

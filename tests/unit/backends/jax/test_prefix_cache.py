@@ -91,3 +91,11 @@ def test_with_state_only_an_equal_prompt_is_a_hit():
     assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 8, 9)) is None
     assert cache.find(RED, ask(1, 2, 3, 4, 5)) is None
     assert cache.find(BLUE, kept.tokens) is None
+
+
+def test_with_state_a_prompt_does_not_replace_its_prefixes():
+    cache, turns = PrefixCache(64, SHAPES, has_state=True), [prompt(*range(1, end)) for end in (6, 8)]
+    for turn in turns:
+        cache.add(RED, turn)
+    assert cache.find(RED, turns[0].tokens) == (turns[0], 5), "the longer one has no state after the shorter"
+    assert cache.find(RED, turns[1].tokens) == (turns[1], 7)
