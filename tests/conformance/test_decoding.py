@@ -17,7 +17,15 @@ COPIES = "abc"  # of each request
 
 @pytest.mark.parametrize(
     "reference",
-    ["qwen3-untied", "qwen2-tied", "llama3-untied", "qwen3-moe-mixed", "mistral-untied", "gpt-oss-untied"],
+    [
+        "qwen3-untied",
+        "qwen2-tied",
+        "llama3-untied",
+        "qwen3-moe-mixed",
+        "mistral-untied",
+        "gpt-oss-untied",
+        "qwen3_5-untied",
+    ],
     indirect=True,
 )
 def test_greedy_decoding_equals_transformers(reference):
