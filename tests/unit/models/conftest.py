@@ -35,6 +35,9 @@ CYCLE = "qwen3-moe-alternating"
 SINKS = "gpt-oss-untied"
 """Windows in every other layer, shorter than prompts, chunks and packed sequences; attention sinks, biased experts."""
 
+HYBRID = "qwen3_5-untied"
+"""Three layers of linear attention, which have a state of fixed size, to each of softmax attention."""
+
 VARIANTS = {
     CYCLE: {
         "architecture": "Qwen3MoeForCausalLM",
@@ -47,6 +50,8 @@ VARIANTS = {
     "qwen3-moe-untied": {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
     SINKS: {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
+    # Norms divide by products of queries and keys: large weights keep those far from 0, and rounding small.
+    HYBRID: {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.2},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
 
@@ -71,6 +76,12 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 def sinks(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Give a model of windows and sinks."""
     return read_back(tmp_path_factory.mktemp("model"), SINKS)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Give a model with state of fixed size."""
+    return read_back(tmp_path_factory.mktemp("model"), HYBRID)
 
 
 @pytest.fixture(

@@ -45,10 +45,22 @@ def filled_cache(params, config, value: float, rows: int = 3) -> held.Cache:
     return jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), empty)
 
 
+def unwritten(params, config) -> held.Cache:
+    """Return the cache of three prompts before the first chunk: positions are not seen, and states are empty."""
+    empty = filled_cache(params, config, 0.0)
+    return jax.tree_util.tree_map(
+        lambda each: held.Held(
+            positions=jax.tree.map(lambda leaf: jnp.full_like(leaf, np.nan), each.positions), fixed=each.fixed
+        ),
+        empty,
+        is_leaf=lambda each: isinstance(each, held.Held),
+    )
+
+
 def prefill(params, config, x, adapter=None, rows=None):
     """Run whole rows, in one chunk of 32, into prompts in which nothing was written."""
-    chunk = np.pad(x, ((0, 0), (0, 32 - x.shape[1])))
-    return extend(params, config, chunk, np.int32(0), filled_cache(params, config, np.nan), adapter, rows)
+    chunk, size = np.pad(x, ((0, 0), (0, 32 - x.shape[1]))), np.int32(x.shape[1])
+    return extend(params, config, chunk, np.int32(0), unwritten(params, config), adapter, rows, size=size)
 
 
 def prompt_of(keys, row: int):
@@ -160,11 +172,12 @@ def test_chunked_prefill_equals_the_full_forward(each_family, chunks):
     x = tokens()
     assert sum(chunks) == LENGTH
     whole = evaluate(each_family.params, config, x, slots, rows)
-    past = filled_cache(each_family.params, config, np.nan)  # what is not written is not seen
+    past = unwritten(each_family.params, config)
     start = 0
     for size in chunks:
         chunk = np.pad(x[:, start : start + size], ((0, 0), (0, 32 - size)))
-        hidden, past = extend(each_family.params, config, chunk, np.int32(start), past, slots, rows)
+        at = np.int32(start)
+        hidden, past = extend(each_family.params, config, chunk, at, past, slots, rows, size=np.int32(size))
         np.testing.assert_allclose(np.asarray(hidden)[:, :size], whole[:, start : start + size], atol=1e-5)
         start += size
 
