@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.delta_rule import CHUNK, ChunkMasks, _inverse, delta_rule, delta_step
+from tests.support.fast_jit import fast_jit
 
 K, G, D, E = 2, 2, 16, 8
 LENGTHS = 70, 5, 130, 64, 1, 27
@@ -50,6 +51,9 @@ def by_steps(inputs: Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.moveaxis(o_TB, 0, 1), state
 
 
+run_chunks, run_steps = fast_jit(delta_rule), fast_jit(by_steps)
+
+
 def assert_close(found: object, wanted: object) -> None:
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, **CLOSE)
@@ -70,7 +74,7 @@ def test_a_step_is_the_formula() -> None:
 @pytest.mark.parametrize("length", [1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 22])
 def test_chunks_equal_steps(length: int) -> None:
     inputs, state = draw(2, length), draw_state(2)
-    assert_close(delta_rule(*inputs, state), by_steps(inputs, state))
+    assert_close(run_chunks(*inputs, state), run_steps(inputs, state))
 
 
 def test_gradients_by_chunks_equal_those_by_steps() -> None:
@@ -84,7 +88,7 @@ def test_gradients_by_chunks_equal_those_by_steps() -> None:
             o, state = rule(inputs, state)
             return jnp.sum(o * o_weight) + jnp.sum(state * state_weight)
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(inputs, state)
+        return fast_jit(jax.grad(loss, argnums=(0, 1)))(inputs, state)
 
     assert_close(gradients(lambda inputs, state: delta_rule(*inputs, state)), gradients(by_steps))
 
@@ -108,14 +112,14 @@ def run_apart(inputs: Inputs) -> jax.Array:
 
 def test_packed_sequences_equal_the_sequences_apart() -> None:
     inputs = draw(1, int(STARTS[-1]))
-    assert_close(run_packed(inputs), run_apart(inputs))
+    assert_close(fast_jit(run_packed)(inputs), fast_jit(run_apart)(inputs))
 
 
 def test_gradients_of_packed_sequences_equal_those_apart() -> None:
     inputs = draw(1, int(STARTS[-1]))
     weight = np.random.default_rng(1).standard_normal(inputs[2].shape).astype(np.float32)
     packed, alone = (
-        jax.jit(jax.grad(lambda inputs, run=run: jnp.sum(run(inputs) * weight)))(inputs)
+        fast_jit(jax.grad(lambda inputs, run=run: jnp.sum(run(inputs) * weight)))(inputs)
         for run in (run_packed, run_apart)
     )
     assert_close(packed, alone)
@@ -128,7 +132,8 @@ def test_a_packed_sequence_reads_nothing_of_another() -> None:
     index = np.arange(STARTS[-1])
     is_own = (index >= start) & (index < stop)
     mixed = tuple(jnp.where(is_own.reshape(-1, *[1] * (a.ndim - 2)), a, b) for a, b in zip(inputs, other, strict=True))
-    assert_close(run_packed(mixed)[:, start:stop], run_packed(inputs)[:, start:stop])
+    run = fast_jit(run_packed)
+    assert_close(run(mixed)[:, start:stop], run(inputs)[:, start:stop])
 
 
 @pytest.mark.parametrize("size", [1, 40, CHUNK, CHUNK + 20])
@@ -136,22 +141,22 @@ def test_padding_leaves_the_state(size: int) -> None:
     *qkv, beta, decay = draw(2, 2 * CHUNK)
     is_token = (jnp.arange(2 * CHUNK) < size)[:, None, None]
     padded = *qkv, jnp.where(is_token, beta, 0.0), jnp.where(is_token, decay, 0.0)
-    o, state = delta_rule(*padded, draw_state(2))
-    assert_close((o[:, :size], state), delta_rule(*(each[:, :size] for each in padded), draw_state(2)))
+    o, state = run_chunks(*padded, draw_state(2))
+    assert_close((o[:, :size], state), run_chunks(*(each[:, :size] for each in padded), draw_state(2)))
 
 
 @pytest.mark.parametrize("cut", [1, 30, CHUNK, CHUNK + 1])
 def test_continuing_from_a_state_equals_one_call(cut: int) -> None:
     inputs, state = draw(2, 2 * CHUNK), draw_state(2)
-    first, between = delta_rule(*(each[:, :cut] for each in inputs), state)
-    second, last = delta_rule(*(each[:, cut:] for each in inputs), between)
-    assert_close((jnp.concatenate([first, second], axis=1), last), delta_rule(*inputs, state))
+    first, between = run_chunks(*(each[:, :cut] for each in inputs), state)
+    second, last = run_chunks(*(each[:, cut:] for each in inputs), between)
+    assert_close((jnp.concatenate([first, second], axis=1), last), run_chunks(*inputs, state))
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.99])
 def test_the_inverse_for_equal_keys_is_exact(beta: float) -> None:
     below = np.tril(np.full((CHUNK, CHUNK), beta), -1)
-    found = _inverse(jnp.asarray(below, jnp.float32))
+    found = fast_jit(_inverse)(jnp.asarray(below, jnp.float32))
     np.testing.assert_allclose(found, np.linalg.inv(np.eye(CHUNK) + below), rtol=0, atol=1e-6)
 
 
@@ -160,7 +165,7 @@ def test_equal_keys_are_exact(beta: float) -> None:
     q, k, v, _, _ = draw(1, 2 * CHUNK)
     k = jnp.broadcast_to(k[:, :1], k.shape)
     rates = jnp.full(v.shape[:-1], beta), jnp.zeros(v.shape[:-1])
-    o, state = delta_rule(q, k, v, *rates, zeros(1))
+    o, state = run_chunks(q, k, v, *rates, zeros(1))
     wanted = np.zeros((K, G, D, E))
     for index in range(v.shape[1]):
         key = np.asarray(k[0, index], np.float64)[:, None]
@@ -175,5 +180,5 @@ def test_equal_keys_are_exact(beta: float) -> None:
 
 def test_gradients_are_finite_where_all_is_forgotten() -> None:
     *others, decay = draw(1, CHUNK)
-    gradient = jax.grad(lambda decay: jnp.sum(delta_rule(*others, decay, draw_state(1))[0]))(decay - 200.0)
+    gradient = fast_jit(jax.grad(lambda decay: jnp.sum(delta_rule(*others, decay, draw_state(1))[0])))(decay - 200.0)
     assert np.isfinite(gradient).all()

@@ -58,6 +58,13 @@ def test_a_size_is_named_as_in_the_config_of_its_family(tmp_path):
         check_divides(layout_of(tp=4), config_of(tmp_path, "GptOssForCausalLM", mlp_size=30, num_kv_heads=4))
 
 
+def test_a_mesh_must_divide_the_heads_of_linear_attention(tmp_path):
+    config = config_of(tmp_path, "Qwen3_5ForCausalLM", num_layers=4, num_kv_heads=4)
+    check_divides(layout_of(fsdp=2, tp=2), config)
+    with pytest.raises(MeshError, match="tp=4 does not divide linear_num_key_heads = 2"):
+        check_divides(layout_of(tp=4), config)
+
+
 def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():
     wanted = len(jax.devices()) + 1
     backend = JaxBackend("no-such-directory/either", JaxConfig(compile_cache_dir=None, mesh=MeshConfig(tp=wanted)))
