@@ -19,7 +19,7 @@ from tests.support.tiny import HYBRID, TINY_CONFIG, TinyModel, load_model, tiny_
 LENGTH = 160
 """The length to which sequences are padded for the full forward pass."""
 STD = 0.1
-"""Of the weights. Norms divide by products of queries and keys, so rounding grows with it."""
+"""The standard deviation of weights. Norms divide by products of queries and keys, so rounding depends on it."""
 
 
 @pytest.fixture(scope="module")
