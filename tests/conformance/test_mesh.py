@@ -62,14 +62,19 @@ def test_moe_training_on_eight_devices(tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}),
         ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
         ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
+        ("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}),
     ],
 )
 def test_training_and_sampling_on_a_mesh(tmp_path: Path, architecture: str, meshes: dict[str, int]) -> None:
     """`meshes` maps each mesh to the number of shards of all weights other than experts."""
     mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}}
-    more = {"Qwen3MoeForCausalLM": mixed, "GptOssForCausalLM": {"tied_embeddings": False, "std": 0.1}}.get(
-        architecture, {}
-    )
+    # Its heads are near 0 where queries and keys are, and a norm divides by them: epsilon bounds what rounding becomes.
+    linear = {"num_layers": 4, "hidden_size": 64, "head_dim": 16, "std": 0.1, "keys": {"rms_norm_eps": 0.1}}
+    more = {
+        "Qwen3MoeForCausalLM": mixed,
+        "GptOssForCausalLM": {"tied_embeddings": False, "std": 0.1},
+        "Qwen3_5ForCausalLM": linear,
+    }.get(architecture, {})
     directory = write_model(tmp_path, architecture, **SIZES | more)
     one, *many = on_meshes(directory, "sample", ONE, *meshes)
     (whole,) = one["bytes"]
