@@ -227,14 +227,17 @@ class _RoomBytes:
             return math.prod(each.shape) // math.prod(shards) * (4 if each.is_float32 else itemsize)
 
         rooms = [(len(stack.layers), stack.block.mixer.room()) for stack in model.stacks]
+        position = sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.positions))
         return cls(
-            position=sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.positions)),
+            position=max(position, 1),  # a model without attention keeps nothing of positions
             state=sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.fixed)),
         )
 
     def of_prompt(self, config: JaxConfig) -> float:
         """Return the bytes for a position of a prompt buffer, with the state of the shortest buffer spread over it."""
-        return self.position + self.state / config.prefill_chunk_tokens
+        return self.position + self.state / min(
+            config.prefill_chunk_tokens, config.max_context_length or config.prefill_chunk_tokens
+        )
 
 
 def _largest_sample_memory(

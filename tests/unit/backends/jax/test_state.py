@@ -12,6 +12,7 @@ from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.testing.tiny_models import write_model
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, ask, prompt_of, run
 from tests.support.tiny import HYBRID, TINY_CONFIG, TinyModel, load_model, tiny_directory
@@ -112,3 +113,8 @@ def test_states_count_in_the_memory_of_samples_and_prompts(tiny, monkeypatch, fr
         assert planned.prompt_bytes >= prompts
         samples = planned.tokens * position + config.sample_slots * state
         assert planned.tokens > 1 and samples + prompts <= memory.SAMPLE_SHARE * free_mib * 2**20
+
+
+def test_a_model_without_attention_has_a_memory_plan(tmp_path):
+    model = load_model(write_model(tmp_path / "model", HYBRID, num_layers=2))
+    assert plan_sample_memory(TINY_CONFIG.model_copy(update={"max_sample_tokens": None}), model.params, model.config)
