@@ -20,7 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
-    rows = audit.entries(tx, since=time.time() - arguments.since, limit=_MAX_ENTRIES)
+    newest = audit.entries(
+        tx,
+        since=time.time() - arguments.since,
+        actor=arguments.actor,
+        event=arguments.event,
+        limit=_MAX_ENTRIES,
+        newest_first=True,
+    )
     return [
         {
             "at": when(row.at),
@@ -30,8 +37,7 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
             "path": row.path,
             "details": row.details if arguments.json else _text(row.details),
         }
-        for row in rows
-        if arguments.actor in (None, row.actor) and arguments.event in (None, row.event)
+        for row in reversed(newest)
     ]
 
 

@@ -82,17 +82,23 @@ def entries(
     since: float = 0.0,
     until: float | None = None,
     resources: Collection[str] | None = None,
+    actor: str | None = None,
+    event: str | None = None,
     before: int | None = None,
     limit: int = 10_000,
     newest_first: bool = False,
 ) -> Sequence[AuditRow]:
     """Return the entries of a time, in order. A resource is the first word of an event; None means all.
 
-    `before` is a position: only older entries are returned.
+    `actor` and `event` are of the entries that are returned. `before` is a position: only older ones are returned.
     """
     wanted = select(AuditRow).where(col(AuditRow.at) >= since)
     if until is not None:
         wanted = wanted.where(col(AuditRow.at) < until)
+    if actor is not None:
+        wanted = wanted.where(col(AuditRow.actor) == actor)
+    if event is not None:
+        wanted = wanted.where(col(AuditRow.event) == event)
     if before is not None:
         wanted = wanted.where(col(AuditRow.position) < before)
     if resources is not None:

@@ -35,6 +35,15 @@ def test_entries_of_a_time_and_of_resources(store: Store) -> None:
     assert [at for _, at in events(store, newest_first=True, limit=2)] == [3.0, 2.0]
 
 
+def test_entries_of_an_actor_and_of_an_event_are_found_among_many_others(store: Store) -> None:
+    record(store, "checkpoint_delete", 0.0)
+    for at in range(1, 4):
+        store.write(lambda tx, at=at: audit.record(tx, "checkpoint_create", Actor("bob"), float(at)))
+    assert [at for _, at in events(store, actor="ann", newest_first=True, limit=2)] == [0.0]
+    assert [at for _, at in events(store, event="checkpoint_create", limit=2)] == [1.0, 2.0]
+    assert events(store, actor="bob", event="checkpoint_delete") == []
+
+
 def test_pages_go_back_by_position(store: Store) -> None:
     for at in range(5):
         record(store, "checkpoint_create", float(at))
