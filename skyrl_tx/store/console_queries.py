@@ -48,6 +48,7 @@ class RunLine:
     last_request_at: float
     num_steps: int
     loaded_from: str | None
+    finished_at: float | None  # when its session finished
 
 
 _RUN_COLUMNS = (
@@ -63,6 +64,7 @@ _RUN_COLUMNS = (
     col(ModelRow.last_request_at),
     col(ModelRow.num_steps),
     col(ModelRow.loaded_from),
+    col(SessionRow.finished_at),
 )
 
 

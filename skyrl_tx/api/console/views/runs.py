@@ -49,7 +49,7 @@ def run_view(
         name=logged_name or line.display_name or short_id(line.model_id),
         rank=spec.lora.rank,
         optimizer=spec.optimizer,
-        state=run_state(line.status, line.last_request_at, now),
+        state=run_state(line.status, line.last_request_at, now, has_finished=line.finished_at is not None),
         step=max(line.num_steps, max((step.step for step in steps if step.is_applied), default=0)),
         loss=losses[-1] if losses else None,
         loss_spark=spark(losses),
@@ -59,10 +59,12 @@ def run_view(
     )
 
 
-def run_state(status: str, last_request_at: float, now: float) -> str:
-    """Return what a run does in one word."""
+def run_state(status: str, last_request_at: float, now: float, *, has_finished: bool = False) -> str:
+    """Return what a run does in one word; `has_finished` is whether its session has."""
     if status != "ready":
         return _STATES.get(status, status)
+    if has_finished:
+        return "ended"
     return "training" if now - last_request_at < _ACTIVE_S else "idle"
 
 

@@ -85,6 +85,7 @@ def test_who_uses_what() -> None:
 
 def test_states_and_rewards() -> None:
     assert [run_state("ready", at, 100.0) for at in (90.0, 10.0)] == ["training", "idle"]
+    assert run_state("ready", 90.0, 100.0, has_finished=True) == "ended"
     assert run_state("unloaded", 0.0, 1.0) == "ended" and run_state("failed", 0.0, 1.0) == "failed"
     assert (
         reward_of({"a": 1.0, "env/reward_std": 3.0, "env/all/reward/total": 2.0}) == 2.0
