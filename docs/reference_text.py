@@ -23,9 +23,8 @@ what each field means; other fields that would change the result are refused by 
 UNSUPPORTED = """\
 Of the endpoints above:
 
-- Dimuon: `create_model` fails with a user error, because AdamW is the only optimizer.
-- Images and audio: the training request or sample fails with a user error that names the chunk.
-- Usage and bills: there are no usage events, and what is stored has a price of 0."""
+- Dimuon: `create_model` and `optim_step` fail with a user error. [Why](../decisions/training.md#adamw-is-the-only-optimizer).
+- Images and audio: the training request or sample fails with a user error that names the chunk."""
 
 LOSSES_INTRO = """\
 Every loss is a plain sum over positions: no mean, no division by tokens or sequences. `weights` multiply the loss of
