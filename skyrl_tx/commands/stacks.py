@@ -39,12 +39,20 @@ def holder(lock: Path) -> int | None:
     if not _PROCESSES.is_dir():  # not Linux: the number may be that of another process since
         return pid if _exists(pid) else None
     try:
-        open_files = [each.readlink() for each in (_PROCESSES / str(pid) / "fd").iterdir()]
+        descriptors = list((_PROCESSES / str(pid) / "fd").iterdir())
     except FileNotFoundError:
         return None
     except PermissionError as error:
         raise CommandError(f"process {pid} belongs to another user: {error.strerror}") from error
-    return pid if lock.resolve() in open_files else None
+    return pid if lock.resolve() in map(_target, descriptors) else None
+
+
+def _target(descriptor: Path) -> Path | None:
+    """Return the file of an open descriptor; None if it has been closed since."""
+    try:
+        return descriptor.readlink()
+    except FileNotFoundError:
+        return None
 
 
 def _exists(pid: int) -> bool:
