@@ -23,7 +23,8 @@ what each field means; other fields that would change the result are refused by 
 UNSUPPORTED = """\
 Of the endpoints above:
 
-- Dimuon: `create_model` and `optim_step` fail with a user error. [Why](../decisions/training.md#adamw-is-the-only-optimizer).
+- Dimuon: `create_model` and `optim_step` fail with a user error
+  ([why](../decisions/training.md#adamw-is-the-only-optimizer)).
 - Images and audio: the training request or sample fails with a user error that names the chunk."""
 
 LOSSES_INTRO = """\
