@@ -308,6 +308,7 @@ class _Loop:
         self._context.background_writer.drain()
         for model in self._context.models.resident():
             self._context.models.snapshot_and_wait(model)
+        self._context.background_writer.drain()  # the last snapshots may have replaced others
         self._context.request_log.wait_for_commits()
 
     def _use_device(self) -> bool:

@@ -14,6 +14,7 @@ from sqlmodel import select
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.errors import ErrorCategory, UserError
 from skyrl_tx.contract.requests import LoadWeights, Rejected, SaveWeights
+from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.database import Store
@@ -164,6 +165,23 @@ def test_replaced_snapshots_are_removed(tmp_path):
     assert [path.name for path in (tmp_path / "artifacts").glob("art-*")] == list(kept)
     assert len(kept) == 1
     harness.close()
+
+
+def test_snapshot_that_the_last_one_replaces_is_removed_before_a_clean_stop_ends(harness, monkeypatch):
+    queued = []
+    close = BackgroundWriter.close
+
+    def noted(writer):
+        queued.append(list(writer._jobs))
+        close(writer)
+
+    monkeypatch.setattr(BackgroundWriter, "close", noted)
+    model_id, _ = trained(harness)
+    first = snapshot_files(harness, model_id)
+    assert harness.answer(forward_backward(), model_id=model_id).metrics
+    assert snapshot_files(harness, model_id) != first
+    assert not first[0].exists()
+    assert queued == [[], []]
 
 
 def test_replaced_snapshot_that_could_not_be_removed_is_collected(tmp_path, monkeypatch, caplog):
