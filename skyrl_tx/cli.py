@@ -54,6 +54,7 @@ _COMMANDS = {
     "status": "show what a server does, also one that is dead",
     "top": "show the status of a server continuously",
     "usage": "show the tokens, device seconds and storage of owners, projects, keys, runs or days",
+    "projects": "list projects; set and remove their members",
     "quotas": "list, set and remove quotas and the weights of owners",
     "audit": "show who did what to checkpoints, keys, quotas and projects",
     "stacks": "write the stacks of a running server's threads to its log",
@@ -62,7 +63,7 @@ _COMMANDS = {
 _DATA_COMMANDS = frozenset(
     {
         *("keys", "runs", "checkpoints", "export", "import", "recover", "backup", "restore"),
-        *("status", "top", "usage", "quotas", "audit", "stacks"),
+        *("status", "top", "usage", "projects", "quotas", "audit", "stacks"),
     }
 )
 _QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})

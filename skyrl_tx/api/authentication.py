@@ -121,8 +121,8 @@ class Principal:
         """Whether every route but those of admins alone is allowed; `scopes` lists those of other scopes."""
         return self.scope in FULL_SCOPES
 
-    def may_see(self, owner: str | None) -> bool:
-        """Whether rows of that owner exist for this caller. `owner` None: there is no such row."""
+    def acts_for(self, owner: str | None) -> bool:
+        """Whether the caller may do what that owner may. `owner` None: there is no such row."""
         return owner is not None and (self.is_admin or owner == self.owner)
 
     @property

@@ -13,7 +13,7 @@ from skyrl_tx.store.history_tables import LoggedRunRow
 def visible(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
     """Find a logged run. Raises ApiError 404 if the caller has none of this id."""
     row = logged.get_run(tx, logged_run_id)
-    if row is None or not caller.may_see(row.owner):
+    if row is None or not caller.acts_for(row.owner):
         raise not_found(f"logged run {logged_run_id} does not exist")
     return row
 

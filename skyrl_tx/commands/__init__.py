@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing
-from skyrl_tx.commands import adapters, audit, backup, keys, quotas, recover, runs, stacks, status, usage
+from skyrl_tx.commands import adapters, audit, backup, keys, projects, quotas, recover, runs, stacks, status, usage
 from skyrl_tx.commands.common import CommandError
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store.errors import StoreError
@@ -22,6 +22,7 @@ _PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "status": status.add_status_arguments,
     "top": status.add_top_arguments,
     "usage": usage.add_arguments,
+    "projects": projects.add_arguments,
     "quotas": quotas.add_arguments,
     "audit": audit.add_arguments,
     "stacks": stacks.add_arguments,

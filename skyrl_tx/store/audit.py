@@ -27,6 +27,8 @@ Event = Literal[
     "run_delete",
     "run_restore",
     "project_session_assigned",
+    "project_member_set",
+    "project_member_removed",
     "organization_key_created",
     "organization_key_rotated",
     "organization_key_revoked",

@@ -1,6 +1,7 @@
 """Queries of the console: what people look at, in bounded pages.
 
-Every function that lists rows of users takes `owner`; None means all owners. Callers decide what a visitor may see.
+Every function that lists rows of users takes `owner`; None means all owners. Runs, checkpoints and sessions of the
+owner's projects are among its own. Callers decide what a visitor may see.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from skyrl_tx.store.history_tables import (
     LoggedRunRow,
     UsageRow,
 )
+from skyrl_tx.store.sessions import visible_to
 from skyrl_tx.store.tables import (
     ApiKeyRow,
     CheckpointRow,
@@ -72,7 +74,7 @@ def runs(
     tx: Session, owner: str | None, *, project: str | None, search: str, limit: int, offset: int
 ) -> tuple[list[RunLine], int]:
     """Return a page of runs, the last used first, and their total number. `search` is part of an id or a name."""
-    is_wanted = _owned(owner) & col(ModelRow.deleted_at).is_(None)
+    is_wanted = visible_to(owner) & col(ModelRow.deleted_at).is_(None)
     if project is not None:
         is_wanted &= col(SessionRow.project_id) == project
     if search:
@@ -278,9 +280,9 @@ def checkpoint_page(
     if scope == "published":
         is_wanted &= col(CheckpointRow.public) & is_visible(now)
     elif scope == "deleted":
-        is_wanted &= _owned(owner) & col(CheckpointRow.deleted_at).is_not(None)
+        is_wanted &= visible_to(owner) & col(CheckpointRow.deleted_at).is_not(None)
     else:
-        is_wanted &= _owned(owner) & is_visible(now)
+        is_wanted &= visible_to(owner) & is_visible(now)
     if kind:
         is_wanted &= col(CheckpointRow.kind) == kind
     if search:
@@ -330,7 +332,7 @@ def session_page(
     tx: Session, owner: str | None, *, project: str | None, search: str, limit: int, offset: int
 ) -> tuple[list[SessionLine], int]:
     """Return a page of sessions, newest first, and their total number."""
-    is_wanted = _owned(owner)
+    is_wanted = visible_to(owner)
     if project is not None:
         is_wanted &= col(SessionRow.project_id) == project
     if search:
@@ -365,7 +367,3 @@ def key_page(tx: Session, owner: str | None, *, limit: int, offset: int) -> tupl
     page = select_rows(ApiKeyRow).where(is_wanted).order_by(*order).limit(limit).offset(offset)
     total = execute(tx, select(func.count()).select_from(ApiKeyRow).where(is_wanted)).scalar_one()
     return list(tx.exec(page)), total
-
-
-def _owned(owner: str | None) -> ColumnElement[bool]:
-    return true() if owner is None else col(SessionRow.owner) == owner

@@ -183,6 +183,17 @@ def _add_quotas() -> None:
     op.add_column("engine_state", sa.Column("pauses", sa.JSON))
 
 
+def _add_project_members() -> None:
+    """Add the members of projects."""
+    op.create_table(
+        "project_members",
+        sa.Column("project_id", sa.String, primary_key=True),
+        sa.Column("owner", sa.String, primary_key=True),
+        sa.Column("role", sa.String, nullable=False),
+    )
+    op.create_index("ix_project_members_owner", "project_members", ["owner"])
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
@@ -200,4 +211,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0010": _add_history,
     "0011": _add_teams,
     "0012": _add_quotas,
+    "0013": _add_project_members,
 }

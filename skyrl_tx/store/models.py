@@ -8,7 +8,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
-from skyrl_tx.store import checkpoints, kept_samples, logged, points, pruning, sampled_steps, samplers
+from skyrl_tx.store import checkpoints, kept_samples, logged, points, pruning, sampled_steps, samplers, sessions
 from skyrl_tx.store.database import execute, existing
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -205,11 +205,12 @@ def list_owned(
     """Return a page of an owner's models, newest first, and their total number.
 
     Requests do not change the order, so that a client that reads pages during training sees every model.
-    `owner` None means all owners. `published_at` adds other owners' models with a checkpoint that is public then.
+    `owner` None means all owners. `published_at` adds the models of the owner's projects, and those of other owners
+    with a checkpoint that is public then.
     """
     is_wanted: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
     if published_at is not None:
-        is_wanted = is_wanted | col(ModelRow.model_id).in_(checkpoints.published_runs(published_at))
+        is_wanted = sessions.visible_to(owner) | col(ModelRow.model_id).in_(checkpoints.published_runs(published_at))
     is_wanted = is_wanted & col(ModelRow.deleted_at).is_(None)
     if project_id is not None:
         is_wanted = is_wanted & (col(SessionRow.project_id) == project_id)

@@ -4,13 +4,13 @@ import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Float, bindparam, case, func, update
+from sqlalchemy import ColumnElement, Float, bindparam, case, func, true, update
 from sqlalchemy import select as select_columns
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.tables import ModelRow, RequestRow, SamplingSessionRow, SessionRow
+from skyrl_tx.store.tables import ModelRow, ProjectMemberRow, RequestRow, SamplingSessionRow, SessionRow
 
 _ROWS_PER_FETCH = 200
 DIRECT, OPENAI, ANTHROPIC = "samples without a sampling session", "OpenAI endpoint", "Anthropic endpoint"
@@ -36,6 +36,7 @@ class SessionRef:
 
     session_id: SessionId
     owner: str
+    project_id: str | None
     created_at: float
     last_heartbeat_at: float
     finished_at: float | None
@@ -48,6 +49,7 @@ _NAMED = col(SessionRow.session_id) == bindparam("name")
 _FIND = select_columns(
     col(SessionRow.session_id),
     col(SessionRow.owner),
+    col(SessionRow.project_id),
     col(SessionRow.created_at),
     col(SessionRow.last_heartbeat_at),
     col(SessionRow.finished_at),
@@ -151,25 +153,41 @@ def finish(tx: Session, session_id: SessionId, reason: str, now: float) -> bool:
 _NEWEST_FIRST = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
 
 
-def list_ids(tx: Session, owner: str | None, limit: int, offset: int) -> list[SessionId]:
-    """Return a page of an owner's sessions, newest first; `owner` None means all owners."""
+def visible_to(owner: str | None) -> ColumnElement[bool]:
+    """Return the condition on `SessionRow` for an owner's sessions and those of its projects; None means all owners."""
+    if owner is None:
+        return true()
+    projects = select_columns(col(ProjectMemberRow.project_id)).where(col(ProjectMemberRow.owner) == owner)
+    return (col(SessionRow.owner) == owner) | col(SessionRow.project_id).in_(projects)
+
+
+def list_ids(
+    tx: Session, owner: str | None, limit: int, offset: int, *, with_projects: bool = False
+) -> list[SessionId]:
+    """Return a page of an owner's sessions, newest first; `owner` None means all owners.
+
+    `with_projects` adds the sessions of the projects that the owner is a member of.
+    """
     wanted = select(SessionRow.session_id).order_by(*_NEWEST_FIRST)
-    if owner is not None:
+    if with_projects:
+        wanted = wanted.where(visible_to(owner))
+    elif owner is not None:
         wanted = wanted.where(SessionRow.owner == owner)
     return [SessionId(session_id) for session_id in tx.exec(wanted.limit(limit).offset(offset))]
 
 
 def iterate(
     tx: Session,
+    viewer: str | None,
     owners: Collection[str] | None,
     project_ids: Collection[str] | None,
     after: tuple[float, SessionId] | None,
 ) -> Iterator[SessionRow]:
     """Yield the sessions of owners and projects, newest first, after a cursor of creation time and id.
 
-    `owners` and `project_ids` None mean all.
+    `viewer` is the owner to whom they must be visible. `owners` and `project_ids` None mean all, `viewer` None anyone.
     """
-    wanted = select(SessionRow).order_by(*_NEWEST_FIRST)
+    wanted = select(SessionRow).where(visible_to(viewer)).order_by(*_NEWEST_FIRST)
     if owners is not None:
         wanted = wanted.where(col(SessionRow.owner).in_(owners))
     if project_ids is not None:

@@ -35,6 +35,7 @@ RequestStatus = Literal["open", "done", "failed"]
 EngineStatus = Literal["starting", "recovering", "ready", "stopping"]
 KeyScope = Literal["admin", "user", "sample", "read", "metrics"]
 SubjectKind = Literal["owner", "key", "project"]
+ProjectRole = Literal["viewer", "editor"]
 
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
 _JSON_OR_NULL = JSON(none_as_null=True)
@@ -297,6 +298,16 @@ class QuotaRow(SQLModel, table=True):
     name: str = Field(primary_key=True)
     """One of `quotas.LIMITS`, or `weight`."""
     value: int = Field(sa_type=BigInteger)
+
+
+class ProjectMemberRow(SQLModel, table=True):
+    """An owner who sees what is in a project."""
+
+    __tablename__ = "project_members"
+
+    project_id: str = Field(primary_key=True)
+    owner: str = Field(primary_key=True, index=True)
+    role: ProjectRole = Field(sa_type=String)
 
 
 class EngineStateRow(SQLModel, table=True):

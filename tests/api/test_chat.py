@@ -292,7 +292,7 @@ def test_models_are_the_names_that_may_be_sent(stack: LiveStack) -> None:
 def test_samples_of_an_endpoint_share_one_session(stack: LiveStack) -> None:
     for _ in range(3):
         answer(stack, MESSAGES, messages=TALK, max_tokens=1)
-    rows = stack.server.store.read(lambda tx: [*sessions.iterate(tx, None, None, None)])
+    rows = stack.server.store.read(lambda tx: [*sessions.iterate(tx, None, None, None, None)])
     assert sum(row.display_name == sessions.ANTHROPIC for row in rows) == 1
     assert sum(row.display_name == sessions.OPENAI for row in rows) <= 1
 

@@ -218,6 +218,8 @@ FORMS = [
     ("/keys/1/revoke", {}),
     ("/quotas", {"subject": "ann", "limit": "samples_at_once", "value": "1"}),
     ("/quotas/remove", {"subject": "ann", "limit": "samples_at_once"}),
+    ("/projects", {"project": "math", "owner": "ann", "role": "viewer"}),
+    ("/projects/remove", {"project": "math", "owner": "ann"}),
     ("/checkpoints/delete", {"path": "{path}", "confirmed": "yes"}),
     ("/training_runs/{run_id}/logged_runs", {"logged_run_id": "1"}),
     ("/checkpoints/{run_id}/weights/state/publish", {"public": "yes"}),

@@ -172,7 +172,7 @@ def test_a_reply_can_be_prefilled_and_raw_prompts_need_no_template(ann: Browser)
 
 def test_samples_are_the_visitors_own_in_a_session_of_the_server(world: ConsoleWorld, ann: Browser) -> None:
     events(ann.call(CHAT, ASK))
-    rows = world.server.store.read(lambda tx: [*sessions.iterate(tx, None, None, None)])
+    rows = world.server.store.read(lambda tx: [*sessions.iterate(tx, None, None, None, None)])
     assert sum(row.display_name == sessions.PLAYGROUND for row in rows) == 1
 
 

@@ -50,7 +50,7 @@ def resolve(tx: Session, caller: Principal, settings: ApiSettings, name: str) ->
         raise _no_model(name, settings, f"{shown(path_text)} is not a tinker:// path")
     if ":train:" not in name:
         return Weights(name, _known(settings, name))
-    _, _, saved = access.readable_run(tx, caller, ModelId(name), time.time())
+    saved = access.readable_run(tx, caller, ModelId(name), time.time()).saved
     sampling = [row for row in saved if row.kind == CheckpointKind.SAMPLER]
     if not sampling:
         raise not_found(f"model {shown(name)}: the run has no sampler checkpoint; save_weights_for_sampler makes one")

@@ -30,7 +30,7 @@ _ONE = "/checkpoints/{run_id}/{kind}/{name}"
 
 @pages.get("/checkpoints")
 def list_checkpoints(visit: Visit) -> Page:
-    """Show checkpoints: those of the visitor, those that anyone published, or those that can be restored."""
+    """Show checkpoints: of the visitor and its projects, published by anyone, or deleted but restorable."""
     scope, kind = visit.query("scope", "own"), visit.query("kind")
     if scope not in _SCOPES:
         raise bad_request(f"scope: {scope!r} is not one of {', '.join(_SCOPES)}")
@@ -46,10 +46,7 @@ def list_checkpoints(visit: Visit) -> Page:
     return Page(
         "checkpoints.jinja",
         {
-            # Of another owner's checkpoint the path and the name before any @ are public, as in the API.
-            "checkpoints": [
-                (row, owner if visit.caller.may_see(owner) else owner.partition("@")[0]) for row, owner in found
-            ],
+            "checkpoints": [_line(visit, row, owner, scope) for row, owner in found],
             "pager": Pager.of(visit, offset, _PAGE_ROWS, len(found), total),
             "num_bytes": num_bytes,
             "scope": scope,
@@ -60,6 +57,15 @@ def list_checkpoints(visit: Visit) -> Page:
     )
 
 
+def _line(visit: Visit, row: CheckpointRow, owner: str, scope: str) -> tuple[CheckpointRow, str, bool]:
+    """Return a checkpoint for a list, its owner's name, and whether its run is linked.
+
+    Of a stranger's checkpoint the path and the name before any @ are public, as in the API.
+    """
+    is_visible = scope != "published" or visit.caller.acts_for(owner)
+    return row, owner if is_visible else owner.partition("@")[0], is_visible
+
+
 @pages.get(_ONE)
 def show_checkpoint(visit: Visit) -> Page:
     """Show one checkpoint, where it comes from and what was made of it."""
@@ -68,13 +74,13 @@ def show_checkpoint(visit: Visit) -> Page:
     def work(tx: Session) -> Page:
         row, maker = access.readable_checkpoint(tx, visit.caller, path)
         owner = models.owner(tx, path.model_id) or ""
-        is_own = visit.caller.may_see(owner)
+        is_visible = access.sees_run(tx, visit.caller, path.model_id)
         loaded = console_queries.runs_loaded_from(tx, [str(path)], _MAX_CHILDREN)
-        runs = [model_id for model_id, _ in loaded if visit.caller.may_see(models.owner(tx, model_id))]
+        runs = [model_id for model_id, _ in loaded if access.sees_run(tx, visit.caller, model_id)]
         copies = [
             str(copy.path)
             for copy in console_queries.copies_of(tx, str(path), _MAX_CHILDREN, visit.now)
-            if visit.caller.may_see(models.owner(tx, copy.model_id))
+            if access.sees_run(tx, visit.caller, copy.model_id)
         ]
         spec = access.spec_of(maker)
         return Page(
@@ -82,13 +88,14 @@ def show_checkpoint(visit: Visit) -> Page:
             {
                 "row": row,
                 "path_text": str(path),
-                "owner": owner if is_own else owner.partition("@")[0],
-                "is_own": is_own,
+                "owner": owner if is_visible else owner.partition("@")[0],
+                "is_visible": is_visible,
+                "is_editable": access.edits_run(tx, visit.caller, path.model_id),
                 "base_model": maker.base_model,
                 "rank": spec.lora.rank,
-                "metadata": access.metadata(row, is_own) or {},
+                "metadata": access.metadata(row, is_visible) or {},
                 "lineage": checkpoint_lineage(
-                    maker.base_model, _ancestors(tx, visit, row) if is_own else [], row, runs, copies
+                    maker.base_model, _ancestors(tx, visit, row) if is_visible else [], row, runs, copies
                 ),
                 "base_dir": visit.context.settings.base_model,
             },
@@ -120,7 +127,7 @@ def _visible(tx: Session, visit: Visit, path: str) -> CheckpointRow | None:
         row, _ = access.saved_weights(tx, [visit.caller], CheckpointPath.parse(path), visit.now)
     except UserError:
         return None
-    return row if visit.caller.may_see(models.owner(tx, row.model_id)) else None
+    return row if access.sees_run(tx, visit.caller, row.model_id) else None
 
 
 @pages.post(_ONE + "/publish")
@@ -130,7 +137,7 @@ def publish(visit: Visit) -> Response:
     path = _path(visit)
 
     def work(tx: Session) -> None:
-        checkpoints.set_public(tx, _own(tx, visit, path), is_public)
+        checkpoints.set_public(tx, _editable(tx, visit, path), is_public)
         event = "checkpoint_publish" if is_public else "checkpoint_unpublish"
         audit.record(tx, event, visit.caller.actor, visit.now, path=path)
 
@@ -151,7 +158,7 @@ def set_lifetime(visit: Visit) -> Response:
     expires_at = None if days is None else visit.now + days * _DAY_S
 
     def work(tx: Session) -> None:
-        checkpoints.set_ttl(tx, _own(tx, visit, path), expires_at)
+        checkpoints.set_ttl(tx, _editable(tx, visit, path), expires_at)
         seconds = None if days is None else days * _DAY_S
         audit.record(tx, "checkpoint_ttl_set", visit.caller.actor, visit.now, path=path, ttl_seconds=seconds)
 
@@ -181,14 +188,14 @@ def delete(visit: Visit) -> Page:
 
         def work(tx: Session) -> None:
             for path in paths:
-                checkpoints.mark_deleted(tx, _own(tx, visit, path), visit.now)
+                checkpoints.mark_deleted(tx, _editable(tx, visit, path), visit.now)
                 audit.record(tx, "checkpoint_delete", visit.caller.actor, visit.now, path=path)
 
         visit.write(work)
         return Page("deleted.jinja", {"paths": [str(path) for path in paths]})
 
     def look(tx: Session) -> tuple[list[CheckpointRow], dict[str, int]]:
-        rows = [checkpoints.get(tx, _own(tx, visit, path), visit.now) for path in paths]
+        rows = [checkpoints.get(tx, _editable(tx, visit, path), visit.now) for path in paths]
         found = [row for row in rows if row is not None]
         return found, console_queries.references_to(tx, {row.artifact_id for row in found}, visit.now)
 
@@ -203,7 +210,7 @@ def restore(visit: Visit) -> Response:
 
     def work(tx: Session) -> None:
         for path in paths:
-            access.model(tx, visit.caller, path.model_id)
+            access.editable_run(tx, visit.caller, path.model_id)
             if not checkpoints.undelete(tx, path):
                 raise not_found(f"checkpoint {path} cannot be restored any more")
             audit.record(tx, "checkpoint_restore", visit.caller.actor, visit.now, path=path)
@@ -228,9 +235,9 @@ def _path(visit: Visit) -> CheckpointPath:
         raise ApiError(HTTPStatus.NOT_FOUND, error.message) from error
 
 
-def _own(tx: Session, visit: Visit, path: CheckpointPath) -> CheckpointPath:
-    """Return the path of a checkpoint that the visitor may change. Raises ApiError 404 if there is none."""
-    access.model(tx, visit.caller, path.model_id)
+def _editable(tx: Session, visit: Visit, path: CheckpointPath) -> CheckpointPath:
+    """Return the path of a checkpoint that the visitor may change. Raises ApiError if there is none."""
+    access.editable_run(tx, visit.caller, path.model_id)
     if checkpoints.get(tx, path, visit.now) is None:
         raise not_found(f"checkpoint {shown(str(path))} does not exist")
     return path

@@ -110,7 +110,7 @@ def revoke(visit: Visit) -> Response:
 
     def work(tx: Session) -> None:
         row = keys.get(tx, key_id)
-        if row is None or not visit.caller.may_see(row.owner):
+        if row is None or not visit.caller.acts_for(row.owner):
             raise not_found(f"key {key_id} does not exist, or has been revoked")
         # A key of scope user must not end an admin key of the same owner.
         if row.scope == "admin" and not visit.caller.is_admin:

@@ -69,7 +69,7 @@ def _overview(visit: Visit) -> Mapping[str, object]:
     recent = visit.read(lambda tx: usage.totals(tx, owner, now - BUCKET_S, ("owner",)))
     today = visit.read(lambda tx: usage.totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
     failed = visit.read(lambda tx: console_queries.failed_requests(tx, owner, _FAILURES))
-    own = [group for group in groups if visit.caller.may_see(group.owner)]
+    own = [group for group in groups if visit.caller.acts_for(group.owner)]
     lines, hidden = user_lines(own, recent, today)
     return {
         "engine": engine_view(visit, state),

@@ -39,7 +39,7 @@ TABS = ("curves", "samples", "steps", "checkpoints", "requests", "config")
 
 @pages.get("/training_runs")
 def list_runs(visit: Visit) -> Page:
-    """Show the runs of the visitor, to admins those of all owners, the last used first."""
+    """Show the runs of the visitor and its projects, to admins those of all owners, the last used first."""
     offset = visit.whole("offset", 0)
     search, project = visit.query("q").strip(), visit.query("project") or None
     owner = visit.caller.owner_filter
@@ -97,8 +97,8 @@ def _tokens(tx: Session, lines: Sequence[RunLine]) -> dict[str, int]:
 
 
 def find_run(visit: Visit, model_id: ModelId) -> RunLine:
-    """Find a run of the visitor. Raises ApiError 404 if there is none."""
-    visit.read(lambda tx: access.model(tx, visit.caller, model_id))
+    """Find a run that the visitor sees. Raises ApiError 404 if there is none."""
+    visit.read(lambda tx: access.visible_run(tx, visit.caller, model_id))
     line = visit.read(lambda tx: console_queries.run(tx, model_id))
     if line is None:
         raise not_found(f"model {shown(model_id)} does not exist")
@@ -130,29 +130,32 @@ def show_run(visit: Visit) -> Page:
             values["steps"] = newest_first
             values["pager"] = Pager.of(visit, offset, _STEP_ROWS, len(newest_first), len(steps))
             values["curves"] = _shown_curves(steps)
-            kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, visit.caller.owner_filter))
+            kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, sample_views.sampler_owner(visit, line)))
             values["sampled"] = {step + 1 for step, _ in kept if step is not None}
         case "samples":
             values |= sample_views.values(visit, line)
         case "checkpoints":
-            values["checkpoints"] = [(row, line.owner) for row in saved[::-1]]
+            values["checkpoints"] = [(row, line.owner, True) for row in saved[::-1]]
         case "requests":
             found = visit.read(lambda tx: console_queries.requests_of_model(tx, line.model_id, _REQUESTS))
             values["requests"] = [request_view(each) for each in found]
         case "config":
+            values["is_own"] = visit.caller.acts_for(line.owner)
             values["session"] = visit.read(lambda tx: sessions.get(tx, line.session_id))
             values["metadata"] = (
-                visit.read(lambda tx: access.model(tx, visit.caller, line.model_id)).user_metadata or {}
+                visit.read(lambda tx: access.visible_run(tx, visit.caller, line.model_id)).user_metadata or {}
             )
-            values["joined"], values["free"] = visit.read(lambda tx: _logged_runs(tx, line))
+            values["joined"], values["free"] = visit.read(lambda tx: _logged_runs(tx, visit, line))
         case _:
             values["curves"] = _shown_curves(steps)
     return Page("run.jinja", values)
 
 
-def _logged_runs(tx: Session, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
-    """Return the logged runs that are shown in a run, and its owner's newest ones that are shown in none."""
+def _logged_runs(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
+    """Return the logged runs that are shown in a run, and for its owner the newest ones that are shown in none."""
     joined = logged.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
+    if not visit.caller.acts_for(line.owner):
+        return joined, []
     return joined, logged.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
 
 
@@ -160,7 +163,7 @@ def _hints(visit: Visit, line: RunLine, steps: Sequence[Step]) -> Sequence[Hint]
     since = slow_since(steps)
     if since is None:
         return hints(steps, visit.now)
-    users = visit.read(lambda tx: device_users(tx, since, line.model_id, line.owner, visit.caller.may_see))
+    users = visit.read(lambda tx: device_users(tx, since, line.model_id, line.owner, visit.caller.acts_for))
     return hints(steps, visit.now, users)
 
 

@@ -12,12 +12,18 @@ from skyrl_tx.store.console_queries import RunLine
 _MAX_STEPS = 200
 _MAX_GROUPS = 64
 
+
+def sampler_owner(visit: Visit, line: RunLine) -> str | None:
+    """Return the owner whose samples of a run are shown; None means all owners."""
+    return None if visit.caller.is_admin else line.owner
+
+
 _decoder = lru_cache(maxsize=4)(TextDecoder)
 
 
 def values(visit: Visit, line: RunLine) -> dict[str, Any]:
     """Return what the template of the tab shows: the samples of `?step=`, by default of the newest."""
-    owner = visit.caller.owner_filter
+    owner = sampler_owner(visit, line)
     kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, owner, _MAX_STEPS))
     # Step n trains on what the weights after n - 1 optimizer steps made.
     steps = [(number + 1, count) for number, count in kept if number is not None]

@@ -27,7 +27,7 @@ _MAX_BUCKETS = 20_000
 
 @pages.get("/sessions")
 def list_sessions(visit: Visit) -> Page:
-    """Show the sessions of the visitor, to admins those of all owners, newest first."""
+    """Show the sessions of the visitor and its projects, to admins those of all owners, newest first."""
     offset, search = visit.whole("offset", 0), visit.query("q").strip()
     project = visit.query("project") or None
     owner = visit.caller.owner_filter
@@ -77,7 +77,7 @@ def download_trace(visit: Visit) -> Response:
 def visible_session(visit: Visit) -> SessionId:
     """Return the session of the address. Raises ApiError 404 if the visitor has none of this id."""
     session_id = SessionId(visit.path["session_id"])
-    return visit.read(lambda tx: access.session(tx, visit.caller, session_id)).session_id
+    return visit.read(lambda tx: access.visible_session(tx, visit.caller, session_id)).session_id
 
 
 def newest_samplers(visit: Visit, session_id: SessionId) -> Sequence[SamplingSessionRow]:

@@ -17,7 +17,7 @@ from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.api.schemas.weights import ExternalWeightsUrlsResponse
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.store import audit, checkpoints, models
+from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.tables import CheckpointRow
 
 router = APIRouter()
@@ -81,8 +81,8 @@ def fetch(
 
     def find(tx: Session) -> tuple[CheckpointRow | None, Principal | None, bool]:
         row, asker = checkpoints.get(tx, path, time.time()), context.authenticator.find_key(tx, key)
-        owner = models.owner(tx, path.model_id)
-        return row, asker, row is not None and asker is not None and (row.public or asker.may_see(owner))
+        may_read = asker is not None and access.sees_run(tx, asker, path.model_id)
+        return row, asker, row is not None and asker is not None and (row.public or may_read)
 
     row, asker, may_read = context.store.read(find)
     if row is None or not context.signing_key.verify(signature, *_signed(row, form, file, expires, key)):

@@ -47,7 +47,7 @@ def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSiz
     after, logged_after = _positions(cursor)
 
     def work(tx: Session) -> schemas.MetricsResponse:
-        model_id = access.model(tx, call.caller, ModelId(run_id)).model_id
+        model_id = access.visible_run(tx, call.caller, ModelId(run_id)).model_id
         points = stored_points.series(tx, model_id, after, limit)
         found = logged.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
         last = points[-1].position if points else after

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.api import access
-from skyrl_tx.api.authentication import Principal
+from skyrl_tx.api.access import ReadableRun
 from skyrl_tx.api.context import AccessScope, Call, Incoming, Limit, Offset
 from skyrl_tx.api.errors import not_found
 from skyrl_tx.api.schemas import weights as schemas
@@ -17,7 +17,7 @@ from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.api.validation import check_ttl
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.store import audit, checkpoints, models
-from skyrl_tx.store.tables import CheckpointRow, ModelRow
+from skyrl_tx.store.tables import CheckpointRow
 
 router = APIRouter()
 
@@ -36,7 +36,10 @@ def list_runs(
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> schemas.TrainingRunsResponse:
-    """List the caller's training runs, the newest first; `accessible` adds runs with published checkpoints."""
+    """List the caller's training runs, the newest first.
+
+    `accessible` adds the runs of its projects, and others with published checkpoints.
+    """
     is_wide = access_scope == "accessible"  # for an admin: the runs of all owners
     owner = call.caller.owner_filter if is_wide else call.caller.owner
     now = time.time()
@@ -44,7 +47,7 @@ def list_runs(
     def work(tx: Session) -> schemas.TrainingRunsResponse:
         published_at = now if is_wide else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
-        runs = [_run(call.caller, *access.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
+        runs = [_run(access.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
         return schemas.TrainingRunsResponse(
             training_runs=runs, cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total)
         )
@@ -56,15 +59,14 @@ def list_runs(
 def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.TrainingRun:
     """Describe one training run."""
     found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return _run(call.caller, *found)
+    return _run(found)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 def list_checkpoints_of_run(run_id: str, call: Incoming) -> schemas.CheckpointsResponse:
-    """List the checkpoints of one run; of another owner's run only the published ones."""
-    _, owner, found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    is_own = call.caller.may_see(owner)
-    return schemas.CheckpointsResponse(checkpoints=[_checkpoint(checkpoint, is_own) for checkpoint in found])
+    """List the checkpoints of one run; of a run that the caller does not see only the published ones."""
+    found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return schemas.CheckpointsResponse(checkpoints=[_checkpoint(row, found.is_visible) for row in found.saved])
 
 
 @router.get("/checkpoints")
@@ -133,35 +135,35 @@ def _set_public(call: Call, run_id: str, kind: str, name: str, is_public: bool) 
 
 
 def _existing(tx: Session, call: Call, run_id: str, kind: str, name: str) -> CheckpointPath:
-    """Return the path of one of the caller's checkpoints. Raises UserError or ApiError 404 if there is none."""
-    row = access.model(tx, call.caller, ModelId(run_id))
+    """Return the path of a checkpoint that the caller may change. Raises UserError or ApiError if there is none."""
+    row = access.editable_run(tx, call.caller, ModelId(run_id))
     path = CheckpointPath.of_parts(row.model_id, kind, name)
     if checkpoints.get(tx, path, time.time()) is None:
         raise not_found(f"checkpoint {path} does not exist")
     return path
 
 
-def _run(caller: Principal, row: ModelRow, owner: str, saved: Sequence[CheckpointRow]) -> schemas.TrainingRun:
+def _run(run: ReadableRun) -> schemas.TrainingRun:
     """Describe a run. Others see what loading its published checkpoints needs, and no personal data."""
-    is_own = caller.may_see(owner)
+    row, saved, is_visible = run.row, run.saved, run.is_visible
     return schemas.TrainingRun(
         training_run_id=row.model_id,
         base_model=row.base_model,
-        model_owner=owner if is_own else owner.partition("@")[0],
+        model_owner=run.owner if is_visible else run.owner.partition("@")[0],
         corrupted=row.status == "failed",
         lora_rank=access.spec_of(row).lora.rank,
-        last_request_time=utc_time(row.last_request_at if is_own else saved[-1].created_at),
-        last_checkpoint=_last(saved, CheckpointKind.TRAINING, is_own),
-        last_sampler_checkpoint=_last(saved, CheckpointKind.SAMPLER, is_own),
-        user_metadata=access.metadata(row, is_own),
+        last_request_time=utc_time(row.last_request_at if is_visible else saved[-1].created_at),
+        last_checkpoint=_last(saved, CheckpointKind.TRAINING, is_visible),
+        last_sampler_checkpoint=_last(saved, CheckpointKind.SAMPLER, is_visible),
+        user_metadata=access.metadata(row, is_visible),
     )
 
 
-def _last(saved: Sequence[CheckpointRow], kind: CheckpointKind, is_own: bool) -> schemas.Checkpoint | None:
-    return next((_checkpoint(row, is_own) for row in reversed(saved) if row.kind == kind), None)
+def _last(saved: Sequence[CheckpointRow], kind: CheckpointKind, is_visible: bool) -> schemas.Checkpoint | None:
+    return next((_checkpoint(row, is_visible) for row in reversed(saved) if row.kind == kind), None)
 
 
-def _checkpoint(row: CheckpointRow, is_own: bool = True) -> schemas.Checkpoint:
+def _checkpoint(row: CheckpointRow, is_visible: bool = True) -> schemas.Checkpoint:
     path = row.path
     return schemas.Checkpoint(
         checkpoint_id=path.checkpoint_id,
@@ -170,6 +172,6 @@ def _checkpoint(row: CheckpointRow, is_own: bool = True) -> schemas.Checkpoint:
         tinker_path=str(path),
         size_bytes=row.size_bytes,
         public=row.public,
-        user_metadata=access.metadata(row, is_own),
+        user_metadata=access.metadata(row, is_visible),
         expires_at=None if row.expires_at is None else utc_time(row.expires_at),
     )

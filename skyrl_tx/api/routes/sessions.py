@@ -39,6 +39,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
     def work(tx: Session) -> SessionId:
         if session_id is not None and sessions.find(tx, session_id) is not None:
             return session_id
+        access.check_assignment(tx, call.caller, new.project_id)
         return sessions.create(
             tx,
             session_id=session_id,
@@ -92,9 +93,15 @@ def finish(session_id: str, call: Incoming) -> dict[str, str]:
 def list_sessions(
     call: Incoming, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
 ) -> dict[str, list[str]]:
-    """List the caller's sessions, the newest first; `accessible` lists all owners' sessions for an admin."""
-    owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
-    return {"sessions": [*call.store.read(lambda tx: sessions.list_ids(tx, owner, limit, offset))]}
+    """List the caller's sessions, the newest first.
+
+    `accessible` adds the sessions of its projects; for an admin it lists those of all owners.
+    """
+    is_wide = access_scope == "accessible"
+    owner = call.caller.owner_filter if is_wide else call.caller.owner
+    return {
+        "sessions": [*call.store.read(lambda tx: sessions.list_ids(tx, owner, limit, offset, with_projects=is_wide))]
+    }
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
@@ -102,7 +109,7 @@ def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "ow
     """Describe one session: its training runs and samplers."""
 
     def work(tx: Session) -> schemas.SessionResponse:
-        found = access.session(tx, call.caller, SessionId(session_id))
+        found = access.visible_session(tx, call.caller, SessionId(session_id))
         row = existing(tx, SessionRow, found.session_id)
         return schemas.SessionResponse(
             training_run_ids=[model.model_id for model in models.of_session(tx, row.session_id)],
@@ -120,7 +127,8 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
     project_id = call.body.model(schemas.ProjectRequest).project_id
 
     def work(tx: Session) -> None:
-        row = access.session(tx, call.caller, SessionId(session_id))
+        row = access.assignable_session(tx, call.caller, SessionId(session_id))
+        access.check_assignment(tx, call.caller, project_id)
         sessions.set_project(tx, row.session_id, project_id)
         audit.record(
             tx,
@@ -143,7 +151,9 @@ def search(call: Incoming) -> schemas.SessionSearchResponse:
     now = time.time()
 
     def work(tx: Session) -> schemas.SessionSearchResponse:
-        rows = sessions.iterate(tx, owners, request.project_ids, _position(tx, request.cursor))
+        rows = sessions.iterate(
+            tx, call.caller.owner_filter, owners, request.project_ids, _position(tx, request.cursor)
+        )
         found = [*islice((row for row in rows if _matches(row, request, now)), request.limit + 1)]
         page = found[: request.limit]
         stored = checkpoints.usage_of_sessions(tx, [row.session_id for row in page], now)
@@ -160,14 +170,14 @@ def search(call: Incoming) -> schemas.SessionSearchResponse:
 
 
 def _owners(caller: Principal, asked: schemas.SearchOwner) -> Collection[str] | None:
-    """Return the owners whose sessions are searched; None for all owners."""
+    """Return the owners whose sessions are searched, as far as the caller sees them; None for all owners."""
     match asked.type:
         case "own":
             return [caller.owner]
         case "accessible":
-            return None if caller.is_admin else [caller.owner]
+            return None
         case "user":
-            return [owner for urn in asked.owner_urns if caller.may_see(owner := urn.removeprefix(USER_URN))]
+            return [urn.removeprefix(USER_URN) for urn in asked.owner_urns]
 
 
 def _position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:

@@ -34,7 +34,7 @@ class TraceExport(Response):
 @router.get("/sessions/{session_id}/trace_export")
 def trace_export(session_id: str, call: Incoming, request: Request) -> TraceExport:
     """Return a signed URL of a session's timeline as a Perfetto trace."""
-    found = call.store.read(lambda tx: access.session(tx, call.caller, SessionId(session_id)))
+    found = call.store.read(lambda tx: access.visible_session(tx, call.caller, SessionId(session_id)))
     return TraceExport(url=trace_url(call.context, call.caller, request, found.session_id))
 
 
@@ -66,7 +66,7 @@ def fetch(
         asker = context.authenticator.find_key(tx, key)
         if asker is None:
             raise ApiError(HTTPStatus.FORBIDDEN, "the API key with which this URL was made was revoked or has expired")
-        found = access.session(tx, asker, SessionId(session_id))
+        found = access.visible_session(tx, asker, SessionId(session_id))
         row = sessions.get(tx, found.session_id)
         title = found.session_id if row is None or not row.display_name else row.display_name
         return title, session_groups(tx, found.session_id, now, MAX_SLICES)

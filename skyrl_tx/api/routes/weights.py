@@ -107,6 +107,7 @@ def copy_weights(call: Incoming) -> dict[str, str]:
         if asked.destination_project_id is None:
             access.open_session(tx, call.caller, session_id)
         elif sessions.find(tx, session_id) is None:
+            access.check_assignment(tx, call.caller, asked.destination_project_id)
             _create_session(tx, call, session_id, asked.destination_project_id)
         readers = call.readers(tx, asked.weights_access_token or call.weights_access_token)
         if _copy(tx, readers, source, path, session_id, asked.ttl_seconds):
@@ -167,13 +168,13 @@ def _copy(
         raise not_found(error.message) from error
     if copied is not None and copied.artifact_id == saved.artifact_id:
         return False
-    is_own = any(reader.may_see(models.owner(tx, source.model_id)) for reader in readers)
+    is_visible = any(access.sees_run(tx, reader, source.model_id) for reader in readers)
     copy = ModelRow(
         model_id=run_id,
         session_id=session_id,
         base_model=maker.base_model,
         spec=maker.spec,
-        user_metadata=access.metadata(maker, is_own),
+        user_metadata=access.metadata(maker, is_visible),
         status="unloaded",
         created_at=now,
         last_request_at=now,
@@ -188,7 +189,7 @@ def _copy(
         created_at=now,
         expires_at=None if ttl_s is None else now + ttl_s,
         size_bytes=saved.size_bytes,
-        user_metadata=access.metadata(saved, is_own),
+        user_metadata=access.metadata(saved, is_visible),
         step=saved.step,
         copied_from=str(source),
     )

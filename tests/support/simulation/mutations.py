@@ -37,7 +37,7 @@ def _number_snapshots_wrongly() -> None:
 
 
 def _show_all_rows() -> None:
-    Principal.may_see = lambda self, owner: owner is not None  # type: ignore[method-assign]
+    Principal.acts_for = lambda self, owner: owner is not None  # type: ignore[method-assign]
 
 
 def _accept_duplicates() -> None:

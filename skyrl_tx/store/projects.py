@@ -1,0 +1,144 @@
+"""Projects: names that sessions carry, and the members who see what others do in them.
+
+A viewer sees the project's sessions, runs and checkpoints, and may use the checkpoints. An editor may also change the
+checkpoints and assign sessions. Everyone may assign sessions to a project without members.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from sqlalchemy import func, select
+from sqlmodel import Session, col
+from sqlmodel import select as select_rows
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store import audit, sessions
+from skyrl_tx.store.audit import Actor
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.tables import ModelRow, ProjectMemberRow, ProjectRole, SessionRow
+
+MAX_NAME = 200
+MAX_MEMBERS = 1000
+
+
+def role(tx: Session, project_id: str | None, owner: str) -> ProjectRole | None:
+    """Return the role of an owner in a project; None if it is no member."""
+    row = None if project_id is None else tx.get(ProjectMemberRow, (project_id, owner))
+    return None if row is None else row.role
+
+
+def role_in_run(tx: Session, model_id: ModelId, owner: str) -> ProjectRole | None:
+    """Return the role of an owner in the project of a run that is not deleted; None if it is no member."""
+    wanted = (
+        select(col(ProjectMemberRow.role))
+        .join(SessionRow, col(SessionRow.project_id) == col(ProjectMemberRow.project_id))
+        .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
+        .where(
+            col(ModelRow.model_id) == model_id,
+            col(ModelRow.deleted_at).is_(None),
+            col(ProjectMemberRow.owner) == owner,
+        )
+    )
+    return cast(ProjectRole | None, execute(tx, wanted).scalar_one_or_none())
+
+
+def has_members(tx: Session, project_id: str) -> bool:
+    """Return whether a project has members, so that only its editors assign sessions to it."""
+    wanted = select(col(ProjectMemberRow.owner)).where(col(ProjectMemberRow.project_id) == project_id).limit(1)
+    return execute(tx, wanted).one_or_none() is not None
+
+
+def put_member(
+    tx: Session, project_id: str, owner: str, new: ProjectRole | None, actor: Actor, now: float, **details: audit.Detail
+) -> bool:
+    """Give an owner a role in a project, or with None take it away; return False if there was none to take.
+
+    `details` are added to the entry of the audit log. Raises UserError for names that are not possible, and if the
+    project has `MAX_MEMBERS` members.
+    """
+    for name, value in (("project", project_id), ("owner", owner)):
+        if not value or len(value) > MAX_NAME or not value.isprintable():
+            raise UserError(f"{name} {value[:80]!r}: must have 1 to {MAX_NAME} printable characters")
+    row = tx.get(ProjectMemberRow, (project_id, owner))
+    before = None if row is None else row.role
+    if new is None:
+        if row is None:
+            return False
+        tx.delete(row)
+    elif row is not None:
+        row.role = new
+    elif _num_members(tx, project_id) >= MAX_MEMBERS:
+        raise UserError(f"project {project_id[:80]!r}: has {MAX_MEMBERS} members, which is the most")
+    else:
+        tx.add(ProjectMemberRow(project_id=project_id, owner=owner, role=new))
+    event: audit.Event = "project_member_removed" if new is None else "project_member_set"
+    changed = {"project_id": project_id, "member": owner, "role": new, "before": before}
+    audit.record(tx, event, actor, now, path=None, **changed, **details)
+    return True
+
+
+def _num_members(tx: Session, project_id: str) -> int:
+    wanted = select(func.count()).where(col(ProjectMemberRow.project_id) == project_id)
+    return execute(tx, wanted).scalar_one()
+
+
+def members(tx: Session, project_id: str | None = None) -> list[ProjectMemberRow]:
+    """Return the members of a project, or of all projects, by project and owner."""
+    wanted = select_rows(ProjectMemberRow).order_by(col(ProjectMemberRow.project_id), col(ProjectMemberRow.owner))
+    return list(tx.exec(wanted if project_id is None else wanted.where(ProjectMemberRow.project_id == project_id)))
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """A project in a list: its sessions, runs that are not deleted, and the time of its last session or request."""
+
+    project_id: str
+    num_sessions: int
+    num_runs: int
+    last_used_at: float | None
+    members: Sequence[ProjectMemberRow]
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether only editors assign sessions to it."""
+        return bool(self.members)
+
+
+def visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
+    """Return the projects with sessions of an owner, and those it is a member of; None means all. The last used first.
+
+    The counts are of what the owner sees.
+    """
+    last = func.max(func.coalesce(col(ModelRow.last_request_at), col(SessionRow.created_at)))
+    counted = (
+        select(
+            col(SessionRow.project_id),
+            func.count(col(SessionRow.session_id).distinct()),
+            func.count(col(ModelRow.model_id)),
+            last,
+        )
+        .outerjoin(
+            ModelRow,
+            (col(ModelRow.session_id) == col(SessionRow.session_id)) & col(ModelRow.deleted_at).is_(None),
+        )
+        .where(sessions.visible_to(owner), col(SessionRow.project_id).is_not(None))
+        .group_by(col(SessionRow.project_id))
+        .order_by(last.desc(), col(SessionRow.project_id))
+        .limit(limit)
+    )
+    counts = {str(row[0]): row for row in execute(tx, counted)}
+    of_project: dict[str, list[ProjectMemberRow]] = {}
+    for row in members(tx):
+        of_project.setdefault(row.project_id, []).append(row)
+    unused = [
+        name
+        for name, rows in of_project.items()
+        if name not in counts and (owner is None or any(row.owner == owner for row in rows))
+    ]
+    found = [
+        Project(name, int(num_sessions), int(num_runs), at, of_project.get(name, ()))
+        for name, (_, num_sessions, num_runs, at) in counts.items()
+    ]
+    return (found + [Project(name, 0, 0, None, of_project[name]) for name in unused])[:limit]
