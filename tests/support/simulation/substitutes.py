@@ -1,7 +1,8 @@
 """Replaces clocks, threads, random numbers and blocking calls in the modules of the product.
 
 Modules are changed, not the standard library: every name of a `skyrl_tx` module that refers to the real thing refers
-to the simulated one inside `substituted`. Names that are imported later refer to the real thing.
+to the simulated one inside `substituted`, and so does every default of a parameter that is a clock. Names that are
+imported later refer to the real thing.
 """
 
 import concurrent.futures
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import anyio.to_thread
@@ -163,15 +165,16 @@ def substituted(
         def __init__(self, name: str, work: Callable[[], object]) -> None:
             super().__init__(target=work, name=name)
 
+    clock = Standing(
+        time,
+        time=lambda: scheduler.wall,
+        monotonic=lambda: scheduler.monotonic,
+        perf_counter=lambda: scheduler.monotonic,
+        sleep=scheduler.sleep,
+    )
     stand_ins: dict[int, object] = {
         id(threads.ServiceThread): AnyServiceThread,
-        id(time): Standing(
-            time,
-            time=lambda: scheduler.wall,
-            monotonic=lambda: scheduler.monotonic,
-            perf_counter=lambda: scheduler.monotonic,
-            sleep=scheduler.sleep,
-        ),
+        id(time): clock,
         id(threading): Standing(
             threading,
             Thread=AnyThread,
@@ -200,6 +203,10 @@ def substituted(
         change(module, name, stand_ins[id(real)])
     for (path, name), value in names.items():
         change(vars(sys.modules[path]), name, value)
+    clocks = {id(getattr(time, name)): getattr(clock, name) for name in _CLOCKS}
+    defaults = [(function, function.__defaults__) for function in _with_clock_defaults(frozenset(clocks))]
+    for function, real in defaults:
+        function.__defaults__ = tuple(clocks.get(id(value), value) for value in real or ())
     methods = {name: getattr(Future, name) for name in ("result", "exception")}
     for name, method in methods.items():
         setattr(Future, name, _waiting(scheduler, method))
@@ -208,8 +215,31 @@ def substituted(
     finally:
         for name, method in methods.items():
             setattr(Future, name, method)
+        for function, real in defaults:
+            function.__defaults__ = real
         for module, name, value in reversed(changed):
             module[name] = value
+
+
+_CLOCKS = ("time", "monotonic", "perf_counter", "sleep")
+_functions: dict[int, list[FunctionType]] = {}
+
+
+def _with_clock_defaults(wanted: frozenset[int]) -> list[FunctionType]:
+    """Return the functions and methods of the product with a default that is one of these objects."""
+    key = len(sys.modules)
+    if key not in _functions:
+        modules = [module for name, module in sys.modules.items() if name.startswith("skyrl_tx.")]
+        named = [value for module in modules for value in list(vars(module).values())]
+        methods = [value for one in named if isinstance(one, type) for value in list(vars(one).values())]
+        functions = {id(value): value for value in (*named, *methods) if isinstance(value, FunctionType)}
+        _functions[key] = [
+            function
+            for function in functions.values()
+            if function.__module__.startswith("skyrl_tx.")
+            and any(id(value) in wanted for value in function.__defaults__ or ())
+        ]
+    return _functions[key]
 
 
 _found: dict[tuple[int, frozenset[int]], list[tuple[dict[str, object], str, object]]] = {}
