@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -86,6 +87,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
     """Return the order in which processes (`-n`) run the tests."""
     config.option.loadscopereorder = False
     return _Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Undo `configure_logging` after tests that run a command here: its handler writes to a captured, closed stream."""
+    root, ours = logging.getLogger(), logging.getLogger("skyrl_tx")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    for handler in list(root.handlers):
+        if type(handler) is logging.StreamHandler and handler not in handlers:
+            root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture(scope="module", autouse=True)

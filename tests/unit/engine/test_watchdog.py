@@ -147,7 +147,7 @@ def test_hung_call_is_published_and_ends_the_engine(tmp_path, monkeypatch):
     def observe():
         until(lambda: "forward_backward" in (health.report().activity or ""))
         reports.append(health.report().activity)
-        until(lambda: reasons and health.report().problem)
+        until(lambda: reasons and "--step-timeout-s" in (health.report().problem or ""))
         reports.append(health.report().problem)
         released.set()
 

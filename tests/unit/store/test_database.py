@@ -70,7 +70,7 @@ def test_readers_cannot_write(store: Store) -> None:
 
 def test_failing_work_rolls_back_alone(store: Store) -> None:
     gate = threading.Event()
-    store.write_soon(lambda tx: gate.wait(5))  # makes the three below one group
+    store.write_soon(lambda tx: gate.wait(60))  # makes the three below one group
 
     def fail(tx: Session) -> None:
         add_session(tx, "failed")
@@ -82,12 +82,9 @@ def test_failing_work_rolls_back_alone(store: Store) -> None:
     ]
     gate.set()
     with pytest.raises(RuntimeError, match=r"^no$"):
-        failing.result(5)
-    assert (owned(store, "before"), owned(store, "failed"), owned(store, "after")) == (
-        [before.result(5)],
-        [],
-        [after.result(5)],
-    )
+        failing.result(60)
+    expected = [before.result(60)], [], [after.result(60)]
+    assert (owned(store, "before"), owned(store, "failed"), owned(store, "after")) == expected
 
 
 def test_a_result_is_returned_after_it_is_readable(store: Store) -> None:
