@@ -1,0 +1,152 @@
+"""Custom losses in JAX: the value of one datum, and its gradient by the log-probabilities.
+
+Legend: T positions, K targets per position.
+
+Arrays are padded along T, so that one compiled program serves many lengths. Padding repeats the last element, and every
+operation keeps that: what is computed of padding is what was computed of the last element, so it is never a NaN that
+the datum itself does not have. Sums, means and the like leave padding out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx.contract.custom_loss import CustomLoss, Dim, Operation, Shape
+
+_FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
+    "neg": jnp.negative,
+    "abs": jnp.abs,
+    "sign": jnp.sign,
+    "floor": jnp.floor,
+    "square": jnp.square,
+    "reciprocal": lambda x: 1.0 / x,
+    "sqrt": jnp.sqrt,
+    "exp": jnp.exp,
+    "expm1": jnp.expm1,
+    "log": jnp.log,
+    "log1p": jnp.log1p,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": jax.nn.softplus,
+    "stop_gradient": lambda x: jax.lax.stop_gradient(x),
+    "to_float": lambda x: x.astype(jnp.float32),
+    "is_nan": jnp.isnan,
+    "logical_not": jnp.logical_not,
+    "add": jnp.add,
+    "sub": jnp.subtract,
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "pow": jnp.power,
+    "maximum": jnp.maximum,
+    "minimum": jnp.minimum,
+    "logaddexp": jnp.logaddexp,
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+    "logical_and": jnp.logical_and,
+    "logical_or": jnp.logical_or,
+    "logical_xor": jnp.logical_xor,
+    "where": jnp.where,
+}
+"""The operations that compute each element by itself."""
+_REDUCTIONS: Mapping[str, tuple[Callable[..., jax.Array], float]] = {
+    "sum": (jnp.sum, 0.0),
+    "mean": (jnp.sum, 0.0),
+    "amax": (jnp.max, -jnp.inf),
+    "amin": (jnp.min, jnp.inf),
+    "logsumexp": (jax.nn.logsumexp, -jnp.inf),
+}
+"""Reductions, each with the value that padding has in it. A mean is divided by the true count."""
+
+
+def evaluate(
+    loss: CustomLoss, inputs: Sequence[jax.Array], constants: jax.Array, length: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the loss of one datum and its metrics, float32 scalars.
+
+    Args:
+        loss: its constants are not read.
+        inputs: float32, by `loss.inputs`, of their ranks; padded along T with their last element.
+        constants: float32 [number of constants].
+        length: int32, the number of positions before padding.
+    """
+    values = [*inputs, *constants]
+    shapes = loss.shapes()
+    for operation, shape in zip(loss.operations, shapes[loss.num_leaves :], strict=True):
+        read = [values[number] for number in operation.values]
+        values.append(_compute(operation, read, [shapes[number] for number in operation.values], shape, length))
+    return values[loss.loss], {name: values[number] for name, number in loss.metrics.items()}
+
+
+def value_and_gradient(
+    loss: CustomLoss, inputs: Sequence[jax.Array], constants: jax.Array, length: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """Return loss and metrics, see `evaluate`, and d loss / d logprob in the shape of the first input, 0 in padding."""
+
+    def of_logprobs(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return evaluate(loss, [logprobs, *inputs[1:]], constants, length)
+
+    (value, metrics), gradient = jax.value_and_grad(of_logprobs, has_aux=True)(inputs[0])
+    return value, metrics, gradient
+
+
+def _compute(
+    operation: Operation, read: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, length: jax.Array
+) -> jax.Array:
+    name, options, x = operation.name, operation.options, read[0]
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name](*read)
+    if name in _REDUCTIONS:
+        return _reduce(name, x, shapes[0], options, length)
+    if name == "cumsum":
+        return jnp.cumsum(_masked(x, shapes[0], options, 0.0, length), axis=options[0])
+    if name == "broadcast":
+        return jnp.broadcast_arrays(*read)[0]
+    if name == "unsqueeze":
+        return jnp.expand_dims(x, options[0])
+    axis = options[0]
+    if name == "squeeze":
+        return jnp.squeeze(x, axis)
+    size = _size(shapes[0][axis], x.shape[axis], length)
+    if name == "size":
+        return size.astype(jnp.float32)
+    if name == "select":
+        index = options[1]
+        return jnp.take(x, jnp.asarray(index) if index >= 0 else size + index, axis=axis, mode="clip")
+    assert name == "slice", name
+    if shape[axis].symbol == "K":
+        return jax.lax.slice_in_dim(x, options[1], x.shape[axis] - options[2], axis=axis)
+    last = _size(shape[axis], x.shape[axis], length) - 1
+    return jnp.take(x, options[1] + jnp.minimum(jnp.arange(x.shape[axis]), last), axis=axis, mode="clip")
+
+
+def _size(dim: Dim, padded: int, length: jax.Array) -> jax.Array:
+    """Return the number of elements before padding. Targets per position are not padded."""
+    return length - dim.cut if dim.symbol == "T" else jnp.asarray(padded, jnp.int32)
+
+
+def _masked(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, length: jax.Array) -> jax.Array:
+    """Return `x` with padding along `axes` replaced."""
+    for axis in axes:
+        if shape[axis].symbol == "T":
+            mask = jnp.arange(x.shape[axis]) < _size(shape[axis], x.shape[axis], length)
+            x = jnp.where(jnp.expand_dims(mask, [each for each in range(x.ndim) if each != axis]), x, neutral)
+    return x
+
+
+def _reduce(name: str, x: jax.Array, shape: Shape, options: Sequence[int], length: jax.Array) -> jax.Array:
+    keeps, axes = bool(options[0]), tuple(options[1:])
+    function, neutral = _REDUCTIONS[name]
+    total = function(_masked(x, shape, axes, neutral, length), axis=axes, keepdims=keeps)
+    if name != "mean":
+        return total
+    count = jnp.asarray(1, jnp.int32)
+    for axis in axes:
+        count = count * _size(shape[axis], x.shape[axis], length)
+    return total / count

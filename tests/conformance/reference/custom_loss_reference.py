@@ -1,0 +1,160 @@
+"""Custom losses in torch, as the SDK traces and runs them, in an environment with torch and the SDK.
+
+    python custom_loss_reference.py
+
+Prints JSON: of each loss its upload, and for each of two datums its inputs, value, gradient and metrics.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tinker import types
+from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
+
+LENGTHS = (5, 12)
+WIDTH = 3
+
+Elementwise = Callable[..., torch.Tensor]
+
+OF_ONE: dict[str, Elementwise] = {
+    "neg": lambda x, a, m: -x,
+    "abs": lambda x, a, m: abs(x + 1.0) + torch.abs(x) + x.absolute(),
+    "sign": lambda x, a, m: torch.sign(x) * x,
+    "floor": lambda x, a, m: torch.floor(x) * x,
+    "square": lambda x, a, m: torch.square(x) + x**2,
+    "cube": lambda x, a, m: x**3,
+    "power": lambda x, a, m: (-x) ** 1.5 + torch.pow(-x, a) + 2.0**x,
+    "root": lambda x, a, m: torch.sqrt(-x) + (-x) ** 0.5,
+    "reciprocal": lambda x, a, m: torch.reciprocal(x) + 1 / x + x**-1,
+    "exp": lambda x, a, m: torch.exp(x) + x.exp() + torch.expm1(x) + torch.special.expm1(x),
+    "log": lambda x, a, m: torch.log(-x) + torch.log1p(-x),
+    "trigonometry": lambda x, a, m: torch.sin(x) * torch.cos(x),
+    "sigmoid": lambda x, a, m: torch.sigmoid(x) + F.sigmoid(x) + torch.special.expit(x) + x.tanh() + F.tanh(x),
+    "softplus": lambda x, a, m: F.softplus(x) + F.logsigmoid(x),
+    "arithmetic": lambda x, a, m: (x + a) * (x - a) / (a + 2.0) + torch.add(x, a) - torch.mul(x, a) + torch.div(x, 3),
+    "extremes": lambda x, a, m: torch.maximum(x, -a) + torch.minimum(x, -a) + torch.max(x, a) + torch.min(x, -a),
+    "ties": lambda x, a, m: torch.maximum(x, x.detach()) + torch.minimum(x, x.detach()),
+    "logaddexp": lambda x, a, m: torch.logaddexp(x, a),
+    "clamp": lambda x, a, m: x.clamp(-1.0, -0.5) + torch.clamp(x, min=-0.7) + x.clamp(max=-0.6) + x.clip(-2, 0),
+    "clamp_at_bounds": lambda x, a, m: torch.clamp(x, x.detach(), a) + x.clamp_min(-0.9) + x.clamp_max(-0.2),
+    "relu": lambda x, a, m: F.relu(x + 0.7) + torch.relu(x - x.detach()) + (x + 1).relu(),
+    "comparisons": lambda x, a, m: (
+        (x > -0.5) * x + (x < -0.5).float() * a * x + (x >= a) * x + (x <= a) * x + (x == a) * x + (x != a) * x
+    ),
+    "logic": lambda x, a, m: (
+        ((x > -0.8) & (a < 0.5)) * x + ((x > -0.8) | ~(a < 0.5)) * x + ((x > -0.8) ^ (a < 0.5)) * x + x * m.bool()
+    ),
+    "logical": lambda x, a, m: (
+        torch.logical_and(m, x > -1) * x + torch.logical_or(m, a > 0.5) * x + torch.logical_not(m) * x
+    ),
+    "where": lambda x, a, m: torch.where(m > 0, x, a) + torch.where(x > -0.5, 0.0, x) + x.where(m.bool(), a),
+    "masked_fill": lambda x, a, m: x.masked_fill(m == 0, 0.0) + torch.masked_fill(x, x > -0.4, -9.0).exp(),
+    "detach": lambda x, a, m: x.detach() * x + x.clone() + x.contiguous(),
+    "isnan": lambda x, a, m: torch.where(torch.isnan(x), 0.0, x),
+    "to": lambda x, a, m: (x > -0.5).to(torch.float32) * x.to(dtype=torch.float32) + x.type(torch.float32),
+    "likes": lambda x, a, m: torch.ones_like(x) * x + torch.zeros_like(x) + torch.full_like(x, 0.5) * a * x,
+    "slices": lambda x, a, m: (x[1:] - x[:-1]).exp() + x[1:] * a[:-1],
+    "slice_twice": lambda x, a, m: x[1:][:-2] * x[2:-1] + x[3:],
+    "division_of_slices": lambda x, a, m: 1.0 / (x[1:] - x[:-1]),
+    "cumsum": lambda x, a, m: torch.cumsum(x, 0).exp() + a.cumsum(dim=-1) * x,
+    "softmax": lambda x, a, m: torch.softmax(x, 0) * a + F.softmax(x, dim=-1) ** 2 + F.log_softmax(x, 0) * a,
+}
+"""Functions of log-probabilities, another array, and a mask, all [T]; their sums are losses."""
+
+OF_ALL: dict[str, Elementwise] = {
+    "mean": lambda x, a, m: x.mean() + torch.mean(x * a),
+    "masked_mean": lambda x, a, m: (x * m).sum() / m.sum().clamp(min=1),
+    "count": lambda x, a, m: (x * a).sum() / (a > 0.5).sum(),
+    "amax": lambda x, a, m: x.amax() * 2 + x.max() + torch.amin(x, 0) + x.min() + torch.max(x * a),
+    "logsumexp": lambda x, a, m: torch.logsumexp(x, 0) + (x * a).logsumexp(dim=-1),
+    "variance": lambda x, a, m: x.var() + torch.std(x) + x.var(unbiased=False) + x.std(dim=0, correction=0),
+    "normalised": lambda x, a, m: (x * (a - a.mean()) / (a.std() + 1e-6)).sum(),
+    "sizes": lambda x, a, m: x.sum() / x.shape[0] + x.sum() / x.size(0) * x.numel() + x.sum() * x.ndim * x.dim(),
+    "items": lambda x, a, m: x[0] * x[-1] + x[1] * x[-2] + x[..., 2] + x[None, 0][0:].sum() * 0.5,
+    "dot": lambda x, a, m: torch.dot(x, a) + x.dot(a),
+    "keepdim": lambda x, a, m: (x - x.mean(dim=0, keepdim=True)).square().sum() + x.sum(0, keepdim=True).squeeze(0),
+    "gspo": lambda x, a, m: -(torch.exp(((x - a) * m).sum().detach() / m.sum()) * torch.exp(x - x.detach()) * a).sum(),
+    "ppo": lambda x, a, m: -torch.minimum(torch.exp(x - a) * m, torch.clamp(torch.exp(x - a), 0.8, 1.2) * m).sum(),
+}
+"""Functions of the same that are losses."""
+
+OF_TARGETS: dict[str, Elementwise] = {
+    "distillation": lambda x, p, s: -(p * x).sum() * s,
+    "kl": lambda x, p, s: (p * (torch.log(p) - torch.log_softmax(x, dim=-1))).sum(-1).mean(),
+    "entropy": lambda x, p, s: -(x.softmax(-1) * F.log_softmax(x, dim=1)).sum(dim=(0, 1)) * s,
+    "columns": lambda x, p, s: (x[:, 0] - x[:, -1]).exp().sum() + x[1:, 1:].sum() * s + x[0].logsumexp(0),
+    "broadcast": lambda x, p, s: (x * p.sum(-1, keepdim=True) + x.amax(dim=1).unsqueeze(-1) * p).sum() * s,
+    "sizes": lambda x, p, s: x.sum() / x.shape[1] + x.mean(dim=1).sum() + x.numel() * x.mean(),
+    "cumsum": lambda x, p, s: (x.cumsum(1) * p).sum() + (torch.cumsum(x, 0) * p).sum(),
+}
+"""Losses of log-probabilities [T, K], a distribution [T, K], and a scalar."""
+
+
+def traced(function: Elementwise, kind: str) -> tuple[Any, dict[str, int]]:
+    if kind == "targets":
+
+        def loss(logprobs, distribution, scale):  # type: ignore[no-untyped-def]
+            value = function(logprobs, distribution, scale)
+            return value, {"custom/value:mean": value, "custom/scale:sum": scale}
+
+        ranks = {"logprobs": 2, "distribution": 2, "scale": 0}
+        return loss, ranks
+
+    def loss(logprobs, other, mask):  # type: ignore[no-untyped-def]
+        value = function(logprobs, other, mask)
+        value = value.sum() if kind == "one" else value
+        return value, {"custom/value:sum": value}
+
+    return loss, {"logprobs": 1, "other": 1, "mask": 1}
+
+
+def arrays(kind: str, length: int, generator: np.random.Generator) -> list[np.ndarray]:
+    if kind == "targets":
+        logprobs = -generator.uniform(0.05, 2.0, (length, WIDTH))
+        distribution = generator.dirichlet(np.ones(WIDTH) * 3, length)
+        return [logprobs, distribution, np.array(generator.uniform(0.5, 1.5))]
+    mask = np.array([0.0] + [1.0] * (length - 2) + [0.0])
+    return [-generator.uniform(0.05, 2.0, length), generator.uniform(0.1, 1.0, length), mask]
+
+
+def described(name: str, function: Elementwise, kind: str) -> dict[str, Any]:
+    loss, ranks = traced(function, kind)
+    handle = trace_loss(loss, ranks, "s")  # type: ignore[arg-type]
+    upload = types.CreateCustomLossRequest(
+        session_id="s", custom_loss_seq_id=0, name=name, inputs=list(handle.inputs), graph=encode_graph(handle)
+    )
+    generator, data = np.random.default_rng(sum(name.encode())), []
+    for length in LENGTHS:
+        given = [np.asarray(array, np.float32) for array in arrays(kind, length, generator)]
+        logprobs = torch.tensor(given[0], requires_grad=True)
+        value, metrics = handle.graph(logprobs, *map(torch.tensor, given[1:]))
+        value.backward()
+        assert logprobs.grad is not None
+        data.append(
+            {
+                "inputs": [array.tolist() for array in given],
+                "loss": value.item(),
+                "gradient": logprobs.grad.tolist(),
+                "metrics": {key: each.item() for key, each in metrics.items()},
+            }
+        )
+    return {"upload": upload.model_dump(mode="json", exclude_none=True), "data": data}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    kinds = {"one": OF_ONE, "all": OF_ALL, "targets": OF_TARGETS}
+    losses = {
+        f"{kind}-{name}": described(name, function, kind)
+        for kind, functions in kinds.items()
+        for name, function in functions.items()
+    }
+    print(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()

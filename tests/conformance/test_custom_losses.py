@@ -1,0 +1,64 @@
+"""Every operation of custom losses has the value and the gradient that torch has, also in padded arrays."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.api.loss_graph.compile import compile_loss
+from skyrl_tx.api.schemas.custom_loss import CreateCustomLossRequest
+from skyrl_tx.contract import custom_loss as contract
+from skyrl_tx.contract.custom_loss import CustomLoss
+from skyrl_tx.losses import custom
+from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
+from tests.support.fast_jit import fast_jit
+
+PADDED_LENGTH = 16
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def reference(client_environment: Callable[[ClientEnvironment], PreparedEnvironment]) -> dict[str, Any]:
+    script = Path(__file__).parent / "reference" / "custom_loss_reference.py"
+    return json.loads(client_environment(SDKS["0.38.0"]).run(script).stdout)
+
+
+def compiled(described: dict[str, Any]) -> CustomLoss:
+    return compile_loss(CreateCustomLossRequest.model_validate(described["upload"]))
+
+
+def padded(array: np.ndarray) -> np.ndarray:
+    if array.ndim == 0:
+        return array
+    return np.pad(array, ((0, PADDED_LENGTH - array.shape[0]), *(((0, 0),) * (array.ndim - 1))), mode="edge")
+
+
+def test_losses_have_torchs_values_and_gradients(reference: dict[str, Any]) -> None:
+    assert len(reference) > 50
+    for name, described in reference.items():
+        loss = compiled(described)
+        function = fast_jit(partial(custom.value_and_gradient, loss))
+        constants = jnp.asarray(loss.constants, jnp.float32)
+        for datum in described["data"]:
+            inputs = [np.array(each, np.float32) for each in datum["inputs"]]
+            length = len(inputs[0])
+            value, metrics, gradient = function([padded(each) for each in inputs], constants, jnp.int32(length))
+            np.testing.assert_allclose(value, datum["loss"], **TOLERANCE, err_msg=name)
+            scale = max(1.0, float(np.abs(datum["gradient"]).max()))
+            np.testing.assert_allclose(
+                np.asarray(gradient[:length]) / scale, np.array(datum["gradient"]) / scale, **TOLERANCE, err_msg=name
+            )
+            assert not np.asarray(gradient[length:]).any(), f"{name}: padding has a gradient"
+            assert metrics.keys() == datum["metrics"].keys()
+            for key, metric in metrics.items():
+                np.testing.assert_allclose(metric, datum["metrics"][key], **TOLERANCE, err_msg=name)
+
+
+def test_the_reference_uses_every_operation(reference: dict[str, Any]) -> None:
+    operations = {operation.name for each in reference.values() for operation in compiled(each).operations}
+    assert operations == contract.OPERATIONS
