@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyrl_tx.contract.arrays import Int32Array, NumberArray
+from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LossConfigValue, PromptOptions, SamplingParams
 
@@ -22,6 +23,9 @@ class PassExample:
     `tokens` is int32 [T]. `loss_inputs` has exactly the inputs of the loss's `LossSpec`, with absent ones filled in:
     float32 or, if they hold token ids, int32, each [T], or all [T, K]. `loss_config` has exactly the numbers of the
     loss's config, with defaults filled in.
+
+    With `custom`, the loss is that one, `loss` is "custom", and `loss_inputs` has the inputs that it declares other than
+    `logprobs`, as float32 of their ranks, next to the targets. The examples of a request share it.
     """
 
     request_id: RequestId
@@ -30,10 +34,11 @@ class PassExample:
     loss: str
     loss_inputs: Mapping[str, NumberArray]
     loss_config: Mapping[str, LossConfigValue]
+    custom: CustomLoss | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1 and self.tokens.size > 0
-        assert all(array.shape[0] == self.tokens.shape[0] for array in self.loss_inputs.values())
+        assert all(array.shape[:1] in ((), self.tokens.shape) for array in self.loss_inputs.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ class Capabilities:
     """The largest k of top-k log-probabilities, of prompts and of samples. 0: not supported."""
     max_alt_tokens: int = 0
     """The largest `prompt_alt_tokens_k`. 0: not supported."""
+    offers_custom_losses: bool = False
+    """Whether passes may have a loss of the client, see `contract.custom_loss`."""
     offers_target_logprobs: bool = False
     """Whether `target_prompt_logprobs` is supported."""
     chunk_types: frozenset[str] = frozenset({"text"})

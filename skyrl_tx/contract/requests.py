@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from skyrl_tx.contract.arrays import Cells, Int32Array, Int64Array, NumberArray
+from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.contract.ids import ArtifactId, SamplerId, SamplingSessionId
 
 LossConfigValue = float | str
@@ -83,6 +84,8 @@ class ModelPass:
 
     `sampled` says which targets the client sampled here; it is for people to read and changes no number. Unset it takes
     no byte, so that a pass without it has the same bytes and the same idempotency digest as in earlier releases.
+
+    `custom` is the loss itself if `loss` is "custom": the API fills it in, so that a replay needs nothing else.
     """
 
     data: tuple[Datum, ...]
@@ -90,6 +93,7 @@ class ModelPass:
     loss_config: Mapping[str, LossConfigValue]
     backward: bool
     sampled: tuple[SampledSpan, ...] | UnsetType = UNSET
+    custom: CustomLoss | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

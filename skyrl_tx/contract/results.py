@@ -31,11 +31,14 @@ class PassResult:
     `sums` has at least "loss". A policy-gradient loss reports three means over the positions whose advantage and weight
     are not 0: "ratio" exp(l - q), "kl_to_sampler" q - l, and "clip_fraction", the share of ratios outside the clip
     thresholds. l is the model's log-probability and q the sampler's.
+
+    `metrics` are those of a custom loss, by their full names: `:sum` or `:mean` over examples.
     """
 
     logprobs: Float32Array
     sums: Mapping[str, float]
     means: Mapping[str, MeanTerm] = field(default_factory=dict[str, MeanTerm])
+    metrics: Metrics = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

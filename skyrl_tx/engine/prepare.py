@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from msgspec import UnsetType
 
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.batches import PassExample, SampleRequest
@@ -12,12 +13,16 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.losses import LossSpec
 from skyrl_tx.contract.requests import Datum, ModelPass, PromptOptions, Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
+from skyrl_tx.engine import custom_losses
 
 
 def pass_examples(
     request_id: RequestId, model_id: ModelId, request: ModelPass, capabilities: Capabilities
 ) -> Iterator[PassExample]:
     """Yield a valid request's examples, in the contract's dtypes, with all loss inputs and loss config values."""
+    if not isinstance(request.custom, UnsetType):
+        yield from custom_losses.examples(request_id, model_id, request, request.custom)
+        return
     spec = capabilities.losses[request.loss]
     config = {name: float(request.loss_config.get(name, default)) for name, default in spec.config.items()}
     for datum in request.data:
@@ -47,22 +52,28 @@ def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwa
 
     The SDK weights means by the number of datums in a chunk, but means here are over positions. So each mean comes with
     its total and count, whose quotient is the mean over any number of chunks. A mean without positions is left out.
+    Metrics of custom losses are sums and means over datums, as the SDK weights them.
     """
     sums: dict[str, float] = {"loss": 0.0}
     totals: dict[str, float] = {}
     counts: dict[str, float] = {}
+    custom: dict[str, float] = {}
     for result in results:
         for name, value in result.sums.items():
             sums[name] = sums.get(name, 0.0) + value
         for name, term in result.means.items():
             totals[name] = totals.get(name, 0.0) + term.total
             counts[name] = counts.get(name, 0.0) + term.count
+        for name, value in result.metrics.items():
+            custom[name] = custom.get(name, 0.0) + value
     metrics = {f"{name}:sum": float(value) for name, value in sums.items()}
     metrics |= {"num_tokens:sum": float(num_tokens), "num_datums:sum": float(len(results))}
     for name, total in totals.items():
         metrics |= {f"{name}:sum": float(total), f"{name}_count:sum": float(counts[name])}
         if counts[name]:
             metrics[f"{name}:mean"] = float(total / counts[name])
+    for name, total in custom.items():
+        metrics[name] = total / len(results) if name.endswith(":mean") else total
     return ForwardBackwardOutput(logprobs=tuple(result.logprobs for result in results), metrics=metrics)
 
 

@@ -5,14 +5,17 @@ Each raises UserError with a message that names the field as the SDK does, its v
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
+from msgspec import UnsetType
 
 from skyrl_tx.contract.arrays import NumberArray, max_targets
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import checkpoint_name
-from skyrl_tx.contract.losses import LossInput, LossSpec
+from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
 from skyrl_tx.contract.requests import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -29,6 +32,7 @@ from skyrl_tx.contract.requests import (
     SamplingParams,
     SaveWeights,
 )
+from skyrl_tx.engine import custom_losses
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MAX_RESULT_LOGPROBS = 2**26
@@ -82,6 +86,11 @@ def check_optim(params: OptimizerParams) -> None:
 
 def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
     """Check `forward` or `forward_backward`."""
+    if not request.data:
+        raise UserError("data is empty")
+    if not isinstance(request.custom, UnsetType):
+        _check_custom_pass(request, request.custom, capabilities)
+        return
     spec = capabilities.losses.get(request.loss)
     if spec is None:
         raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
@@ -90,8 +99,6 @@ def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
             raise UserError(f"loss_fn_config.{name}: {spec.name} takes {_listed(spec.config)}")
         if isinstance(value, str) or not abs(value) <= _MAX_FLOAT32:
             raise UserError(f"loss_fn_config.{name} {value!r} must be a finite number (float32)")
-    if not request.data:
-        raise UserError("data is empty")
     for index, datum in enumerate(request.data):
         _check_datum(f"data[{index}]", datum, spec, capabilities)
 
@@ -125,6 +132,16 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
             f"{request.options.sample_topk}) is {num_logprobs} log-probabilities: must be at most "
             f"{_MAX_RESULT_LOGPROBS}; send several requests"
         )
+
+
+def _check_custom_pass(request: ModelPass, loss: CustomLoss, capabilities: Capabilities) -> None:
+    if not capabilities.offers_custom_losses:
+        raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
+    for index, datum in enumerate(request.data):
+        targets = {name: array for name, array in datum.loss_inputs.items() if name == TARGET_TOKENS}
+        with_targets = replace(datum, loss_inputs=targets)
+        _check_datum(f"data[{index}]", with_targets, custom_losses.TARGETS_ONLY, capabilities)
+        custom_losses.check(loss, index, datum)
 
 
 def _check_base_model(name: str, base_models: Collection[str]) -> None:

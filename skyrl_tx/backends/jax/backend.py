@@ -258,6 +258,7 @@ class JaxBackend(AbstractBackend):
             losses={name: loss.spec for name, loss in LOSSES.items()},
             max_topk_logprobs=config.max_topk_logprobs,
             max_alt_tokens=config.max_topk_logprobs,
+            offers_custom_losses=True,
             offers_target_logprobs=True,
             fingerprint={
                 "jax": jax.__version__,

@@ -15,7 +15,7 @@ import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted, no_memory
-from skyrl_tx.backends.jax.train import packing
+from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, TrainingState, zero_gradient
 from skyrl_tx.contract.backend import Pass
@@ -32,11 +32,15 @@ MAX_DISPATCHED = 2
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The examples of one request, and the index in the batch of the first."""
+    """The examples of one request, and the index in the batch of the first.
+
+    Those with a custom loss are in `custom`; `examples` are then the same with a cross-entropy that is 0.
+    """
 
     model_id: ModelId
     start: int
     examples: tuple[PassExample, ...]
+    custom: tuple[PassExample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class JaxPass(Pass):
         self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
         self._request_gradient: AdapterWeights | None = None
         self._dispatched: list[tuple[_Step, training.Outputs]] = []
+        self._custom_results: dict[int, PassResult] = {}
         self._pending = deque(self._steps(memory_plan))
 
     def _steps(self, memory_plan: MemoryPlan) -> list[_Step]:
@@ -142,6 +147,9 @@ class JaxPass(Pass):
         results: dict[int, PassResult] = {}
         for (step, _), output in zip(self._dispatched, outputs, strict=True):
             request = step.request
+            if request.custom:
+                results |= self._custom_results if self._backward else _evaluate(step, output)[1]
+                continue
             for index, result in packing.read_results(step.plan, request.examples, output.logprobs, output.loss):
                 results[request.start + index] = result
         if self._backward:
@@ -156,6 +164,7 @@ class JaxPass(Pass):
         self._is_finished = True
         self._pending.clear()
         self._dispatched, self._gradients, self._request_gradient = [], {}, None
+        self._custom_results = {}
 
     def _commit(self) -> None:
         for model_id, before in self._before.items():
@@ -193,8 +202,14 @@ class JaxPass(Pass):
         request = step.request
         batch = packing.fill(step.plan, request.examples)
         adapter = self._before[request.model_id].adapter
-        if not self._backward:
-            return training.forward(self._params, adapter, batch, config=self._config)
+        if not self._backward or request.custom:
+            outputs = training.forward(self._params, adapter, batch, config=self._config)
+            if not self._backward:
+                return outputs
+            # Waits for the log-probabilities: from them follow the weights of the backward pass.
+            weighted, own = _evaluate(step, jax.device_get(outputs))
+            self._custom_results |= own
+            batch = packing.fill(step.plan, weighted)
         if self._request_gradient is None:
             self._request_gradient = zero_gradient(adapter.weights)
         self._request_gradient, outputs = training.accumulate(
@@ -208,12 +223,33 @@ class JaxPass(Pass):
         return outputs
 
 
+def _evaluate(step: _Step, outputs: training.Outputs) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
+    """Evaluate the custom loss of a micro-batch from its outputs on the host.
+
+    Returns the request's examples, those of the micro-batch with a cross-entropy of the loss's gradient, and the result
+    of each of those, by index in the batch.
+    """
+    request = step.request
+    forward = dict(packing.read_results(step.plan, request.examples, outputs.logprobs, outputs.loss))
+    logprobs = [result.logprobs for result in forward.values()]
+    evaluated = custom_losses.evaluate([request.custom[index] for index in forward], logprobs)
+    examples, results = list(request.examples), dict[int, PassResult]()
+    for index, own, each in zip(forward, logprobs, evaluated, strict=True):
+        examples[index] = custom_losses.as_cross_entropy(request.custom[index], each.gradient)
+        results[request.start + index] = each.result(own)
+    return tuple(examples), results
+
+
 def _group(examples: tuple[PassExample, ...]) -> list[_Request]:
     requests: list[_Request] = []
     start = 0
     for _, group in groupby(examples, key=lambda example: example.request_id):
         members = tuple(group)
-        requests.append(_Request(members[0].model_id, start, members))
+        if members[0].custom is None:
+            requests.append(_Request(members[0].model_id, start, members))
+        else:
+            plain = tuple(map(custom_losses.as_cross_entropy, members))
+            requests.append(_Request(members[0].model_id, start, plain, custom=members))
         start += len(members)
     assert len({request.examples[0].request_id for request in requests}) == len(requests), "a request is not adjacent"
     return requests

@@ -1,0 +1,149 @@
+"""A custom loss in a pass has the gradient of the built-in loss of the same formula, and is batch-invariant."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.train import custom_losses
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from tests.support.tiny import tiny_backend
+
+MODEL, OTHER = ModelId("m"), ModelId("o")
+CUSTOM, PLAIN, NEIGHBOUR = RequestId("custom"), RequestId("plain"), RequestId("neighbour")
+
+
+def importance_sampling(scale: float = 1.0, rank: int = 1) -> CustomLoss:
+    """Return -scale * sum(exp(l - q) * A), with the mean of the datum's ratio as a metric."""
+    axes = tuple(range(rank))
+    return CustomLoss(
+        name="ratio",
+        inputs=tuple(CustomLossInput(name=name, rank=rank) for name in ("logprobs", "sampled", "advantages")),
+        constants=(-scale,),
+        operations=(
+            Operation(name="sub", values=(0, 1)),
+            Operation(name="exp", values=(4,)),
+            Operation(name="mul", values=(5, 2)),
+            Operation(name="sum", values=(6,), options=(0, *axes)),
+            Operation(name="mul", values=(7, 3)),
+            Operation(name="mean", values=(5,), options=(0, *axes)),
+        ),
+        loss=8,
+        metrics={"custom/ratio:mean": 9},
+    )
+
+
+def examples(request: RequestId, model: ModelId, loss: CustomLoss | None, *shapes: tuple[int, ...]) -> Any:
+    generator = np.random.default_rng(sum(sum(shape) for shape in shapes))
+    for shape in shapes:
+        tokens = generator.integers(1, 100, shape[0]).astype(np.int32)
+        targets = generator.integers(1, 100, shape).astype(np.int32)
+        sampled = generator.uniform(-6, -5, shape).astype(np.float32)
+        advantages = generator.uniform(-1, 1, shape).astype(np.float32)
+        if loss is None:
+            inputs = {"logprobs": sampled, "advantages": advantages, "weights": np.ones(shape, np.float32)}
+        else:
+            inputs = {"sampled": sampled, "advantages": advantages}
+        yield PassExample(
+            request_id=request,
+            model_id=model,
+            tokens=tokens,
+            loss="importance_sampling" if loss is None else "custom",
+            loss_inputs={"target_tokens": targets, **inputs},
+            loss_config={},
+            custom=loss,
+        )
+
+
+def gradient_of(backend: JaxBackend, model: ModelId, *batch: PassExample) -> tuple[list[Any], list[np.ndarray]]:
+    """Run a pass; return its results and the accumulated gradient of a model, which is cleared."""
+    results = backend.forward_backward(PreparedModelPassBatch(examples=tuple(batch)))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(backend._pool.get(model).gradient)]
+    for each in {example.model_id for example in batch}:
+        backend.clear_gradient(each)
+    return results, leaves
+
+
+@pytest.fixture(scope="module")
+def backend():
+    with tiny_backend(std=0.05, max_lora_adapters=2, micro_batch_tokens=64) as backend:
+        for model in (MODEL, OTHER):
+            backend.create_model(model, ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+        yield backend
+
+
+def test_a_custom_loss_has_the_gradient_of_the_same_built_in_loss(backend: JaxBackend) -> None:
+    shapes = [(9,), (33,), (20,), (60,)]  # several micro-batches, and several lengths of padding
+    found, gradient = gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), *shapes))
+    wanted, expected = gradient_of(backend, MODEL, *examples(PLAIN, MODEL, None, *shapes))
+    for own, built_in in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(own.logprobs.shape, built_in.logprobs.shape)
+        np.testing.assert_allclose(own.logprobs, built_in.logprobs, rtol=1e-6)
+        assert own.sums["loss"] == pytest.approx(built_in.sums["loss"], rel=1e-6)
+        ratio = built_in.means["ratio"]
+        assert own.metrics == pytest.approx({"custom/ratio:mean": ratio.total / ratio.count}, rel=1e-6)
+    largest = max(np.abs(each).max() for each in expected)
+    assert largest > 0
+    for own, built_in in zip(gradient, expected, strict=True):
+        np.testing.assert_allclose(own / largest, built_in / largest, atol=1e-6)
+
+
+def test_a_custom_loss_is_batch_invariant_next_to_other_requests(backend: JaxBackend) -> None:
+    own = [*examples(CUSTOM, MODEL, importance_sampling(), (9,), (40,), (33,))]
+    others = [
+        *examples(PLAIN, MODEL, None, (20,), (7,)),
+        *examples(NEIGHBOUR, OTHER, importance_sampling(2.0), (9,), (50,)),
+    ]
+    alone, gradient = gradient_of(backend, MODEL, *own)
+    _, of_plain = gradient_of(backend, MODEL, *others[:2])
+    together, _ = gradient_of(backend, MODEL, *own, *others)
+    for one, other in zip(alone, together, strict=False):
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert (one.sums, one.metrics) == (other.sums, other.metrics)
+    _, summed = gradient_of(backend, MODEL, *own, *others[:2])
+    for one, other, both in zip(gradient, of_plain, summed, strict=True):
+        assert (one + other).tobytes() == both.tobytes()
+
+
+def test_forward_gives_the_same_results_and_no_gradient(backend: JaxBackend) -> None:
+    batch = [*examples(CUSTOM, MODEL, importance_sampling(), (9,), (40,))]
+    with_gradient, _ = gradient_of(backend, MODEL, *batch)
+    without = backend.forward(PreparedModelPassBatch(examples=tuple(batch)))
+    for one, other in zip(with_gradient, without, strict=True):
+        assert (one.sums, one.metrics) == (other.sums, other.metrics)
+    assert backend._pool.get(MODEL).gradient is None
+
+
+def test_several_targets_per_position_and_a_scalar(backend: JaxBackend) -> None:
+    loss = importance_sampling(rank=2)
+    loss = replace(
+        loss,
+        inputs=(*loss.inputs[:2], CustomLossInput(name="advantages", rank=0)),
+    )
+    batch = []
+    for example in examples(CUSTOM, MODEL, loss, (9, 3), (12, 4), (11, 3)):
+        inputs = {**example.loss_inputs, "advantages": np.float32(0.5).reshape(())}
+        batch.append(replace(example, loss_inputs=inputs))
+    results, gradient = gradient_of(backend, MODEL, *batch)
+    for example, result in zip(batch, results, strict=True):
+        ratio = np.exp(result.logprobs.astype(np.float64) - example.loss_inputs["sampled"])
+        assert result.sums["loss"] == pytest.approx(-0.5 * ratio.sum(), rel=1e-5)
+    assert any(each.any() for each in gradient)
+
+
+def test_other_constants_and_other_lengths_of_an_octave_compile_nothing(backend: JaxBackend) -> None:
+    batch = PreparedModelPassBatch(examples=tuple(examples(CUSTOM, MODEL, importance_sampling(), (40,))))
+    backend.forward_backward(batch)
+    before, kept = backend.meters().compilations, custom_losses._program.cache_info().currsize
+    for scale, length in ((0.5, 40), (0.25, 41)):
+        changed = replace(importance_sampling(scale), name=f"ratio {scale}")
+        backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples(CUSTOM, MODEL, changed, (length,)))))
+    backend.clear_gradient(MODEL)
+    assert backend.meters().compilations == before
+    assert custom_losses._program.cache_info().currsize == kept <= custom_losses._MAX_PROGRAMS
