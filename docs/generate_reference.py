@@ -31,7 +31,7 @@ from skyrl_tx.api.chat import routes as chat_routes
 from skyrl_tx.api.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
 from skyrl_tx.api.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.api.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
-from skyrl_tx.api.errors import ApiError
+from skyrl_tx.api.loss_graph.vocabulary import FUNCTIONS, METHODS
 from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
@@ -215,13 +215,6 @@ def endpoints_page() -> Iterator[str]:
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
     yield "\n".join(f"- `{name}`: {_fields_of(schemas[name])}" for name in sorted(schemas))
     yield "## Not supported"
-    yield "\n".join(
-        f"- `{method} {route.path_format}`: {_refusal(route.endpoint)}"
-        for endpoints in _routers(list(operations)).values()
-        for route in endpoints
-        for method in sorted(route.methods)
-        if _served_at(route, operations) not in operations
-    )
     yield reference_text.UNSUPPORTED
 
 
@@ -310,15 +303,6 @@ def _fields_of(schema: type[WireModel]) -> str:
     )
 
 
-def _refusal(endpoint: Callable[..., object]) -> str:
-    """Return the message of an endpoint that refuses every call."""
-    try:
-        endpoint(**dict.fromkeys(inspect.signature(endpoint).parameters))
-    except ApiError as error:
-        return f"{error.status.value}, {error.detail}"
-    raise AssertionError(f"{endpoint} is not in the schema, and refuses nothing")
-
-
 # Losses and metrics
 
 
@@ -344,6 +328,11 @@ def losses_page() -> Iterator[str]:
             yield f"{_codes(wide)} may have the shape (N, K): K weighted targets at each position."
         if name in reference_text.LOSS_NOTES:
             yield reference_text.LOSS_NOTES[name]
+    yield "## Custom losses"
+    yield reference_text.CUSTOM_LOSSES
+    named = sorted({name for name in FUNCTIONS if not name.startswith(("torch._C", "operator.")) and name != "getattr"})
+    yield f"Functions: {_codes(named)}."
+    yield f"Methods of tensors: {_codes(sorted(METHODS))}."
     yield "## Metrics"
     yield reference_text.METRICS.format(policy=_codes(MEANS))
 

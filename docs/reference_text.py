@@ -34,6 +34,13 @@ each position; they are 1 where a policy-gradient loss gets none.
 Notation: l is the trained model's log-probability of the target, q the sampler's (`logprobs`), A the advantage,
 and r = exp(l − q). Positions with an advantage or weight of 0 do not count. `stopgrad` passes no gradient."""
 
+CUSTOM_LOSSES = """\
+A loss that `ServiceClient.create_custom_loss` has traced runs on the server, in one forward/backward request
+([guide](../guides/losses.md)). It is evaluated for each datum in float32, and the values are summed. Its result has
+`loss:sum` and the metrics that the loss returns. It may use the functions and methods below, arithmetic, comparisons,
+`&`, `|`, `^` and `~` of bool tensors, `x[...]` with whole numbers, `None`, `...` and slices such as `x[1:]` and
+`x[:-1]`, `x.shape` and `x.ndim`. An upload with anything else is refused with the name of the node."""
+
 LOSS_NOTES = {
     "stable_reinforce": """\
 **This is our definition.** Tinker offers a loss of this name and has not published its formula. Ours is

@@ -36,6 +36,7 @@ from skyrl_tx.api.routes import (
     account,
     audit,
     billing,
+    custom_losses,
     downloads,
     futures,
     metrics,
@@ -80,6 +81,7 @@ _ROUTERS = (
     account,
     billing,
     audit,
+    custom_losses,
 )
 
 

@@ -23,7 +23,15 @@ _PATHS: Mapping[str, tuple[str, ...]] = {
     "train": ("forward", "forward_backward", "optim_step"),
     "sample": ("asample", "create_sampling_session", "join_sampling_session", "cancel_future"),
     "weights": ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "copy_weights"),
-    "session": ("create_session", "session_heartbeat", "create_model", "unload_model", "auth/token", "telemetry"),
+    "session": (
+        "create_session",
+        "session_heartbeat",
+        "create_model",
+        "unload_model",
+        "auth/token",
+        "telemetry",
+        "create_custom_loss",
+    ),
 }
 """The paths of each group of routes, below the prefix of the API."""
 _FIRST_PARTS: Mapping[str, str] = {

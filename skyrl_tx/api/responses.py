@@ -94,6 +94,8 @@ def as_json(result: results.Result) -> dict[str, object]:
             }
         case results.LoadWeightsOutput():
             return {"type": "load_weights", "path": result.path, "model_id": result.model_id}
+        case results.CreateCustomLossOutput():
+            return {"type": "create_custom_loss", "loss_id": result.loss_id}
         case results.UnloadModelOutput():
             return {"type": "unload_model", "model_id": result.model_id}
         case results.SampleOutput():

@@ -59,6 +59,8 @@ class ApiSettings(CommonSettings):
     """Prices in reports of usage; without one, reports show no cost."""
     no_console: bool = False
     """Serve no console: the web pages about runs, samples, checkpoints, sessions, keys and the server."""
+    no_custom_losses: bool = False
+    """Evaluate no losses that clients upload; the SDK then evaluates them in the client."""
     request_threads: int = Field(default=100, ge=1)
     """Number of threads that handle requests; each may wait for a commit."""
     ssl_certfile: Path | None = None

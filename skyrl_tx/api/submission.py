@@ -19,14 +19,17 @@ from skyrl_tx.api.errors import ApiError, bad_request
 from skyrl_tx.api.schemas.base import CreationIds, ModelRequestIds, WireModel
 from skyrl_tx.api.schemas.training import FutureHandle
 from skyrl_tx.api.translate.provenance import Provenance, fill_recorded
-from skyrl_tx.api.validation import first_error
+from skyrl_tx.api.validation import first_error, shown
 from skyrl_tx.api.wire import parse
 from skyrl_tx.contract import codec
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId, custom_loss_id
 from skyrl_tx.contract.ids import model_id as model_id_of
-from skyrl_tx.contract.requests import CreateModel, LoadWeights, ModelPass, Rejected, Request
-from skyrl_tx.store import futures, models, samplers, stability
+from skyrl_tx.contract.losses import TARGET_TOKENS
+from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeights, ModelPass, Rejected, Request
+from skyrl_tx.contract.results import CreateCustomLossOutput
+from skyrl_tx.store import custom_losses, futures, models, samplers, stability
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
@@ -127,6 +130,42 @@ def with_recorded_samples(store: Store, caller: Principal, submission: Submissio
         return submission.with_request(reason)
 
 
+def with_custom_loss(call: Call, model_id: ModelId, submission: Submission) -> Submission:
+    """Complete a pass of a custom loss with the loss; reject it if its session has no such loss.
+
+    Inputs that the loss does not read are left out: the SDK sends all that a datum has.
+    """
+    request = submission.request
+    if not isinstance(request, ModelPass) or request.loss != CUSTOM:
+        return submission
+    loss_id = request.loss_config.get("loss_id")
+
+    def find(tx: Session) -> bytes | None:
+        row = access.addressed_model(tx, call.caller, model_id)
+        return custom_losses.find(tx, loss_id, row.session_id) if isinstance(loss_id, str) else None
+
+    unknown = sorted(request.loss_config.keys() - {"loss_id"})
+    body = call.store.read(find)
+    if unknown or body is None:
+        reason = f"loss_fn_config.{unknown[0][:80]}: {CUSTOM} takes loss_id" if unknown else _no_loss(loss_id)
+        return submission.with_request(Rejected(kind=submission.kind, message=reason, backward=request.backward))
+    stored = codec.decode(body)
+    assert isinstance(stored, CreateCustomLoss)
+    read = {TARGET_TOKENS, *(each.name for each in stored.loss.inputs)} - {LOGPROBS}
+    data = tuple(
+        replace(datum, loss_inputs={name: array for name, array in datum.loss_inputs.items() if name in read})
+        for datum in request.data
+    )
+    return submission.with_request(replace(request, custom=stored.loss, data=data))
+
+
+def _no_loss(loss_id: object) -> str:
+    return (
+        f"loss_fn_config.loss_id {shown(loss_id)}: the session of this model has no such custom loss; losses unused "
+        "for 30 days are removed"
+    )
+
+
 @functools.cache
 def _log_own_definition(loss: str) -> None:
     """Log once per process that a loss which needs provenance is this project's own definition."""
@@ -148,8 +187,9 @@ def submit_json(
 
 
 def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
-    """Queue a request for a model, completed with its recorded samples."""
+    """Queue a request for a model, completed with its recorded samples, or with its custom loss."""
     complete = with_recorded_samples(call.store, call.caller, submission)
+    complete = with_custom_loss(call, ModelId(ids.model_id), complete)
     handle = call.store.write(lambda tx: to_model(tx, call, ids, complete))
     call.context.metrics.submitted(complete.kind).inc()
     return handle
@@ -166,6 +206,8 @@ def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submissi
         models.touch(tx, model_id, now)
     if submission.sequence_ids:
         stability.touch(tx, submission.sequence_ids, now)
+    if isinstance(submission.request, ModelPass) and submission.request.loss == CUSTOM:
+        custom_losses.touch(tx, str(submission.request.loss_config["loss_id"]), now)
     return FutureHandle(request_id=submitted.request_id, model_id=model_id)
 
 
@@ -195,6 +237,31 @@ def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) 
         )
         models.create(tx, row)
     return FutureHandle(request_id=submitted.request_id, model_id=model_id)
+
+
+def custom_loss(tx: Session, call: Call, session_id: SessionId, seq_id: int, loss: CustomLoss) -> FutureHandle:
+    """Store a custom loss of a session, and its result, which needs no engine."""
+    now = time.time()
+    session = access.open_session(tx, call.caller, session_id)
+    loss_id = custom_loss_id(session_id, seq_id)
+    submission = Submission.of(CreateCustomLoss(loss=loss))
+    submitted = _insert(tx, submission, f"custom_loss/{session_id}/{seq_id}", session.owner, session_id, None)
+    if submitted.is_new:
+        try:
+            custom_losses.create(
+                tx,
+                loss_id,
+                session_id=session_id,
+                owner=session.owner,
+                name=loss.name,
+                body=submission.body,
+                now=now,
+            )
+        except (custom_losses.ConflictingLoss, custom_losses.TooManyLosses) as error:
+            raise bad_request(str(error)) from error
+        result = codec.encode(CreateCustomLossOutput(loss_id=loss_id))
+        futures.complete(tx, submitted.request_id, result, failed=False, effect_order=None, now=now)
+    return FutureHandle(request_id=submitted.request_id)
 
 
 def to_sampler(

@@ -24,8 +24,8 @@ class PassExample:
     float32 or, if they hold token ids, int32, each [T], or all [T, K]. `loss_config` has exactly the numbers of the
     loss's config, with defaults filled in.
 
-    With `custom`, the loss is that one, `loss` is "custom", and `loss_inputs` has the inputs that it declares other than
-    `logprobs`, as float32 of their ranks, next to the targets. The examples of a request share it.
+    With `custom`, the loss is that one, `loss` is "custom", and `loss_inputs` has the targets and the inputs that it
+    declares other than `logprobs`, as float32 of their ranks. The examples of a request share it.
     """
 
     request_id: RequestId

@@ -33,6 +33,11 @@ def sampling_session_id(session_id: SessionId, sampling_session_seq_id: int) -> 
     return SamplingSessionId(f"{session_id}:sample:{sampling_session_seq_id}")
 
 
+def custom_loss_id(session_id: SessionId, custom_loss_seq_id: int) -> str:
+    """Return the id of a session's custom loss."""
+    return f"{session_id}:loss:{custom_loss_seq_id}"
+
+
 class CheckpointKind(StrEnum):
     """The kind of a checkpoint, which is the middle part of its `tinker://` path."""
 

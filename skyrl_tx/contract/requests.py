@@ -97,6 +97,13 @@ class ModelPass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CreateCustomLoss:
+    """Store a loss for the passes of a session. The API executes it."""
+
+    loss: CustomLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStep:
     """Apply the accumulated gradient, then clear it."""
 
@@ -220,4 +227,6 @@ class Rejected:
     backward: bool = False
 
 
-Request = CreateModel | ModelPass | OptimStep | SaveWeights | LoadWeights | UnloadModel | Sample | Rejected
+Request = (
+    CreateModel | CreateCustomLoss | ModelPass | OptimStep | SaveWeights | LoadWeights | UnloadModel | Sample | Rejected
+)

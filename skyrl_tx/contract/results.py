@@ -124,6 +124,13 @@ class LoadWeightsOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CreateCustomLossOutput:
+    """The stored loss."""
+
+    loss_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadModelOutput:
     """The model was deleted."""
 
@@ -164,6 +171,7 @@ Result = (
     | SaveWeightsOutput
     | LoadWeightsOutput
     | UnloadModelOutput
+    | CreateCustomLossOutput
     | SampleOutput
     | Failure
 )

@@ -54,7 +54,7 @@ def check(loss: CustomLoss, index: int, datum: Datum) -> None:
 
 
 def _check_input(field: str, array: NumberArray, expected: CustomLossInput, length: int) -> tuple[int, ...]:
-    """Check an input's numbers; return its shape. A scalar arrives as one number, because protobuf has no empty shape."""
+    """Check an input's numbers; return its shape. A scalar may arrive as [1]: protobuf has no empty shape."""
     if expected.rank == 0 and array.size == 1:
         shape: tuple[int, ...] = ()
     else:

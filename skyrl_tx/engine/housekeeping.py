@@ -19,6 +19,7 @@ from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import (
     audit,
     checkpoints,
+    custom_losses,
     futures,
     identity,
     kept_samples,
@@ -125,7 +126,7 @@ class Housekeeping:
                 self.sampling.end_session(session_id, f"its session {how}; begin a new one to sample again")
 
     def expire(self, now: float) -> None:
-        """Remove models, checkpoints, samplers and sampled logprobs past their retention; close silent sessions."""
+        """Remove models, checkpoints, samplers, logprobs and losses past their retention; close silent sessions."""
         settings = self.context.settings
         retention_s = self._timeout_s(settings.session_retention_s)
         reason = f"no heartbeat for {retention_s:.0f} s"
@@ -139,6 +140,7 @@ class Housekeeping:
             before = now - self._timeout_s(settings.sampler_retention_s)
             samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
             stability.expire(tx, now)
+            custom_losses.expire(tx, now)
             partials.prune(tx)
             sessions.finish_timed_out(tx, now - retention_s, reason, now)
             return purged + models.expire(tx, now - retention_s)

@@ -57,6 +57,7 @@ class StatusPublisher:
             "devices": list(capabilities.devices),
             "num_parameters": capabilities.num_parameters,
             "losses": sorted(capabilities.losses),
+            "custom_losses": capabilities.offers_custom_losses,
             "eos_token_ids": list(capabilities.eos_token_ids),
             "max_topk_logprobs": capabilities.max_topk_logprobs,
             "fingerprint": dict(capabilities.fingerprint),

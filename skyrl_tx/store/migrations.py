@@ -194,6 +194,22 @@ def _add_project_members() -> None:
     op.create_index("ix_project_members_owner", "project_members", ["owner"])
 
 
+def _add_custom_losses() -> None:
+    """Add the losses that clients upload."""
+    op.create_table(
+        "custom_losses",
+        sa.Column("loss_id", sa.String, primary_key=True),
+        sa.Column("session_id", sa.String, sa.ForeignKey("sessions.session_id"), nullable=False),
+        sa.Column("owner", sa.String, nullable=False),
+        sa.Column("name", sa.String, nullable=False),
+        sa.Column("body", sa.LargeBinary, nullable=False),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("last_used_at", sa.Float, nullable=False),
+    )
+    for name in ("session_id", "owner", "last_used_at"):
+        op.create_index(f"ix_custom_losses_{name}", "custom_losses", [name])
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
@@ -212,4 +228,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0011": _add_teams,
     "0012": _add_quotas,
     "0013": _add_project_members,
+    "0014": _add_custom_losses,
 }

@@ -17,6 +17,7 @@ from skyrl_tx.store.futures import high_water_mark, sequence_scope
 from skyrl_tx.store.sessions import SERVER_SESSIONS
 from skyrl_tx.store.tables import (
     CheckpointRow,
+    CustomLossRow,
     ModelRow,
     PrunedRow,
     RequestRow,
@@ -202,7 +203,7 @@ _UNUSED_SESSIONS = (
         _HAS_FINISHED,
         *(
             ~exists().where(col(table.session_id) == col(SessionRow.session_id))
-            for table in (ModelRow, SamplingSessionRow, RequestRow)
+            for table in (ModelRow, SamplingSessionRow, RequestRow, CustomLossRow)
         ),
     )
     .limit(bindparam("limit"))
@@ -211,7 +212,7 @@ _DELETE_SESSIONS = delete(SessionRow).where(is_in_batch(col(SessionRow.session_i
 
 
 def delete_finished_sessions(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
-    """Delete sessions that finished before a time and have no model, sampling session or stored request.
+    """Delete sessions that finished before a time and have no model, sampling session, custom loss or stored request.
 
     Returns the number of deleted rows.
     """

@@ -198,6 +198,20 @@ class SamplingSessionRow(SQLModel, table=True):
     """The model's optimizer steps at the save of an ephemeral sampler; None for others."""
 
 
+class CustomLossRow(SQLModel, table=True):
+    """A loss that a client uploaded for its session. `body` is an encoded `CreateCustomLoss`."""
+
+    __tablename__ = "custom_losses"
+
+    loss_id: str = Field(primary_key=True)
+    session_id: SessionId = Field(foreign_key="sessions.session_id", index=True, sa_type=String)
+    owner: str = Field(index=True)
+    name: str
+    body: bytes
+    created_at: float
+    last_used_at: float = Field(index=True)
+
+
 class CheckpointRow(SQLModel, table=True):
     """A name for an artifact: `tinker://{model_id}/{kind}/{name}`."""
 

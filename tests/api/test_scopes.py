@@ -46,7 +46,14 @@ READING = {
     *("GET training_runs/{run_id}/metrics", "GET logged_runs", "GET logged_runs/{logged_run_id}/metrics"),
 }
 CHANGING = {
-    *("POST create_model", "POST forward_backward", "POST forward", "POST optim_step", "POST unload_model"),
+    *(
+        "POST create_model",
+        "POST create_custom_loss",
+        "POST forward_backward",
+        "POST forward",
+        "POST optim_step",
+        "POST unload_model",
+    ),
     *("POST save_weights", "POST save_weights_for_sampler", "POST save_weights_external", "POST load_weights"),
     *("POST copy_weights", "PUT sessions/{session_id}/project", f"DELETE {CHECKPOINT}", f"PUT {CHECKPOINT}/ttl"),
     *(f"POST {CHECKPOINT}/publish", f"DELETE {CHECKPOINT}/publish"),

@@ -1,4 +1,4 @@
-"""Endpoints for client flags, capabilities, health, telemetry, and those that Tinker has and this server has not."""
+"""Endpoints for client flags, capabilities, health and telemetry."""
 
 from http import HTTPStatus
 from typing import Annotated, cast
@@ -6,9 +6,8 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Depends, Response
 
 from skyrl_tx import threads
-from skyrl_tx.api import telemetry_metrics
+from skyrl_tx.api import custom_losses, telemetry_metrics
 from skyrl_tx.api.context import ApiContext, Incoming, get_context
-from skyrl_tx.api.errors import not_found
 from skyrl_tx.api.schemas import service as schemas
 from skyrl_tx.store import engine_state
 
@@ -20,7 +19,7 @@ _LIVENESS_TIMEOUT_S = 0.25
 @router.post("/client/config")
 def client_config(call: Incoming) -> schemas.ClientConfigResponse:
     """Return the client flags, which are equal for all SDK releases."""
-    return schemas.ClientConfigResponse()
+    return schemas.ClientConfigResponse(custom_loss_server_side=custom_losses.are_offered(call))
 
 
 @router.post("/client/dynamic_config")
@@ -70,16 +69,3 @@ def telemetry(call: Incoming) -> dict[str, str]:
     """Accept telemetry: keep the metrics that programs log through the SDK, discard all else."""
     telemetry_metrics.keep(call)
     return {"status": "accepted"}
-
-
-# The endpoints below are not supported. They return 404: the SDK retries other statuses for minutes (0.38,
-# execute_with_retries).
-
-
-@router.post("/create_custom_loss", include_in_schema=False)
-def create_custom_loss(call: Incoming) -> None:
-    """Refuse: custom losses run in the client; the flag that would upload them is off."""
-    raise not_found(
-        "custom losses on the server are not offered; forward_backward_custom with a Python function runs the loss "
-        "in the client, with the same gradients"
-    )

@@ -11,7 +11,10 @@ FinishReasonType = Literal["success", "errored", "interrupted"]
 
 
 class ClientConfigResponse(Response):
-    """The client flags that this server sets, equal for every release; the SDK has defaults for others."""
+    """The client flags that this server sets, equal for every release; the SDK has defaults for others.
+
+    With `custom_loss_server_side` the SDK uploads the losses of `create_custom_loss`.
+    """
 
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
@@ -21,6 +24,7 @@ class ClientConfigResponse(Response):
     create_model_via_load_weights: bool = True
     sample_use_retrieve_futures: bool = True
     sample_join_sampling_session: bool = True
+    custom_loss_server_side: bool = False
 
 
 class CreateSessionRequest(WireModel):

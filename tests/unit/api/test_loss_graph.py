@@ -200,9 +200,10 @@ def test_a_wrong_upload_is_refused_with_its_field(changes: dict[str, Any], text:
 def test_too_many_nodes_are_refused_before_they_are_read(count: int) -> None:
     nodes = [call(f"n{index}", "torch.exp", REF) for index in range(count)]
     started = time.perf_counter()
-    with pytest.raises(ValidationError, match="at most 512"):
+    with pytest.raises(ValidationError) as raised:
         upload(*nodes)
-    assert time.perf_counter() - started < 2.0
+    assert time.perf_counter() - started < 1.0
+    assert "at most 512" in str(raised.value)
 
 
 def test_operations_of_many_nodes_are_bounded() -> None:

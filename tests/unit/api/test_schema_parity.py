@@ -15,7 +15,7 @@ from tinker.types._pydantic_types import datum, model_input, sampling_params, te
 
 import skyrl_tx.api.schemas
 from skyrl_tx.api.app import create_app
-from skyrl_tx.api.schemas import inputs, sampling, training
+from skyrl_tx.api.schemas import custom_loss, inputs, sampling, training
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store.database import Store
@@ -30,7 +30,6 @@ OUR_NAMES = {
 WITHOUT_SCHEMA = {
     "ClientConfigRequest": "client/config",  # accepted in any shape: all clients get the same flags
     "CopyWeightsRequest": "copy_weights",
-    "CreateCustomLossRequest": "create_custom_loss",
     "GetBillingUsageRequest": "billing/usage/events",
     "GetCurrentCheckpointStorageUsageRequest": "billing/usage/checkpoints/current",
     "SessionSearchRequest": "sessions/search",
@@ -47,6 +46,9 @@ INSIDE: list[tuple[type, type[WireModel]]] = [
     (model_input.ModelInput, inputs.ModelInput),
     (tensor_data.TensorData, inputs.TensorData),
     (datum.Datum, inputs.Datum),
+    (types.CustomLossGraph, custom_loss.LossGraph),
+    (types.CustomLossNode, custom_loss.LossGraphNode),
+    (types.CustomLossInput, custom_loss.LossInput),
     (provenance_spans.PromptProvenanceSpan, inputs.TokenRun),
     (provenance_spans.SampledProvenanceSpan, inputs.TokenRun),
 ]

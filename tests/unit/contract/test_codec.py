@@ -25,9 +25,25 @@ RECORDS = [
 ]
 
 STORED_KINDS = (
-    *("create_model", "model_pass", "optim_step", "save_weights", "load_weights", "unload_model", "sample"),
+    *(
+        "create_model",
+        "create_custom_loss",
+        "model_pass",
+        "optim_step",
+        "save_weights",
+        "load_weights",
+        "unload_model",
+        "sample",
+    ),
     *("rejected", "model_spec", "create_model_output", "forward_backward_output", "optim_step_output"),
-    *("save_weights_output", "load_weights_output", "unload_model_output", "sample_output", "failure"),
+    *(
+        "create_custom_loss_output",
+        "save_weights_output",
+        "load_weights_output",
+        "unload_model_output",
+        "sample_output",
+        "failure",
+    ),
 )
 
 

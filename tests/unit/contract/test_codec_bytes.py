@@ -11,6 +11,7 @@ import pytest
 
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.arrays import Cells
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SamplingSessionId
 
@@ -25,6 +26,14 @@ CELLS = Cells(crow=np.array([0, 1, 3]), columns=np.array([4, 2, 0]))
 FLOATS = np.array([-0.5, np.nan, np.inf], np.float32)
 INTS = np.arange(3, dtype=np.int32)
 TOPK = results.TopK(token_ids=INTS.reshape(1, 3), logprobs=FLOATS.reshape(1, 3))
+LOSS = CustomLoss(
+    name="scaled",
+    inputs=(CustomLossInput(name="logprobs", rank=2), CustomLossInput(name="scale", rank=0)),
+    constants=(0.5, np.inf),
+    operations=(Operation(name="mul", values=(0, 1)), Operation(name="sum", values=(4,), options=(0, 0, 1))),
+    loss=5,
+    metrics={"custom/loss:sum": 5},
+)
 
 RECORDS: Mapping[str, Record] = {
     "create_model": requests.CreateModel(base_model="tiny", spec=SPEC),
@@ -47,6 +56,15 @@ RECORDS: Mapping[str, Record] = {
         backward=True,
         sampled=(requests.SampledSpan(datum=0, first=1, length=2, sequence_id="seq-a-0"),),
     ),
+    "pass_of_custom_loss": requests.ModelPass(
+        data=(requests.Datum(tokens=INTS, loss_inputs={"target_tokens": np.arange(3, dtype=np.int64)}),),
+        loss="custom",
+        loss_config={"loss_id": "s:loss:0"},
+        backward=True,
+        custom=LOSS,
+    ),
+    "create_custom_loss": requests.CreateCustomLoss(loss=LOSS),
+    "create_custom_loss_output": results.CreateCustomLossOutput(loss_id="s:loss:0"),
     "forward": requests.ModelPass(data=(), loss="cross_entropy", loss_config={}, backward=False),
     "optim_step": requests.OptimStep(
         params=requests.OptimizerParams(

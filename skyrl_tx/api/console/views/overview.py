@@ -28,6 +28,7 @@ _PASS_KINDS = {
     "load_weights": ("load", "loads"),
     "create_model": ("new run", "new runs"),
     "unload_model": ("unload", "unloads"),
+    "create_custom_loss": ("new loss", "new losses"),
 }
 
 

@@ -223,7 +223,7 @@ class JaxPass(Pass):
         return outputs
 
 
-def _evaluate(step: _Step, outputs: training.Outputs) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
+def _evaluate(step: _Step, outputs: Any) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
     """Evaluate the custom loss of a micro-batch from its outputs on the host.
 
     Returns the request's examples, those of the micro-batch with a cross-entropy of the loss's gradient, and the result

@@ -1,0 +1,80 @@
+"""Losses that clients upload, each for one session."""
+
+from sqlalchemy import bindparam, delete, exists, func, insert, or_, select, update
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.tables import CustomLossRow, SessionRow
+
+RETENTION_S = 30 * 86_400.0
+"""Time from a loss's last use to its removal."""
+FINISHED_RETENTION_S = 86_400.0
+"""Time for which a loss of a finished session is kept. Requests carry their loss, so it may go before them."""
+MAX_PER_SESSION = 256
+MAX_PER_OWNER = 2048
+_TOUCH_EVERY_S = 3600.0
+
+
+class TooManyLosses(Exception):
+    """A session or an owner has as many losses as the server stores."""
+
+
+class ConflictingLoss(Exception):
+    """The id of a loss was used for another one."""
+
+
+_BODY = select(col(CustomLossRow.body)).where(
+    col(CustomLossRow.loss_id) == bindparam("loss_id"), col(CustomLossRow.session_id) == bindparam("session_id")
+)
+_COUNTS = select(
+    func.count().filter(col(CustomLossRow.session_id) == bindparam("session_id")),
+    func.count(),
+).where(col(CustomLossRow.owner) == bindparam("owner"))
+_NEW = insert(CustomLossRow)
+_TOUCH = (
+    update(CustomLossRow)
+    .where(col(CustomLossRow.loss_id) == bindparam("used"), col(CustomLossRow.last_used_at) < bindparam("before"))
+    .values(last_used_at=bindparam("now"))
+)
+_EXPIRE = delete(CustomLossRow).where(
+    or_(
+        col(CustomLossRow.last_used_at) < bindparam("unused_since"),
+        exists().where(
+            col(SessionRow.session_id) == col(CustomLossRow.session_id),
+            col(SessionRow.finished_at) < bindparam("finished_before"),
+        ),
+    )
+)
+
+
+def create(tx: Session, loss_id: str, *, session_id: SessionId, owner: str, name: str, body: bytes, now: float) -> None:
+    """Store a loss. Raises ConflictingLoss if its id has another one, TooManyLosses if there is no room for it."""
+    stored = find(tx, loss_id, session_id)
+    if stored is not None:
+        if stored != body:
+            raise ConflictingLoss(f"custom_loss_seq_id: loss {loss_id} exists already, and is another one")
+        return
+    of_session, of_owner = execute(tx, _COUNTS, {"session_id": session_id, "owner": owner}).one()
+    if of_session >= MAX_PER_SESSION:
+        raise TooManyLosses(f"this session has {of_session} custom losses, the most that the server stores for one")
+    if of_owner >= MAX_PER_OWNER:
+        raise TooManyLosses(f"the sessions of {owner!r} have {of_owner} custom losses, the most that the server stores")
+    common = {"session_id": session_id, "owner": owner, "name": name, "body": body}
+    execute(tx, _NEW, {"loss_id": loss_id, "created_at": now, "last_used_at": now, **common})
+
+
+def find(tx: Session, loss_id: str, session_id: SessionId) -> bytes | None:
+    """Return a session's loss, encoded, or None."""
+    return execute(tx, _BODY, {"loss_id": loss_id, "session_id": session_id}).scalar_one_or_none()
+
+
+def touch(tx: Session, loss_id: str, now: float) -> None:
+    """Record a use, once an hour."""
+    execute(tx, _TOUCH, {"used": loss_id, "now": now, "before": now - _TOUCH_EVERY_S})
+
+
+def expire(tx: Session, now: float) -> int:
+    """Delete the losses past their retention; return their number."""
+    limits = {"unused_since": now - RETENTION_S, "finished_before": now - FINISHED_RETENTION_S}
+    return execute(tx, _EXPIRE, limits).rowcount
