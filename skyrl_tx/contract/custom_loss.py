@@ -5,10 +5,10 @@ once per datum; the values are summed. All numbers are float32 or bool.
 
 Every dimension of a value is one of three: "T" is the number of positions of the datum, less what slices have cut off;
 "K" is its number of targets per position, less the same; "1" is one. A value has each of "T" and "K" at most once, so
-that no value is larger than the datum's own targets.
+that no value has more elements than an input [T, K].
 """
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,8 +18,8 @@ CUSTOM = "custom"
 LOGPROBS = "logprobs"
 """The first input of every custom loss: the model's log-probabilities, in the shape of the targets."""
 
-MAX_OPERATIONS = 1024
-"""The most operations of one loss."""
+MAX_OPERATIONS = 256
+"""The most operations of one loss. Compiling as many takes 3 to 10 s on a CPU, for which others wait; 1,024 take 40."""
 MAX_ELEMENTS = 2**26
 """The most elements of all values of a loss on one datum: 256 MiB."""
 MAX_EXACT = 2**24
@@ -97,25 +97,40 @@ class CustomLoss:
             shapes.append(result_shape(operation, [shapes[value] for value in operation.values]))
         return shapes
 
-    def min_sizes(self) -> tuple[int, int]:
-        """Return the fewest positions and the fewest targets per position that leave no value empty."""
-        fewest = {"T": 1, "K": 1, "1": 1}
+    def needs(self) -> "Needs":
+        """Return what the loss needs of a datum. Computed once per request: it takes time for each operation."""
+        fewest: dict[Symbol, int] = {"T": 1, "K": 1, "1": 1}
         shapes = self.shapes()
-        for shape in shapes:
-            for dim in shape:
-                fewest[dim.symbol] = max(fewest[dim.symbol], dim.cut + 1)
+        for dim in (dim for shape in shapes for dim in shape):
+            fewest[dim.symbol] = max(fewest[dim.symbol], dim.cut + 1)
         for operation in self.operations:
             if operation.name == "select":
                 axis, index = operation.options
                 dim = shapes[operation.values[0]][axis]
-                needed = index + 1 if index >= 0 else -index
-                fewest[dim.symbol] = max(fewest[dim.symbol], dim.cut + needed)
-        return fewest["T"], fewest["K"]
+                fewest[dim.symbol] = max(fewest[dim.symbol], dim.cut + (index + 1 if index >= 0 else -index))
+        kinds = Counter(frozenset(dim.symbol for dim in shape) - {"1"} for shape in shapes)
+        return Needs(
+            positions=fewest["T"],
+            targets=fewest["K"],
+            elements=tuple(kinds[frozenset(each)] for each in ((), ("T",), ("K",), ("T", "K"))),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """The fewest positions and targets per position that leave no value of a loss empty, and its memory.
+
+    `elements` are the numbers of its values that are scalars, [T], [K] and [T, K].
+    """
+
+    positions: int
+    targets: int
+    elements: tuple[int, ...]
 
     def num_elements(self, num_positions: int, num_targets: int) -> int:
         """Return the number of elements of all values on one datum, at most."""
-        sizes = {"T": num_positions, "K": num_targets, "1": 1}
-        return sum(math.prod(sizes[dim.symbol] for dim in shape) for shape in self.shapes())
+        sizes = (1, num_positions, num_targets, num_positions * num_targets)
+        return sum(count * size for count, size in zip(self.elements, sizes, strict=True))
 
 
 UNARY = frozenset(

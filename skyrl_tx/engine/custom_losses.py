@@ -6,7 +6,7 @@ import numpy as np
 
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.batches import PassExample
-from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, MAX_ELEMENTS, MAX_EXACT, CustomLoss, CustomLossInput
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, MAX_ELEMENTS, MAX_EXACT, CustomLoss, CustomLossInput, Needs
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
@@ -16,9 +16,8 @@ TARGETS_ONLY = LossSpec(name=CUSTOM, inputs={TARGET_TOKENS: LossInput(is_integer
 """The part of the inputs that all custom losses share."""
 
 
-def check(loss: CustomLoss, index: int, datum: Datum) -> None:
+def check(field: str, datum: Datum, loss: CustomLoss, needs: Needs) -> None:
     """Check the inputs of one datum other than its targets, and that its size fits the loss."""
-    field = f"data[{index}]"
     length = datum.tokens.size
     shapes = {LOGPROBS: datum.loss_inputs[TARGET_TOKENS].shape}
     for each in loss.inputs:
@@ -41,12 +40,11 @@ def check(loss: CustomLoss, index: int, datum: Datum) -> None:
                     f"{field}: inputs of loss {loss.name!r} have {width} and {shape[1]} targets per position"
                 )
             width = shape[1]
-    fewest_positions, fewest_targets = loss.min_sizes()
-    if length < fewest_positions:
-        raise UserError(f"{field} has {length} tokens; loss {loss.name!r} needs at least {fewest_positions}")
-    if (width or 1) < fewest_targets:
-        raise UserError(f"{field} has {width} targets per position; loss {loss.name!r} needs at least {fewest_targets}")
-    if (count := loss.num_elements(length, width or 1)) > MAX_ELEMENTS:
+    if length < needs.positions:
+        raise UserError(f"{field} has {length} tokens; loss {loss.name!r} needs at least {needs.positions}")
+    if (width or 1) < needs.targets:
+        raise UserError(f"{field} has {width} targets per position; loss {loss.name!r} needs at least {needs.targets}")
+    if (count := needs.num_elements(length, width or 1)) > MAX_ELEMENTS:
         raise UserError(
             f"{field}: loss {loss.name!r} would compute {count} numbers of its {length} tokens; must be at most "
             f"{MAX_ELEMENTS}"

@@ -137,11 +137,12 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
 def _check_custom_pass(request: ModelPass, loss: CustomLoss, capabilities: Capabilities) -> None:
     if not capabilities.offers_custom_losses:
         raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
+    needs = loss.needs()
     for index, datum in enumerate(request.data):
         targets = {name: array for name, array in datum.loss_inputs.items() if name == TARGET_TOKENS}
         with_targets = replace(datum, loss_inputs=targets)
         _check_datum(f"data[{index}]", with_targets, custom_losses.TARGETS_ONLY, capabilities)
-        custom_losses.check(loss, index, datum)
+        custom_losses.check(f"data[{index}]", datum, loss, needs)
 
 
 def _check_base_model(name: str, base_models: Collection[str]) -> None:

@@ -1,11 +1,13 @@
 """An engine that replaces one whose JAX device was lost continues bit-equal."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import Snapshot, StatePart
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
@@ -14,6 +16,18 @@ from tests.support.engine_harness import EngineHarness, forward_backward, optim_
 from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 NUM_STEPS = 4
+LOSS = CustomLoss(
+    name="surprise",
+    inputs=(CustomLossInput(name="logprobs", rank=1),),
+    constants=(0.5,),
+    operations=(
+        Operation(name="mul", values=(0, 1)),
+        Operation(name="exp", values=(2,)),
+        Operation(name="mean", values=(3,), options=(0, 0)),
+    ),
+    loss=4,
+    metrics={"custom/surprise:mean": 4},
+)
 
 
 def test_results_are_bit_equal_after_device_loss(tmp_path):
@@ -44,6 +58,8 @@ def test_results_are_bit_equal_after_device_loss(tmp_path):
             for step in range(NUM_STEPS):
                 for n in range(2):
                     request = forward_backward(10 * step + n)
+                    if n == 1:  # its loss was never stored, or is deleted: the request alone replays it
+                        request = replace(request, loss="custom", loss_config={"loss_id": "gone"}, custom=LOSS)
                     names.append(harness.submit(request, model_id=model_id, seq_id=3 * step + n + 1))
                 names.append(harness.submit(optim_step(0.01), model_id=model_id, seq_id=3 * step + 3))
         names.append(harness.submit(sample(temperature=1.0)))
