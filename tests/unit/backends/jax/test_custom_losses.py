@@ -94,6 +94,7 @@ def test_a_custom_loss_has_the_gradient_of_the_same_built_in_loss(backend: JaxBa
         np.testing.assert_allclose(own / largest, built_in / largest, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_custom_loss_is_batch_invariant_next_to_other_requests(backend: JaxBackend) -> None:
     own = [*examples(CUSTOM, MODEL, importance_sampling(), (9,), (40,), (33,))]
     others = [
@@ -120,6 +121,7 @@ def test_forward_gives_the_same_results_and_no_gradient(backend: JaxBackend) -> 
     assert backend._pool.get(MODEL).gradient is None
 
 
+@pytest.mark.slow
 def test_several_targets_per_position_and_a_scalar(backend: JaxBackend) -> None:
     loss = importance_sampling(rank=2)
     loss = replace(
@@ -138,12 +140,10 @@ def test_several_targets_per_position_and_a_scalar(backend: JaxBackend) -> None:
 
 
 def test_other_constants_and_other_lengths_of_an_octave_compile_nothing(backend: JaxBackend) -> None:
-    batch = PreparedModelPassBatch(examples=tuple(examples(CUSTOM, MODEL, importance_sampling(), (40,))))
-    backend.forward_backward(batch)
+    gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), (40,)))
     before, kept = backend.meters().compilations, custom_losses._program.cache_info().currsize
     for scale, length in ((0.5, 40), (0.25, 41)):
         changed = replace(importance_sampling(scale), name=f"ratio {scale}")
-        backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples(CUSTOM, MODEL, changed, (length,)))))
-    backend.clear_gradient(MODEL)
+        gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, changed, (length,)))
     assert backend.meters().compilations == before
     assert custom_losses._program.cache_info().currsize == kept <= custom_losses._MAX_PROGRAMS
