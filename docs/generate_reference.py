@@ -385,9 +385,15 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
     return (
         _codes(family.names),
         f"`{_module_of(family).__name__.replace('.', '/')}.py`",
-        "mixture of experts" if "router" in has else "dense",
+        _feed_forward(has),
         ", ".join(attention) or "plain",
     )
+
+
+def _feed_forward(has: set[str]) -> str:
+    if "router" not in has:
+        return "dense"
+    return "mixture of experts" + (", one of them shared" if "shared_gate" in has else "")
 
 
 # Metrics

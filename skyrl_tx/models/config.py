@@ -148,6 +148,13 @@ OPTIONAL_ROPE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
+def refuse_other_values(hf: HfConfig, accepted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise UnsupportedModel for a key with a value that is neither None nor accepted."""
+    for key, values in accepted.items():
+        if hf.get(key) not in (None, *values):
+            raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {values[0]!r}")
+
+
 def refuse_what_changes_the_maths(hf: HfConfig, *, reads: frozenset[str]) -> None:
     """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use.
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
-from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
 from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.base import Mixer
 from skyrl_tx.models.parts.delta_net import DeltaNet
 from skyrl_tx.weights.weight_map import DELTA_NET_WEIGHTS, DENSE_WEIGHTS, QK_NORM_WEIGHTS, norms_from_one
 
@@ -53,33 +54,37 @@ def read_gated_attention(hf: HfConfig) -> Attention:
     return replace(attention, is_gated=True, rotary_dims=int(attention.head_dim * share))
 
 
+def read_mixers(hf: HfConfig) -> tuple[Mixer, ...]:
+    """Read the mixer of each layer."""
+    refuse_other_values(hf, ACCEPTED)
+    mixers: dict[str, Mixer] = {"linear_attention": read_delta_net(hf), "full_attention": read_gated_attention(hf)}
+    return tuple(mixers[kind] for kind in read_layer_types(hf))
+
+
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    for key, values in ACCEPTED.items():
-        if hf.get(key) not in (None, *values):
-            raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {values[0]!r}")
-    mixers = {"linear_attention": read_delta_net(hf), "full_attention": read_gated_attention(hf)}
     dense = read_dense(hf)
-    return tuple(Block(mixers[kind], dense) for kind in read_layer_types(hf))
+    return tuple(Block(mixer, dense) for mixer in read_mixers(hf))
 
 
+MIXER_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 QWEN3_5 = ModelFamily(
     architecture="Qwen3_5ForCausalLM",
     aliases=("Qwen3_5ForConditionalGeneration",),
     weights=norms_from_one(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + DELTA_NET_WEIGHTS,
     read_blocks=read_blocks,
     reads=frozenset({"layer_types", "partial_rotary_factor"}),
-    defaults={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 32768,
-        "head_dim": 256,
-        "full_attention_interval": 4,
-        "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
+    defaults=MIXER_DEFAULTS,
 )

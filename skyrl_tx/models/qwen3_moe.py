@@ -7,16 +7,25 @@ from skyrl_tx.models.parts.mixture import Mixture
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, QK_NORM_WEIGHTS
 
 
-def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
-    """Read the layers, dense or with experts."""
-    attention = read_attention(hf, has_norm=True)
+def read_mixture(hf: HfConfig, *, renormalizes: bool, shared_size: int | None = None) -> Mixture:
+    """Read the experts."""
     routing = Routing(
         num_experts=read_size(hf, "num_experts"),
         num_chosen=read_size(hf, "num_experts_per_tok"),
-        renormalizes=hf["norm_topk_prob"],
+        renormalizes=renormalizes,
     )
-    width = read_size(hf, "moe_intermediate_size")
-    sparse = Block(attention, Mixture(hidden_size=attention.hidden_size, mlp_size=width, routing=routing))
+    return Mixture(
+        hidden_size=read_size(hf, "hidden_size"),
+        mlp_size=read_size(hf, "moe_intermediate_size"),
+        routing=routing,
+        shared_size=shared_size,
+    )
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers, dense or with experts."""
+    attention = read_attention(hf, has_norm=True)
+    sparse = Block(attention, read_mixture(hf, renormalizes=hf["norm_topk_prob"]))
     dense = Block(attention, read_dense(hf))
     step, others = read_size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
     return tuple(

@@ -31,13 +31,17 @@ YARN = {
 }
 """The rope scaling of gpt-oss, with an original context so short that it changes tiny models."""
 
+DELTA_NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,  # short queries and keys are often orthogonal, and a norm divides by their products
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 TINY_KEYS: dict[str, dict[str, Any]] = {
-    "Qwen3MoeForCausalLM": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
+    "Qwen3MoeForCausalLM": {**EXPERTS, "norm_topk_prob": True},
     "GptOssForCausalLM": {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
@@ -47,12 +51,14 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN,
     },
     "Qwen3_5ForCausalLM": {
+        **DELTA_NETS,
         "model_type": "qwen3_5_text",  # without the suffix, that of the model with images
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,  # short queries and keys are often orthogonal, and a norm divides by their products
-        "linear_value_head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
+    "Qwen3_5MoeForCausalLM": {
+        **DELTA_NETS,
+        **EXPERTS,
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 40,
     },
 }
 """Config keys of families, with sizes, windows and limits so small that each acts in tiny models."""

@@ -18,8 +18,9 @@ class WeightRule:
     """A parameter and its tensor, or its tensors per layer and expert.
 
     `tensor` may hold `{layer}` and `{expert}`, for the dims that come first. Linear maps lie as [out, in] in
-    checkpoints and as [in, out] here: `transpose`. `every` (first, step) says which columns of a fused tensor are ours.
-    Other rules with the same tensor have its rows in the order of the rules; `bind_rows` tells how many each has.
+    checkpoints and as [in, out] here, those of stacked experts behind a dim of experts: `transpose`. `every` (first,
+    step) says which columns of a fused tensor are ours. Other rules with the same tensor have its rows, the outputs of
+    linear maps, in the order of the rules; `bind_rows` tells how many each has.
     """
 
     path: str  # ours, such as layers.q_proj, whatever the stack
@@ -39,28 +40,39 @@ class WeightRule:
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Return our array of a tensor, without a copy; `offset` is not added."""
-        return self.view_of_part(tensor if self.rows is None else tensor[self.rows.start : self.rows.stop])
+        if self.rows is None:
+            return self.view_of_part(tensor)
+        own = slice(self.rows.start, self.rows.stop)
+        return self.view_of_part(tensor[..., own, :] if self.transpose else tensor[own])
 
     def view_of_part(self, tensor: np.ndarray) -> np.ndarray:
         """Return our array of what `part_of_tensor` names, without a copy."""
         own = tensor if self.every is None else tensor[..., self.every[0] :: self.every[1]]
-        return own.T if self.transpose else own
+        return own.swapaxes(-1, -2) if self.transpose else own
 
     def part_of_tensor(self, part: Part) -> Part:
         """Return the part of the tensor whose `view_of_part` is a part of our array."""
-        theirs = part[::-1] if self.transpose else part
+        theirs = [*part]
+        if self.transpose:
+            theirs[-2:] = theirs[:-3:-1]
         if self.rows is not None:
-            start, stop = theirs[0]
-            theirs = ((start + self.rows.start, stop + self.rows.start), *theirs[1:])
-        if self.every is None:
-            return theirs
-        step, (start, stop) = self.every[1], theirs[-1]
-        return (*theirs[:-1], (start * step, stop * step))
+            start, stop = theirs[self._row_dim]
+            theirs[self._row_dim] = start + self.rows.start, stop + self.rows.start
+        if self.every is not None:
+            step, (start, stop) = self.every[1], theirs[-1]
+            theirs[-1] = start * step, stop * step
+        return tuple(theirs)
 
     def shape_of_tensor(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor, given that of our array without the dims that `tensor` names."""
-        found = tuple(stop for _, stop in self.part_of_tensor(tuple((0, size) for size in shape)))
-        return found if self.rows is None else (self.rows.total, *found[1:])
+        found = [stop for _, stop in self.part_of_tensor(tuple((0, size) for size in shape))]
+        if self.rows is not None:
+            found[self._row_dim] = self.rows.total
+        return tuple(found)
+
+    @property
+    def _row_dim(self) -> int:
+        return -2 if self.transpose else 0
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the index in the array and the name of each tensor."""
@@ -115,11 +127,29 @@ _TEXT, NESTED = "model.", "model.language_model."
 """The prefix of tensors of a text model, and that of the text model in a model with images."""
 
 
+_OF_ONE_EXPERT = re.compile(rf"{re.escape(_TEXT)}.+\.experts\.\d+\.")
+
+
 def of_checkpoint(weights: WeightMap, names: Collection[str]) -> WeightMap:
-    """Return the rules for a checkpoint with these tensors: those of models with images nest the text model."""
-    if not any(name.startswith(NESTED) for name in names):
-        return weights
-    return tuple(replace(rule, tensor=nested_name(rule.tensor)) for rule in weights)
+    """Return the rules for a checkpoint with these tensors.
+
+    Checkpoints of models with images nest the text model. Experts are stacked, or have tensors of their own.
+    """
+    if any(_OF_ONE_EXPERT.match(name) for name in names):
+        weights = split_experts(weights)
+    if any(name.startswith(NESTED) for name in names):
+        weights = tuple(replace(rule, tensor=nested_name(rule.tensor)) for rule in weights)
+    return weights
+
+
+def split_experts(weights: WeightMap) -> WeightMap:
+    """Return the rules with a tensor for each map of each expert in place of STACKED_EXPERT_WEIGHTS."""
+    return tuple(
+        replace(rule, tensor=f"{rule.adapted_as}.weight", adapted_as=None, rows=None)
+        if rule.transpose and rule.adapted_as and "{expert}" in rule.adapted_as
+        else rule
+        for rule in weights
+    )
 
 
 def nested_name(name: str) -> str:
@@ -167,10 +197,12 @@ def _layer(path: str, tensor: str, *, transpose: bool = False) -> WeightRule:
     return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.{tensor}", transpose)
 
 
-def _fused(path: str, tensor: str, every: tuple[int, int] | None = None, *, leaf: str | None = None) -> WeightRule:
+def _fused(
+    path: str, tensor: str, every: tuple[int, int] | None = None, *, leaf: str | None = None, transpose: bool = False
+) -> WeightRule:
     """Return the rule of all experts of a layer, or of a part of their columns; `leaf` names a map in adapters."""
     module = None if leaf is None else f"model.layers.{{layer}}.mlp.experts.{{expert}}.{leaf}"
-    return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.mlp.experts.{tensor}", every=every, adapted_as=module)
+    return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.mlp.experts.{tensor}", transpose, every, module)
 
 
 DENSE_WEIGHTS: WeightMap = (
@@ -206,6 +238,20 @@ EXPERT_WEIGHTS: WeightMap = (
     _layer("expert_gate_proj", "mlp.experts.{expert}.gate_proj.weight", transpose=True),
     _layer("expert_up_proj", "mlp.experts.{expert}.up_proj.weight", transpose=True),
     _layer("expert_down_proj", "mlp.experts.{expert}.down_proj.weight", transpose=True),
+)
+
+STACKED_EXPERT_WEIGHTS: WeightMap = (  # [E, out, in], with the rows of gate before those of up
+    _layer("router", "mlp.gate.weight"),
+    _fused("expert_gate_proj", "gate_up_proj", leaf="gate_proj", transpose=True),
+    _fused("expert_up_proj", "gate_up_proj", leaf="up_proj", transpose=True),
+    _fused("expert_down_proj", "down_proj", leaf="down_proj", transpose=True),
+)
+
+SHARED_EXPERT_WEIGHTS: WeightMap = (
+    _layer("shared_gate", "mlp.shared_expert_gate.weight"),
+    _layer("shared_gate_proj", "mlp.shared_expert.gate_proj.weight", transpose=True),
+    _layer("shared_up_proj", "mlp.shared_expert.up_proj.weight", transpose=True),
+    _layer("shared_down_proj", "mlp.shared_expert.down_proj.weight", transpose=True),
 )
 
 EVEN, ODD = (0, 2), (1, 2)

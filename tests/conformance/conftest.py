@@ -37,6 +37,12 @@ VARIANTS = {
     "llama3-tied": {"architecture": "LlamaForCausalLM", "tied_embeddings": True, "rope_scaling": LLAMA3_ROPE},
     "qwen3_5-untied": {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": False, "num_layers": 4},
     "qwen3_5-tied": {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": True, "num_layers": 8},
+    "qwen3_5-moe-untied": {"architecture": "Qwen3_5MoeForCausalLM", "tied_embeddings": False, "num_layers": 4},
+    "qwen3_5-moe-tied": {
+        "architecture": "Qwen3_5MoeForCausalLM",
+        "num_layers": 8,
+        "experts": {"num_experts_per_tok": 3},
+    },
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 16}},
     "gpt-oss-untied": {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "mlp_size": 24},
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
@@ -50,6 +56,7 @@ ONE_PER_FAMILY = (
     "mistral-untied",
     "gpt-oss-untied",
     "qwen3_5-untied",
+    "qwen3_5-moe-untied",
 )
 """The variants of the default run; the slow tests compare all."""
 

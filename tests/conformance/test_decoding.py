@@ -25,6 +25,7 @@ COPIES = "abc"  # of each request
         "mistral-untied",
         "gpt-oss-untied",
         "qwen3_5-untied",
+        "qwen3_5-moe-untied",
     ],
     indirect=True,
 )

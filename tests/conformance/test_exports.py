@@ -99,7 +99,11 @@ OF_PEFT: Mapping[str, dict[str, Any]] = {
     "experts": WITHOUT_EXPERTS,
     "gpt-oss": WITHOUT_EXPERTS,
     "linear": {"target_modules": ["q_proj", "in_proj_qkv", "out_proj"]},  # the second is three maps of ours
+    "linear-experts": {"target_modules": ["q_proj", "in_proj_qkv", "lm_head"]},
+    "linear-experts/stabilised": {"target_modules": ["out_proj", "shared_expert.up_proj", "shared_expert.down_proj"]},
 }
+UNKNOWN_EXPERTS = ("gpt-oss", "linear-experts")
+"""The models of whose experts peft does not apply the factors."""
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "untied": {"tied_embeddings": False},
@@ -107,6 +111,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "windows": {"tied_embeddings": False, "architecture": "MistralForCausalLM", "keys": {"sliding_window": 5}},
     "gpt-oss": {"tied_embeddings": False, "architecture": "GptOssForCausalLM", "keys": {"sliding_window": 5}},
     "linear": {"tied_embeddings": False, "architecture": "Qwen3_5ForCausalLM", "num_layers": 4},
+    "linear-experts": {"tied_embeddings": False, "architecture": "Qwen3_5MoeForCausalLM", "num_layers": 4},
 }
 
 
@@ -123,8 +128,9 @@ def comparison(
     folder = tmp_path_factory.mktemp(request.param)
     model = str(write_model(folder / "model", **{"num_layers": 2, **MODELS[request.param]}))
     making = {
-        name: {"model": model, "make": str(folder / name), "config": config | OF_PEFT.get(request.param, {})}
+        name: {"model": model, "make": str(folder / name), "config": config | changes}
         for name, config in ADAPTERS.items()
+        for changes in [OF_PEFT.get(f"{request.param}/{name}", OF_PEFT.get(request.param, {}))]
     }
     expected = run_torch(environment, folder, making)
     data_dir = tmp_path_factory.mktemp("data")
@@ -132,7 +138,7 @@ def comparison(
     loading: dict[str, dict[str, Any]] = {"base": {"model": model}}
     for name in ("further", "fresh"):
         kinds = ("weights", "external_weights")
-        if request.param == "gpt-oss" and name == "fresh":  # peft does not apply factors of its experts
+        if request.param in UNKNOWN_EXPERTS and name == "fresh":
             kinds = ()
         loading |= {
             f"{name}-{kind}": {"model": model, "adapter": str(folder / "adapters" / name / kind)} for kind in kinds

@@ -24,6 +24,7 @@ VARIANTS = {
     "MistralForCausalLM": {"keys": {"sliding_window": 48}},
     "GptOssForCausalLM": {},
     "Qwen3_5ForCausalLM": {"num_layers": 4},
+    "Qwen3_5MoeForCausalLM": {"num_layers": 4},
 }
 pytestmark = pytest.mark.slow
 

@@ -33,6 +33,7 @@ VARIANTS = {
     "MistralForCausalLM": {"keys": {"sliding_window": 20}},
     "GptOssForCausalLM": {"num_layers": 3},
     "Qwen3_5ForCausalLM": {"num_layers": 4},
+    "Qwen3_5MoeForCausalLM": {"num_layers": 4},
 }
 
 

@@ -60,7 +60,14 @@ def test_adamw_equals_torch(reference):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-SLOW_VARIANTS = ("llama3-tied", "qwen3-moe-untied", "qwen3-moe-mixed", "mistral-untied", "gpt-oss-untied")
+SLOW_VARIANTS = (
+    "llama3-tied",
+    "qwen3-moe-untied",
+    "qwen3-moe-mixed",
+    "mistral-untied",
+    "gpt-oss-untied",
+    "qwen3_5-moe-untied",
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
 from tests.support.lost_jax_device import lost_jax_device
-from tests.support.tiny import DENSE, HYBRID, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
+from tests.support.tiny import DENSE, HYBRID, HYBRID_MOE, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
 
 
 class TestJax(BackendSuite):
@@ -44,3 +44,8 @@ class TestJaxWithSinks(TestJax):
 @pytest.mark.slow
 class TestJaxWithStates(TestJax):
     architecture = HYBRID
+
+
+@pytest.mark.slow
+class TestJaxWithStatesAndExperts(TestJax):
+    architecture = HYBRID_MOE

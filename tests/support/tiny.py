@@ -25,13 +25,13 @@ from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 
 DENSE, MOE, WINDOWS, SINKS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM", "GptOssForCausalLM"
-HYBRID = "Qwen3_5ForCausalLM"
+HYBRID, HYBRID_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
 """Arguments of `write_model` for all; the conformance tests compare the dense one with transformers."""
 OWN: dict[str, dict[str, Any]] = {
     **{each: {"keys": {"sliding_window": 9}} for each in (WINDOWS, SINKS)},
-    HYBRID: {"num_layers": 4},
+    **{each: {"num_layers": 4} for each in (HYBRID, HYBRID_MOE)},
 }
 """Further arguments of some. The window is shorter than prompts and slices; four layers are one cycle."""
 RANK = 4

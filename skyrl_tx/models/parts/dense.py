@@ -42,6 +42,14 @@ class Dense:
 
     def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
         """See FeedForward."""
-        gate = linear(x, params["gate_proj"], adapters.maps.get("gate_proj"))
-        up = linear(x, params["up_proj"], adapters.maps.get("up_proj"))
-        return linear(jax.nn.silu(gate) * up, params["down_proj"], adapters.maps.get("down_proj"))
+        return apply_gated(x, params, adapters)
+
+
+def apply_gated(x: jax.Array, params: LayerParams, adapters: LayerAdapters, prefix: str = "") -> jax.Array:
+    """Return the output of the feed-forward whose maps have this prefix."""
+
+    def apply(x: jax.Array, name: str) -> jax.Array:
+        return linear(x, params[prefix + name], adapters.maps.get(prefix + name))
+
+    gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
+    return apply(jax.nn.silu(gate) * up, "down_proj")

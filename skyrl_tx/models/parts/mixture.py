@@ -4,14 +4,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, mixture
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target, UnsupportedModel
+from skyrl_tx.models.parts.dense import Dense, apply_gated
 
 EXPERT_PREFIX = "expert_"
 """Begins the names of the experts' maps, which lie next to those of dense feed-forwards in adapters."""
+SHARED_PREFIX = "shared_"
+"""Begins the names of the maps of the expert that all tokens share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class Mixture:
     """Whether the router and the experts' maps have a bias."""
     clamp: Clamp | None = None
     """The activation of the experts, if it is not silu(gate) * up."""
+    shared_size: int | None = None
+    """The width of one more expert, to which all tokens go; a gate weights its output for each. None: there is none."""
     config_keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
     """The names of the experts' width and number in config.json."""
 
@@ -43,7 +49,7 @@ class Mixture:
         """See Part."""
         D, F, E = self.hidden_size, self.mlp_size, self.routing.num_experts
         ends = {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
-        return {
+        found = {
             EXPERT_PREFIX + name: Target(
                 inputs=ends[name][0],
                 outputs=ends[name][1],
@@ -53,13 +59,19 @@ class Mixture:
             )
             for name in MAPS
         }
+        shared = {} if self._shared is None else self._shared.targets()
+        return found | {SHARED_PREFIX + name: each for name, each in shared.items()}
 
     def describe(self) -> dict[str, Parameter]:
         """See Part."""
         E = self.routing.num_experts
         found = {"router": Parameter((E, self.hidden_size), ("expert", "embed"))}
         for name, each in self.targets().items():
-            found[name] = Parameter((E, each.inputs, each.outputs), ("expert", *each.axes))
+            if each.num_experts is not None:
+                found[name] = Parameter((E, each.inputs, each.outputs), ("expert", *each.axes))
+        if self._shared is not None:
+            found |= {SHARED_PREFIX + name: each for name, each in self._shared.describe().items()}
+            found["shared_gate"] = Parameter((1, self.hidden_size), ("head_dim", "embed"))
         if self.has_bias:
             found["router_bias"] = Parameter((E,), ("expert",), "zeros")
             for bias, name in zip(BIASES, MAPS, strict=True):
@@ -72,6 +84,8 @@ class Mixture:
         width, number = self.config_keys
         yield "mlp", width, self.mlp_size
         yield "expert", number, self.routing.num_experts
+        if self.shared_size is not None:
+            yield "mlp", "shared_expert_intermediate_size", self.shared_size
 
     def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
         """See FeedForward."""
@@ -79,4 +93,21 @@ class Mixture:
         biases = (params.get(EXPERT_PREFIX + name) for name in BIASES)
         weights = ExpertWeights(*maps, *biases, clamp=self.clamp)
         bias_E = params.get("router_bias")
-        return mixture(x, params["router"], weights, adapters.experts, self.routing, layout, bias_E)
+        y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, bias_E)
+        if self.shared_size is None:
+            return y
+        return y + _gate(x, params["shared_gate"]) * apply_gated(x, params, adapters, SHARED_PREFIX)
+
+    @property
+    def _shared(self) -> Dense | None:
+        return None if self.shared_size is None else Dense(hidden_size=self.hidden_size, mlp_size=self.shared_size)
+
+
+def _gate(x: jax.Array, weight_1D: jax.Array) -> jax.Array:
+    """Return the weight of the shared expert for each token, [..., 1].
+
+    As a sum, not as a product with a matrix of one column: there the bits of a token depend on its row, because XLA on
+    CPU computes the last rows by other code.
+    """
+    product = x.astype(weight_1D.dtype).astype(jnp.float32) * weight_1D[0].astype(jnp.float32)
+    return jax.nn.sigmoid(product.sum(axis=-1, keepdims=True))

@@ -59,12 +59,12 @@ def main(directory: Path) -> None:
 
 
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
-    """Put adapters on all linear maps except routers: with peft, or by hand where peft does not support it."""
+    """Put adapters on all linear maps but routers and gates: with peft, or by hand where peft does not support it."""
     is_tied, by_hand = model.config.tie_word_embeddings, []
     maps = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith(("in_proj_a", "in_proj_b"))
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("in_proj_a", "in_proj_b", "shared_expert_gate"))
     ]
     fused = [name for name in maps if name.endswith("in_proj_qkv")]  # three maps, which peft takes for one
     maps = [name for name in maps if name not in fused]

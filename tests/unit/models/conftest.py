@@ -38,6 +38,9 @@ SINKS = "gpt-oss-untied"
 HYBRID = "qwen3_5-untied"
 """Three layers of linear attention, which have a state of fixed size, to each of softmax attention."""
 
+SHARED = "qwen3_5-moe-untied"
+"""Linear attention, and mixtures with an expert to which all tokens go."""
+
 VARIANTS = {
     CYCLE: {
         "architecture": "Qwen3MoeForCausalLM",
@@ -52,6 +55,7 @@ VARIANTS = {
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
     # Norms divide by products of queries and keys: large weights keep those far from 0, and rounding small.
     HYBRID: {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.2},
+    SHARED: {"architecture": "Qwen3_5MoeForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.2},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
 
@@ -72,10 +76,10 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), CYCLE)
 
 
-@pytest.fixture(scope="module")
-def sinks(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """Give a model of windows and sinks."""
-    return read_back(tmp_path_factory.mktemp("model"), SINKS)
+@pytest.fixture(scope="module", params=[SINKS, SHARED])
+def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Give models whose layers read sequences in other ways than whole."""
+    return read_back(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture(scope="module")

@@ -126,15 +126,15 @@ def test_packed_sequences_equal_separate_rows(each_family):
 
 
 @pytest.mark.slow
-def test_long_packed_sequences_with_windows_equal_separate_rows(sinks):
-    """Sequences longer and shorter than blocks of attention, and one of one token."""
+def test_long_packed_sequences_equal_separate_rows(unlike):
+    """Sequences longer and shorter than blocks of attention and chunks of the delta rule, and one of one token."""
     lengths = [70, 5, 130, 64, 1, 27]
-    x, adapter = tokens(len(lengths), max(lengths)), sinks.adapter(1)
-    alone = evaluate(sinks.params, sinks.config, x, adapter)
+    x, adapter = tokens(len(lengths), max(lengths)), unlike.adapter(1)
+    alone = evaluate(unlike.params, unlike.config, x, adapter)
     row = np.concatenate([each[:length] for each, length in zip(x, lengths, strict=True)])[None]
     starts = np.cumsum([0, *lengths[:-1]])
     start_BT = np.repeat(starts, lengths).astype(np.int32)[None]
-    together = evaluate(sinks.params, sinks.config, row, adapter, start_BT=start_BT)[0]
+    together = evaluate(unlike.params, unlike.config, row, adapter, start_BT=start_BT)[0]
     for each, start, length in zip(alone, starts, lengths, strict=True):
         np.testing.assert_allclose(together[start : start + length], each[:length], atol=1e-5)
 

@@ -10,6 +10,7 @@ import pytest
 from skyrl_tx.layers.moe import Clamp, Routing
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, UnsupportedModel, adapter_shapes, describe_params, find_family, targets
+from skyrl_tx.models.adapters import target_stack
 from skyrl_tx.models.base import text_config
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.delta_net import DeltaNet
@@ -92,7 +93,8 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
     assert find_family(content).config_from_hf(content) == read("gpt-oss-20b")
 
 
-QWEN3_5 = ("Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B")
+WITH_EXPERTS = ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B", "Qwen3.5-397B-A17B")
+QWEN3_5 = ("Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", *WITH_EXPERTS)
 
 
 @pytest.mark.parametrize("name", QWEN3_5)
@@ -108,7 +110,13 @@ def test_every_fourth_layer_of_qwen3_5_has_softmax_attention(name: str) -> None:
     assert attention.rope.theta == 1e7 and attention.norm_epsilon == 1e-6
 
 
-@pytest.mark.parametrize(("name", "billions"), [("Qwen3.5-4B", 4.2), ("Qwen3.5-9B", 9.0), ("Qwen3.5-27B", 26.9)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        *(("Qwen3.5-4B", 4.2), ("Qwen3.5-9B", 9.0), ("Qwen3.5-27B", 26.9)),
+        *(("Qwen3.5-35B-A3B", 34.7), ("Qwen3.6-35B-A3B", 34.7), ("Qwen3.5-397B-A17B", 397)),
+    ],
+)
 def test_qwen3_5_has_as_many_parameters_as_its_name_says(name: str, billions: float) -> None:
     leaves = flatten(describe_params(read(name))).values()
     assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=0.01)
@@ -130,24 +138,67 @@ def test_adapters_of_qwen3_5_are_as_large_as_on_the_hosted_service(name: str, ex
     assert found == expected
 
 
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_mixtures_of_qwen3_5_have_a_shared_expert(name: str) -> None:
+    config, content = read(name), text_config(content_of(name))
+    (mixture,) = {block.feed_forward for block in config.blocks}
+    assert isinstance(mixture, Mixture)
+    experts, chosen = content["num_experts"], content["num_experts_per_tok"]
+    assert mixture.routing == Routing(num_experts=experts, num_chosen=chosen, renormalizes=True)
+    assert (mixture.mlp_size, mixture.shared_size) == (content["moe_intermediate_size"],) * 2
+    assert not mixture.has_bias and mixture.clamp is None
+
+
+def size_with_shared_factors(config: ModelConfig, name: str) -> int:
+    """Return the size at rank 1 of a target's adapter whose experts share the factor on the side of hidden states."""
+    target, (stack, *_) = targets(config)[name], (*target_stack(config, name), 1)
+    hidden, inner = target.inputs, target.outputs
+    if target.num_experts is not None and target.outputs == config.hidden_size:
+        hidden, inner = inner, hidden
+    return stack * (hidden + inner * (target.num_experts or 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen3.5-35B-A3B", {"mlp": 16_281_600, "attn": 1_013_760, "unembed": 250_368}),
+        ("Qwen3.6-35B-A3B", {"mlp": 16_281_600, "attn": 1_013_760, "unembed": 250_368}),
+        ("Qwen3.5-397B-A17B", {"mlp": 96_030_720, "attn": 2_841_600, "unembed": 252_416}),
+    ],
+)
+def test_the_hosted_service_adapts_the_same_maps_of_mixtures(name: str, expected: dict[str, int]) -> None:
+    """Its experts share a factor each; all other maps have the sizes of ours. The source is that of the test above."""
+    config, found = read(name), dict.fromkeys(expected, 0)
+    for target, pair in adapter_shapes(config, 1).weights.items():
+        found[targets(config)[target].group] += size_with_shared_factors(config, target)
+        if targets(config)[target].num_experts is None:
+            assert size_with_shared_factors(config, target) == math.prod(pair.a.shape) + math.prod(pair.b.shape)
+    assert found == expected
+
+
 @pytest.mark.parametrize("name", QWEN3_5)
 def test_a_text_only_config_of_qwen3_5_reads_the_same(name: str) -> None:
     content = content_of(name)
-    text = {**content["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
+    text = {**content["text_config"], "architectures": [find_family(content).architecture]}
     assert find_family(text).config_from_hf(text) == read(name)
 
 
-def test_what_qwen3_5_leaves_out_has_its_default() -> None:
-    content = content_of("Qwen3.5-9B")
+@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
+def test_what_qwen3_5_leaves_out_has_its_default(name: str) -> None:
+    content = content_of(name)
     optional = (
         *("layer_types", "full_attention_interval", "head_dim", "rms_norm_eps", "attn_output_gate"),
         *("mamba_ssm_dtype", "attention_bias"),
-        *(key for key in content["text_config"] if key.startswith("linear_")),
+        *(
+            key
+            for key in content["text_config"]
+            if key.startswith(("linear_", "mlp_only", "shared_", "moe_", "num_ex"))
+        ),
     )
     for key in optional:
         del content["text_config"][key]
     del content["text_config"]["rope_parameters"]["partial_rotary_factor"]
-    assert find_family(content).config_from_hf(content) == read("Qwen3.5-9B")
+    assert find_family(content).config_from_hf(content) == read(name)
 
 
 def test_layers_of_qwen3_5_are_as_listed_before_the_interval() -> None:
@@ -170,15 +221,32 @@ ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"rope_parameters": {**ROPE, "odd": 1}}, "odd"),
-        ({"layer_types": ["full_attention"] * 31}, "layer_types = .* 32 of"),
+        ({"layer_types": ["full_attention"] * 31}, "layer_types = .* of"),
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads = 24"),
         ({"full_attention_interval": 0, "layer_types": None}, "full_attention_interval = 0"),
     ],
 )
 def test_keys_of_the_nested_text_model_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    for name in ("Qwen3.5-9B", "Qwen3.5-35B-A3B"):
+        with pytest.raises(UnsupportedModel, match=named):
+            read_text(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        ({"num_local_experts": 16}, "num_local_experts = 16"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+        ({"num_experts_per_tok": 257}, "257 of 256 experts"),
+    ],
+)
+def test_keys_of_mixtures_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
-        read_text("Qwen3.5-9B", **changes)
+        read_text("Qwen3.5-35B-A3B", **changes)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,14 @@ def test_a_size_is_named_as_in_the_config_of_its_family(tmp_path):
         check_divides(layout_of(tp=4), config_of(tmp_path, "GptOssForCausalLM", mlp_size=30, num_kv_heads=4))
 
 
+def test_a_mesh_must_divide_the_width_of_a_shared_expert(tmp_path):
+    experts = {"shared_expert_intermediate_size": 21}
+    config = config_of(tmp_path, "Qwen3_5MoeForCausalLM", num_layers=4, experts=experts)
+    check_divides(layout_of(ep=4), config)
+    with pytest.raises(MeshError, match="tp=2 does not divide shared_expert_intermediate_size = 21"):
+        check_divides(layout_of(tp=2), config)
+
+
 def test_a_mesh_must_divide_the_heads_of_linear_attention(tmp_path):
     config = config_of(tmp_path, "Qwen3_5ForCausalLM", num_layers=4, num_kv_heads=4)
     check_divides(layout_of(fsdp=2, tp=2), config)
