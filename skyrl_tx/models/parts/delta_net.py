@@ -70,9 +70,14 @@ class DeltaNet:
 
     def describe(self) -> dict[str, Parameter]:
         """See Part."""
-        found = {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in self.targets().items()}
+        K = self.num_key_heads
+        found = {
+            name: Parameter((each.inputs, each.outputs), each.axes, num_heads=1 if name == "out_proj" else K)
+            for name, each in self.targets().items()
+        }
         for name in ("a", "b"):  # as they lie in checkpoints, [out, in]: no maps that adapters change
-            found[f"in_proj_{name}"] = Parameter((self.num_value_heads, self.hidden_size), ("heads", "embed"))
+            shape = self.num_value_heads, self.hidden_size
+            found[f"in_proj_{name}"] = Parameter(shape, ("heads", "embed"), num_heads=K)
         for name, size in self._channels().items():
             found[f"{name}_conv"] = Parameter((size, 1, self.conv_width), ("heads", "head_dim", "head_dim"))
         for name in ("decay_log", "dt_bias"):

@@ -45,11 +45,14 @@ class Dense:
         return apply_gated(x, params, adapters)
 
 
-def apply_gated(x: jax.Array, params: LayerParams, adapters: LayerAdapters, prefix: str = "") -> jax.Array:
-    """Return the output of the feed-forward whose maps have this prefix."""
+def apply_gated(
+    x: jax.Array, params: LayerParams, adapters: LayerAdapters, prefix: str = "", weight: jax.Array | None = None
+) -> jax.Array:
+    """Return the output of the feed-forward whose maps have this prefix, times a weight of each position [..., 1]."""
 
     def apply(x: jax.Array, name: str) -> jax.Array:
         return linear(x, params[prefix + name], adapters.maps.get(prefix + name))
 
     gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
-    return apply(jax.nn.silu(gate) * up, "down_proj")
+    inner = jax.nn.silu(gate) * up
+    return apply(inner if weight is None else inner * weight, "down_proj")
