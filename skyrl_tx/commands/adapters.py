@@ -65,7 +65,7 @@ def _use_default_modes(folder: Path) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from skyrl_tx.models import UnsupportedModel, find_family  # late, because they import JAX
+    from skyrl_tx.models import UnsupportedModel, adapter_format, find_family  # late, because they import JAX
     from skyrl_tx.weights import hf
     from skyrl_tx.weights.merge import merge
     from skyrl_tx.weights.peft import AdapterError, read_adapter
@@ -90,16 +90,20 @@ def _export(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
             folder = Path(temporary) / "model"
             folder.mkdir()
-            if arguments.merge:
-                if not name:
-                    raise CommandError("--base-model is required: the checkpoint does not name its base model")
-                base = hf.resolve(name)
+            if not arguments.merge and (arguments.format != "peft" or not adapter.is_of_fused_maps):
+                adapter.in_layout(arguments.format).write(folder)
+            elif not name:
+                raise CommandError("--base-model is required: the checkpoint does not name its base model")
+            else:
+                base = hf.resolve(name, with_weights=arguments.merge)
                 content = hf.read_json(base, "config.json")
                 family = find_family(content)
-                weights = family.bound_weights(family.config_from_hf(content))
-                merge(base, weights, adapter, folder, arguments.dtype)
-            else:
-                adapter.in_layout(arguments.format).write(folder)
+                config = family.config_from_hf(content)
+                if arguments.merge:
+                    merge(base, family.bound_weights(config), adapter, folder, arguments.dtype)
+                else:
+                    fused = adapter_format(config, family.weights, name).fused
+                    adapter.in_layout("peft", fused).write(folder)
             _use_default_modes(folder)
             folder.rename(out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:

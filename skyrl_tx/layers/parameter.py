@@ -30,6 +30,9 @@ class Parameter:
     is_float32: bool = False
     """Whether the array is float32 whatever the type of the base weights: small, and read in float32."""
 
+    num_heads: int = 1
+    """The heads among the outputs of a linear map, if checkpoints may store those of several maps head by head."""
+
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.axes} does not name the dims of {self.shape}"
         assert self.layers is None or len(self.layers) == self.shape[self.axes.index("layers")]

@@ -35,10 +35,11 @@ from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.models.qwen3_5 import QWEN3_5
 from skyrl_tx.models.qwen3_5_moe import QWEN3_5_MOE
 from skyrl_tx.models.qwen3_moe import QWEN3_MOE
+from skyrl_tx.models.qwen3_next import QWEN3_NEXT
 
 FAMILIES: Mapping[str, ModelFamily] = {
     name: family
-    for family in (QWEN3_5, QWEN3_5_MOE, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GPT_OSS)
+    for family in (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GPT_OSS)
     for name in family.names
 }
 

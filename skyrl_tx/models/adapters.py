@@ -13,11 +13,12 @@ import numpy as np
 
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
-from skyrl_tx.layers.parameter import Axis
+from skyrl_tx.layers.parameter import Axis, flatten
 from skyrl_tx.models.config import ModelConfig
+from skyrl_tx.models.params import describe_params
 from skyrl_tx.models.parts.base import Target
 from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, split, stack_of
-from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, adapter_modules
+from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, adapter_modules, bind_rows, fused_modules
 
 UNEMBED = "unembed"
 """The target that is no part of a block."""
@@ -116,7 +117,8 @@ def adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> 
         )
         for name, target in targets(config).items()
     }
-    return AdapterFormat(base_model=base_model, modules=modules)
+    bound = bind_rows(weights, flatten(describe_params(config)))
+    return AdapterFormat(base_model=base_model, modules=modules, fused=fused_modules(bound))
 
 
 def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFiles) -> tuple[LoraSpec, AdapterWeights]:
@@ -125,8 +127,7 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
     The update of each module stays the same. Modules of a trained group that the adapter lacks get the values of a
     fresh model, whose update is zero. Raises AdapterError if the adapter does not fit the model.
     """
-    outputs = {name: target.outputs for name, target in targets(config).items()}
-    factors = split(adapter.factors, outputs, adapter.rank)
+    factors = split(adapter.factors, format.fused, adapter.rank)
     if config.tied_embeddings and "lm_head" in factors:
         factors[TIED_UNEMBED_MODULE] = factors.pop("lm_head")
     leaves = {stack_of(module)[0].rpartition(".")[2] for module in factors}

@@ -3,6 +3,7 @@
 from skyrl_tx.layers.moe import Routing
 from skyrl_tx.models.base import ModelFamily, read_attention, read_dense
 from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.parts.base import FeedForward
 from skyrl_tx.models.parts.mixture import Mixture
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, QK_NORM_WEIGHTS
 
@@ -22,16 +23,21 @@ def read_mixture(hf: HfConfig, *, renormalizes: bool, shared_size: int | None = 
     )
 
 
+def read_feed_forwards(hf: HfConfig, mixture: Mixture) -> tuple[FeedForward, ...]:
+    """Read the feed-forward of each layer, dense or the mixture."""
+    dense = read_dense(hf)
+    step, others = read_size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
+    return tuple(
+        mixture if layer not in others and (layer + 1) % step == 0 else dense
+        for layer in range(read_size(hf, "num_hidden_layers"))
+    )
+
+
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers, dense or with experts."""
     attention = read_attention(hf, has_norm=True)
-    sparse = Block(attention, read_mixture(hf, renormalizes=hf["norm_topk_prob"]))
-    dense = Block(attention, read_dense(hf))
-    step, others = read_size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
-    return tuple(
-        sparse if layer not in others and (layer + 1) % step == 0 else dense
-        for layer in range(read_size(hf, "num_hidden_layers"))
-    )
+    mixture = read_mixture(hf, renormalizes=hf["norm_topk_prob"])
+    return tuple(Block(attention, each) for each in read_feed_forwards(hf, mixture))
 
 
 QWEN3_MOE = ModelFamily(

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import FAMILIES, describe_params
+from skyrl_tx.weights import weight_map
 from skyrl_tx.weights.weight_map import bind_rows, rule_path
 
 LLAMA3_ROPE = {
@@ -53,6 +54,12 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": {
         **DELTA_NETS,
         "model_type": "qwen3_5_text",  # without the suffix, that of the model with images
+    },
+    "Qwen3NextForCausalLM": {
+        **DELTA_NETS,
+        **EXPERTS,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 40,
     },
     "Qwen3_5MoeForCausalLM": {
         **DELTA_NETS,
@@ -136,12 +143,14 @@ def write_model(
     rope_scaling: dict[str, Any] | None = None,
     experts: dict[str, Any] | None = None,
     keys: dict[str, Any] | None = None,
+    split_experts: bool = False,
     eos_token_id: int | list[int] = 1,
     seed: int = 0,
     std: float = 0.05,
 ) -> Path:
     """Write config.json, generation_config.json and model.safetensors; return the directory.
 
+    With `split_experts` each expert has tensors of its own in families that may stack them; the numbers are the same.
     `experts` are config keys of a mixture of experts and `keys` others of the family; both come after TINY_KEYS.
     Weights are normal with standard deviation `std`. Norms are drawn around 1 and biases around 0, so that a test
     detects if they are ignored.
@@ -171,12 +180,13 @@ def write_model(
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
     generator = np.random.Generator(np.random.Philox(key=seed))
     tensors: dict[str, np.ndarray] = {}
-    for rule in bind_rows(family.weights, parameters):
+    weights = weight_map.split_experts(family.weights) if split_experts else family.weights
+    for rule in bind_rows(weights, parameters):
         own = [parameter for path, parameter in parameters.items() if rule_path(path) == rule.path]
         for name, parameter in rule.in_layer_order(own):
             shape = parameter.shape[rule.num_stacked :]
             tensor = tensors.setdefault(name, np.zeros(rule.shape_of_tensor(shape), np.float32))
-            rule.view(tensor)[...] = _draw(generator, rule.path, parameter, shape, std) - rule.offset
+            rule.put(tensor, _draw(generator, rule.path, parameter, shape, std) - rule.offset)
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))

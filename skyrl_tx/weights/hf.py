@@ -108,8 +108,8 @@ def load(
     """Return the tree of `Parameter`s filled with the checkpoint's tensors.
 
     The host holds one device's part of one stacked array at a time, besides the mapped files, and reads no other part
-    of them. Tensors in MXFP4 are unpacked. Raises CheckpointError for a tensor that is missing, unexpected or of
-    another shape.
+    of them, but for whole heads where those of several maps are stored head by head. Tensors in MXFP4 are unpacked.
+    Raises CheckpointError for a tensor that is missing, unexpected or of another shape.
     """
     located = locate_tensors(directory)
     rules = {rule.path: rule for rule in bind_rows(of_checkpoint(weights, located), flatten(parameters))}
@@ -236,7 +236,7 @@ def _read_tensor(
     found, wanted = tuple(tensor.get_shape()), rule.shape_of_tensor(shape)
     if found != wanted:
         raise CheckpointError(f"{path}: {name} has shape {found}, the config says {wanted}")
-    read = rule.view_of_part(tensor[tuple(slice(start, stop) for start, stop in rule.part_of_tensor(part))])
+    read = rule.view_of_part(tensor[tuple(slice(start, stop) for start, stop in rule.part_of_tensor(part))], part)
     # A sum in bfloat16 would lose most of what is stored relative to 1.
     into[...] = read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read
 

@@ -39,13 +39,22 @@ class _Update:
     expert: int | None = None
 
     def part(self, tensor: np.ndarray) -> np.ndarray | None:
-        """Return a view of the map [I, O]; None if there is no such expert."""
+        """Return the map [I, O]; None if there is no such expert."""
         if self.rule is None:
             return tensor.T
         if self.expert is None:
             return self.rule.view(tensor)
         experts = self.rule.view(tensor)
         return experts[self.expert] if self.expert < len(experts) else None
+
+    def put(self, tensor: np.ndarray, part_IO: np.ndarray) -> None:
+        """Write the map into the tensor."""
+        if self.rule is None:
+            tensor[...] = part_IO.T
+        elif self.expert is None:
+            self.rule.put(tensor, part_IO)
+        else:
+            self.rule.view(tensor)[self.expert] = part_IO
 
 
 def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtype: str | None = None) -> None:
@@ -132,7 +141,7 @@ def _sum(name: str, array: np.ndarray, updates: Sequence[_Update], scale: float)
         if part_IO.shape != (a_RI.shape[1], b_OR.shape[0]):
             own = part_IO.shape[::-1]
             raise AdapterError(f"adapter: {name!r} is {own} in the base model; factors {b_OR.shape}, {a_RI.shape}")
-        part_IO += (np.float32(scale) * (b_OR @ a_RI)).T
+        each.put(summed, part_IO + (np.float32(scale) * (b_OR @ a_RI)).T)
     return summed
 
 

@@ -10,7 +10,6 @@ base model, which are transposed, stacked over layers, and named as our linear m
 Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank.
 """
 
-import itertools
 import json
 import math
 import re
@@ -26,7 +25,15 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.weights.hf import locate_tensors
-from skyrl_tx.weights.weight_map import FUSED_MAPS, STACKED_EXPERTS, TIED_UNEMBED_MODULE, expand
+from skyrl_tx.weights.weight_map import (
+    FUSED_MAPS,
+    FUSED_PART,
+    STACKED_EXPERTS,
+    TIED_UNEMBED_MODULE,
+    FusedModules,
+    Rows,
+    expand,
+)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -80,6 +87,7 @@ class AdapterFormat:
 
     base_model: str
     modules: Mapping[str, TargetModule]
+    fused: FusedModules = field(default_factory=dict[str, Mapping[str, Rows]])
 
     def tensors(self, weights: AdapterWeights, prefix: str = "") -> Tensors:
         """Return host arrays of the tensors in files; each name gets the prefix."""
@@ -204,22 +212,25 @@ class AdapterFiles:
         rank = math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank
         return self.config["lora_alpha"] / rank
 
-    def in_layout(self, layout: str) -> "AdapterFiles":
-        """Return the same adapter under the names of a layout."""
+    @property
+    def is_of_fused_maps(self) -> bool:
+        """Whether it changes maps that share a module, which only the base model tells."""
+        return any(module.endswith(f".{FUSED_PART}") for module in self.factors)
+
+    def in_layout(self, layout: str, fused: FusedModules | None = None) -> "AdapterFiles":
+        """Return the same adapter under the names of a layout; PEFT's needs the `fused` modules of the base model."""
         names = {TIED_UNEMBED_MODULE: TIED_UNEMBED_NAMES[layout]}
         factors = {names.get(module, module): pair for module, pair in self.factors.items()}
         config = dict(self.config)
         if layout == "cookbook":
             factors = _stacked(factors)
         else:
-            factors = fuse(factors)
+            factors = fuse(factors, fused or {})
             leaves = {module.rpartition(".")[2] for module in factors}
-            multiples = {fused: len(parts) for fused, parts in FUSED_MAPS.items() if fused in leaves}
-            config["rank_pattern"] = {fused: self.rank * number for fused, number in multiples.items()}
+            multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
+            config["rank_pattern"] = {leaf: self.rank * number for leaf, number in multiples.items()}
             root = math.sqrt if config.get("use_rslora") else float
-            config["alpha_pattern"] = {
-                fused: config["lora_alpha"] * root(number) for fused, number in multiples.items()
-            }
+            config["alpha_pattern"] = {leaf: config["lora_alpha"] * root(number) for leaf, number in multiples.items()}
         config["target_modules"] = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
         return replace(self, factors=factors, config=config)
 
@@ -248,37 +259,37 @@ class AdapterFiles:
                 raise AdapterError(f"adapter: its base weights of {module!r} are not those of the base model")
 
 
-def fuse(factors: Mapping[str, Factors]) -> dict[str, Factors]:
+def fuse(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
     """Return the factors with those of maps that share a module as one of the sum of their ranks, block by block."""
     found = dict(factors)
-    for fused, parts in FUSED_MAPS.items():
-        for prefix in [each.removesuffix(parts[0]) for each in factors if each.endswith(f".{parts[0]}")]:
+    for leaf, parts in fused.items():
+        first = next(iter(parts))
+        for prefix in [each.removesuffix(first) for each in factors if each.endswith(f".{first}")]:
             pairs = [found.pop(f"{prefix}{part}") for part in parts]
-            rank, outputs = pairs[0][0].shape[0], [b.shape[0] for _, b in pairs]
-            b_OR = np.zeros((sum(outputs), rank * len(parts)), np.float32)
-            for place, (end, (_, b)) in enumerate(zip(itertools.accumulate(outputs), pairs, strict=True)):
-                b_OR[end - len(b) : end, place * rank : (place + 1) * rank] = b
-            found[f"{prefix}{fused}"] = np.concatenate([a for a, _ in pairs]), b_OR
+            rank = pairs[0][0].shape[0]
+            b_OR = np.zeros((sum(len(b) for _, b in pairs), rank * len(parts)), np.float32)
+            for place, (rows, (_, b)) in enumerate(zip(parts.values(), pairs, strict=True)):
+                b_OR[rows.index, place * rank : (place + 1) * rank] = b
+            found[f"{prefix}{leaf}"] = np.concatenate([a for a, _ in pairs]), b_OR
     return found
 
 
-def split(factors: Mapping[str, Factors], outputs: Mapping[str, int], rank: int) -> dict[str, Factors]:
+def split(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dict[str, Factors]:
     """Return the factors with those of a fused module as one pair of `rank` for each of its maps.
 
-    `outputs` are the sizes of the maps by name. Raises AdapterError for a pair that is neither of that rank nor one
-    block of it for each map.
+    Raises AdapterError for a pair that is neither of that rank nor one block of it for each map.
     """
     found = dict(factors)
-    for fused, parts in FUSED_MAPS.items():
-        for module in [each for each in factors if each.rpartition(".")[2] == fused]:
+    for leaf in FUSED_MAPS:
+        for module in [each for each in factors if each.rpartition(".")[2] == leaf]:
             a_RI, b_OR = found.pop(module)
-            if any(part not in outputs for part in parts) or len(b_OR) != sum(outputs[part] for part in parts):
+            parts = fused.get(leaf, {})
+            if any(len(b_OR) != rows.total * rows.num_heads for rows in parts.values()) or not parts:
                 raise AdapterError(
                     f"adapter: module {module!r} has a factor {b_OR.shape} that does not fit the base model"
                 )
-            ends = list(itertools.accumulate(outputs[part] for part in parts))
-            for place, (part, end) in enumerate(zip(parts, ends, strict=True)):
-                rows, own = b_OR[end - outputs[part] : end], slice(place * rank, (place + 1) * rank)
+            for place, (part, of_part) in enumerate(parts.items()):
+                rows, own = b_OR[of_part.index], slice(place * rank, (place + 1) * rank)
                 if len(a_RI) == rank:
                     pair = a_RI, rows
                 elif np.delete(rows, np.r_[own], axis=1).any():
@@ -398,13 +409,11 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise AdapterError(f"{CONFIG_FILE}: r = {rank!r} must be a positive integer")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
         raise AdapterError(f"{CONFIG_FILE}: lora_alpha = {alpha!r} must be a number above 0")
-    multiples = {
-        fused: len(parts) for fused, parts in FUSED_MAPS.items() if fused in (config.get("rank_pattern") or {})
-    }
+    multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in (config.get("rank_pattern") or {})}
     root = math.sqrt if config.get("use_rslora") else float
     patterns = {
-        "rank_pattern": {fused: rank * number for fused, number in multiples.items()},
-        "alpha_pattern": {fused: alpha * root(number) for fused, number in multiples.items()},
+        "rank_pattern": {leaf: rank * number for leaf, number in multiples.items()},
+        "alpha_pattern": {leaf: alpha * root(number) for leaf, number in multiples.items()},
     }
     for key in sorted(config.keys() - _WITHOUT_EFFECT):
         if multiples and config[key] == patterns.get(key, ()):  # as `AdapterFiles.in_layout` writes them

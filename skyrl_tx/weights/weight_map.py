@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,8 @@ class WeightRule:
     `tensor` may hold `{layer}` and `{expert}`, for the dims that come first. Linear maps lie as [out, in] in
     checkpoints and as [in, out] here, those of stacked experts behind a dim of experts: `transpose`. `every` (first,
     step) says which columns of a fused tensor are ours. Other rules with the same tensor have its rows, the outputs of
-    linear maps, in the order of the rules; `bind_rows` tells how many each has.
+    linear maps, in the order of the rules; `bind_rows` tells which. With `by_head` that holds within each head, and
+    one head follows another.
     """
 
     path: str  # ours, such as layers.q_proj, whatever the stack
@@ -31,6 +33,7 @@ class WeightRule:
     """The name of this linear map in adapters, if it is not the module that owns the tensor."""
     offset: float = 0.0
     """Added to the tensor: 1 for norm weights that are stored relative to 1."""
+    by_head: bool = False
     rows: "Rows | None" = None
 
     @property
@@ -39,25 +42,23 @@ class WeightRule:
         return self.adapted_as or self.tensor.rpartition(".")[0]
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Return our array of a tensor, without a copy; `offset` is not added."""
-        if self.rows is None:
-            return self.view_of_part(tensor)
-        own = slice(self.rows.start, self.rows.stop)
-        return self.view_of_part(tensor[..., own, :] if self.transpose else tensor[own])
+        """Return our array of a tensor, without a copy unless its heads lie apart; `offset` is not added."""
+        return self._turned(tensor[self._index(None if self.rows is None else self.rows.index)])
 
-    def view_of_part(self, tensor: np.ndarray) -> np.ndarray:
-        """Return our array of what `part_of_tensor` names, without a copy."""
-        own = tensor if self.every is None else tensor[..., self.every[0] :: self.every[1]]
-        return own.swapaxes(-1, -2) if self.transpose else own
+    def put(self, tensor: np.ndarray, array: np.ndarray) -> None:
+        """Write our array into a tensor; `offset` is not subtracted."""
+        tensor[self._index(None if self.rows is None else self.rows.index)] = self._turned(array)
+
+    def view_of_part(self, tensor: np.ndarray, part: Part) -> np.ndarray:
+        """Return a part of our array of what `part_of_tensor` names, without a copy unless its heads lie apart."""
+        rows = None if self.rows is None else self.rows.index_in_span(*self._turned_part(part)[self._row_dim])
+        return self._turned(tensor[self._index(rows)])
 
     def part_of_tensor(self, part: Part) -> Part:
-        """Return the part of the tensor whose `view_of_part` is a part of our array."""
-        theirs = [*part]
-        if self.transpose:
-            theirs[-2:] = theirs[:-3:-1]
+        """Return the part of the tensor that has a part of our array: `view_of_part` returns that."""
+        theirs = self._turned_part(part)
         if self.rows is not None:
-            start, stop = theirs[self._row_dim]
-            theirs[self._row_dim] = start + self.rows.start, stop + self.rows.start
+            theirs[self._row_dim] = self.rows.span(*theirs[self._row_dim])
         if self.every is not None:
             step, (start, stop) = self.every[1], theirs[-1]
             theirs[-1] = start * step, stop * step
@@ -67,12 +68,26 @@ class WeightRule:
         """Return the shape of the tensor, given that of our array without the dims that `tensor` names."""
         found = [stop for _, stop in self.part_of_tensor(tuple((0, size) for size in shape))]
         if self.rows is not None:
-            found[self._row_dim] = self.rows.total
+            found[self._row_dim] = self.rows.total * self.rows.num_heads
         return tuple(found)
 
     @property
     def _row_dim(self) -> int:
         return -2 if self.transpose else 0
+
+    def _index(self, rows: "Index | None") -> Any:
+        """Return the index of our array in a tensor, given that of its rows."""
+        if self.every is not None:
+            return ..., slice(self.every[0], None, self.every[1])
+        if rows is None:
+            return ...
+        return (..., rows, slice(None)) if self.transpose else rows
+
+    def _turned(self, array: np.ndarray) -> np.ndarray:
+        return array.swapaxes(-1, -2) if self.transpose else array
+
+    def _turned_part(self, part: Part) -> list[tuple[int, int]]:
+        return [*part[:-2], part[-1], part[-2]] if self.transpose else [*part]
 
     def tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the index in the array and the name of each tensor."""
@@ -95,11 +110,36 @@ class WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a tensor that one parameter has, and how many there are in all."""
+    """The rows of a tensor that one parameter has: those from `start` to `stop` of the `total` of each head."""
 
     start: int
     stop: int
     total: int
+    num_heads: int = 1
+
+    @property
+    def index(self) -> "Index":
+        """The numbers of these rows in the tensor."""
+        if self.num_heads == 1:
+            return slice(self.start, self.stop)
+        return (np.arange(self.num_heads)[:, None] * self.total + np.arange(self.start, self.stop)).reshape(-1)
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Return the part of the tensor that has our rows from `first` to `last`: with several heads, whole ones."""
+        if self.num_heads == 1:
+            return self.start + first, self.start + last
+        size = self.stop - self.start
+        return first // size * self.total, -(-last // size) * self.total
+
+    def index_in_span(self, first: int, last: int) -> "Index":
+        """Return the numbers of these rows in their span."""
+        if self.num_heads == 1:
+            return slice(None)
+        assert not isinstance(self.index, slice)
+        return self.index[first:last] - self.span(first, last)[0]
+
+
+Index = slice | np.ndarray
 
 
 WeightMap = tuple[WeightRule, ...]
@@ -114,11 +154,13 @@ def bind_rows(weights: WeightMap, parameters: Mapping[str, Parameter]) -> Weight
             shared.setdefault(rule.tensor, []).append(rule)
     rows: dict[str, Rows] = {}
     for rules in shared.values():
-        sizes = [own[rule.path].shape[-1 if rule.transpose else rule.num_stacked] for rule in rules]
+        num_heads = own[rules[0].path].num_heads if rules[0].by_head else 1
+        sizes = [own[rule.path].shape[-1 if rule.transpose else rule.num_stacked] // num_heads for rule in rules]
         ends = list(itertools.accumulate(sizes))
         if len(rules) > 1:
             rows |= {
-                rule.path: Rows(end - size, end, ends[-1]) for rule, size, end in zip(rules, sizes, ends, strict=True)
+                rule.path: Rows(end - size, end, ends[-1], num_heads)
+                for rule, size, end in zip(rules, sizes, ends, strict=True)
             }
     return tuple(replace(rule, rows=rows.get(rule.path)) for rule in weights)
 
@@ -267,22 +309,25 @@ FUSED_EXPERT_WEIGHTS: WeightMap = (  # [E, in, out] as here, with the columns of
 )
 
 
-def _delta_net() -> WeightMap:
-    """Return the rules of the linear attention of Qwen3.5: queries, keys and values are rows of two tensors."""
-    net, names = "model.layers.{layer}.linear_attn", ("q", "k", "v")
-    maps = (
+def _maps_in(names: str, *, by_head: bool = False) -> WeightMap:
+    """Return the rules of the linear maps of a delta net whose rows one tensor has, in this order."""
+    net = "model.layers.{layer}.linear_attn"
+    return tuple(
         WeightRule(
-            f"layers.in_proj_{name}", f"{net}.in_proj_qkv.weight", transpose=True, adapted_as=f"{net}.in_proj_{name}"
+            f"layers.in_proj_{name}",
+            f"{net}.in_proj_{names}.weight",
+            transpose=True,
+            adapted_as=f"{net}.in_proj_{name}",
+            by_head=by_head,
         )
         for name in names
     )
-    convolutions = (WeightRule(f"layers.{name}_conv", f"{net}.conv1d.weight") for name in names)
+
+
+def _delta_net() -> WeightMap:
+    """Return the rules of a delta net that its layouts share."""
     return (
-        *maps,
-        *convolutions,
-        _layer("in_proj_z", "linear_attn.in_proj_z.weight", transpose=True),
-        _layer("in_proj_a", "linear_attn.in_proj_a.weight"),  # as they lie there: no maps that adapters change
-        _layer("in_proj_b", "linear_attn.in_proj_b.weight"),
+        *(_layer(f"{name}_conv", "linear_attn.conv1d.weight") for name in ("q", "k", "v")),
         _layer("decay_log", "linear_attn.A_log"),
         _layer("dt_bias", "linear_attn.dt_bias"),
         _layer("out_norm", "linear_attn.norm.weight"),
@@ -290,7 +335,18 @@ def _delta_net() -> WeightMap:
     )
 
 
-DELTA_NET_WEIGHTS: WeightMap = _delta_net()
+DELTA_NET_WEIGHTS: WeightMap = (  # of Qwen3.5
+    *_maps_in("qkv"),
+    *_delta_net(),
+    _layer("in_proj_z", "linear_attn.in_proj_z.weight", transpose=True),
+    _layer("in_proj_a", "linear_attn.in_proj_a.weight"),  # as they lie there: no maps that adapters change
+    _layer("in_proj_b", "linear_attn.in_proj_b.weight"),
+)
+DELTA_NET_BY_HEAD_WEIGHTS: WeightMap = (  # of Qwen3-Next: all maps of a key head, then those of the next
+    *_maps_in("qkvz", by_head=True),
+    *_delta_net(),
+    *(replace(_layer(f"in_proj_{name}", "linear_attn.in_proj_ba.weight"), by_head=True) for name in ("b", "a")),
+)
 
 
 def norms_from_one(weights: WeightMap) -> WeightMap:
@@ -298,8 +354,23 @@ def norms_from_one(weights: WeightMap) -> WeightMap:
     return tuple(replace(rule, offset=1.0) if rule.path.endswith("_norm") else rule for rule in weights)
 
 
-FUSED_MAPS = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
-"""Modules whose rows are several linear maps: PEFT adapts them as one, the hosted service each by itself."""
+FUSED_MAPS = {"in_proj_qkv": 3, "in_proj_qkvz": 4}
+"""Modules whose rows are several linear maps, and how many: PEFT adapts them as one, the hosted service one by one."""
+FUSED_PART = "in_proj_q"
+"""One of these maps, in all such modules."""
+
+FusedModules = Mapping[str, Mapping[str, Rows]]
+"""The rows of the linear maps of each module that has several."""
+
+
+def fused_modules(weights: WeightMap) -> FusedModules:
+    """Return the modules of FUSED_MAPS that a model has; the rules have their rows."""
+    found: dict[str, dict[str, Rows]] = {}
+    for rule in weights:
+        leaf = rule.tensor.removesuffix(".weight").rpartition(".")[2]
+        if leaf in FUSED_MAPS and rule.rows is not None:
+            found.setdefault(leaf, {})[rule.module.rpartition(".")[2]] = rule.rows
+    return found
 
 
 STACKED_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

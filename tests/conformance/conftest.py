@@ -43,6 +43,13 @@ VARIANTS = {
         "num_layers": 8,
         "experts": {"num_experts_per_tok": 3},
     },
+    "qwen3-next-untied": {"architecture": "Qwen3NextForCausalLM", "tied_embeddings": False, "num_layers": 4},
+    "qwen3-next-tied": {
+        "architecture": "Qwen3NextForCausalLM",
+        "num_layers": 4,
+        "experts": {"mlp_only_layers": [1], "norm_topk_prob": False},
+        "split_experts": True,
+    },
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 16}},
     "gpt-oss-untied": {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "mlp_size": 24},
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
@@ -57,6 +64,7 @@ ONE_PER_FAMILY = (
     "gpt-oss-untied",
     "qwen3_5-untied",
     "qwen3_5-moe-untied",
+    "qwen3-next-untied",
 )
 """The variants of the default run; the slow tests compare all."""
 

@@ -26,6 +26,7 @@ COPIES = "abc"  # of each request
         "gpt-oss-untied",
         "qwen3_5-untied",
         "qwen3_5-moe-untied",
+        "qwen3-next-untied",
     ],
     indirect=True,
 )

@@ -100,9 +100,10 @@ OF_PEFT: Mapping[str, dict[str, Any]] = {
     "gpt-oss": WITHOUT_EXPERTS,
     "linear": {"target_modules": ["q_proj", "in_proj_qkv", "out_proj"]},  # the second is three maps of ours
     "linear-experts": {"target_modules": ["q_proj", "in_proj_qkv", "lm_head"]},
+    "by-head": {"target_modules": ["q_proj", "in_proj_qkvz", "lm_head"]},  # the second is four maps, head by head
     "linear-experts/stabilised": {"target_modules": ["out_proj", "shared_expert.up_proj", "shared_expert.down_proj"]},
 }
-UNKNOWN_EXPERTS = ("gpt-oss", "linear-experts")
+UNKNOWN_EXPERTS = ("gpt-oss", "linear-experts", "by-head")
 """The models of whose experts peft does not apply the factors."""
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
@@ -112,6 +113,12 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "gpt-oss": {"tied_embeddings": False, "architecture": "GptOssForCausalLM", "keys": {"sliding_window": 5}},
     "linear": {"tied_embeddings": False, "architecture": "Qwen3_5ForCausalLM", "num_layers": 4},
     "linear-experts": {"tied_embeddings": False, "architecture": "Qwen3_5MoeForCausalLM", "num_layers": 4},
+    "by-head": {
+        "tied_embeddings": False,
+        "architecture": "Qwen3NextForCausalLM",
+        "num_layers": 4,
+        "split_experts": True,
+    },
 }
 
 

@@ -25,6 +25,7 @@ VARIANTS = {
     "GptOssForCausalLM": {},
     "Qwen3_5ForCausalLM": {"num_layers": 4},
     "Qwen3_5MoeForCausalLM": {"num_layers": 4},
+    "Qwen3NextForCausalLM": {"num_layers": 4},
 }
 pytestmark = pytest.mark.slow
 

@@ -64,6 +64,7 @@ def test_moe_training_on_eight_devices(tmp_path: Path) -> None:
         ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
         ("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}),
         ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
+        ("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}),
     ],
 )
 def test_training_and_sampling_on_a_mesh(tmp_path: Path, architecture: str, meshes: dict[str, int]) -> None:
@@ -76,6 +77,7 @@ def test_training_and_sampling_on_a_mesh(tmp_path: Path, architecture: str, mesh
         "GptOssForCausalLM": {"tied_embeddings": False, "std": 0.1},
         "Qwen3_5ForCausalLM": linear,
         "Qwen3_5MoeForCausalLM": {"tied_embeddings": False, **linear},
+        "Qwen3NextForCausalLM": {"tied_embeddings": False, **linear},
     }.get(architecture, {})
     directory = write_model(tmp_path, architecture, **SIZES | more)
     one, *many = on_meshes(directory, "sample", ONE, *meshes)

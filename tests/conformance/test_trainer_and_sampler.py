@@ -34,6 +34,7 @@ VARIANTS = {
     "GptOssForCausalLM": {"num_layers": 3},
     "Qwen3_5ForCausalLM": {"num_layers": 4},
     "Qwen3_5MoeForCausalLM": {"num_layers": 4},
+    "Qwen3NextForCausalLM": {"num_layers": 4},
 }
 
 

@@ -67,6 +67,7 @@ SLOW_VARIANTS = (
     "mistral-untied",
     "gpt-oss-untied",
     "qwen3_5-moe-untied",
+    "qwen3-next-untied",
 )
 
 

@@ -58,10 +58,11 @@ def compiled_under(cache: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
+    "architecture",
+    ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"],
 )
 def test_engine_kill_changes_no_bit_and_compiles_nothing_again(tmp_path: Path, architecture: str) -> None:
-    num_layers = 4 if architecture.startswith("Qwen3_5") else 2  # one cycle of its layers
+    num_layers = 4 if architecture.startswith(("Qwen3_5", "Qwen3Next")) else 2  # one cycle of its layers
     model = write_model(tmp_path / "model", architecture, std=0.2, tied_embeddings=False, num_layers=num_layers)
     undisturbed = train(model, tmp_path / "calm", kill=False)
     compiled = compiled_under(tmp_path / "cache")

@@ -96,7 +96,7 @@ class Mixture:
         y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, bias_E)
         if self.shared_size is None:
             return y
-        # The weight is multiplied in before the last map. A product beside the sum would be rounded apart from it or
+        # The weight is multiplied in before the last map. A product next to the sum would be rounded apart from it or
         # not, as XLA fuses them: a pass with a gradient would differ from one without.
         return y + apply_gated(x, params, adapters, SHARED_PREFIX, _gate(x, params["shared_gate"]))
 

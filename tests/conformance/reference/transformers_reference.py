@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 RANK, ALPHA = 4, 32
+NOT_ADAPTED = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
 PROMPT, NEW = 20, 24  # tokens of greedy decoding
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1}
 STEPS = 3
@@ -64,9 +65,9 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
     maps = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith(("in_proj_a", "in_proj_b", "shared_expert_gate"))
+        if isinstance(module, torch.nn.Linear) and not name.endswith(NOT_ADAPTED)
     ]
-    fused = [name for name in maps if name.endswith("in_proj_qkv")]  # three maps, which peft takes for one
+    fused = [name for name in maps if name.endswith(("in_proj_qkv", "in_proj_qkvz"))]  # maps that peft takes for one
     maps = [name for name in maps if name not in fused]
     if any(hasattr(layer.mlp, "experts") for layer in model.model.layers):  # peft would fuse gates with up-projections
         by_hand += [name for name in maps if ".mlp." in name]
@@ -80,7 +81,10 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
     for name in fused:
         net = model.get_submodule(name.rpartition(".")[0])
         rows = {"in_proj_q": net.key_dim, "in_proj_k": net.key_dim, "in_proj_v": net.value_dim}
-        net.in_proj_qkv = AdaptedRows(net.in_proj_qkv, rows)
+        if hasattr(net, "in_proj_qkvz"):
+            net.in_proj_qkvz = AdaptedRows(net.in_proj_qkvz, rows | {"in_proj_z": net.value_dim}, net.num_k_heads)
+        else:
+            net.in_proj_qkv = AdaptedRows(net.in_proj_qkv, rows)
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             is_fused = hasattr(layer.mlp.experts, "gate_up_proj_bias")
@@ -112,17 +116,19 @@ class AdaptedMap(Update):
 
 
 class AdaptedRows(torch.nn.Module):
-    """A linear map whose rows are several maps, each with a LoRA update of its own."""
+    """A linear map whose rows are several maps, each with a LoRA update of its own: head by head."""
 
-    def __init__(self, base: torch.nn.Linear, rows: dict[str, int]):
+    def __init__(self, base: torch.nn.Linear, rows: dict[str, int], num_heads: int = 1):
         super().__init__()
         self.base = base
+        self.num_heads = num_heads
         for name, size in rows.items():
             self.add_module(name, Update(base.in_features, size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         updates = [module(x) for module in self.children() if isinstance(module, Update)]
-        return self.base(x) + torch.cat(updates, dim=-1)
+        by_head = [update.unflatten(-1, (self.num_heads, -1)) for update in updates]
+        return self.base(x) + torch.cat(by_head, dim=-1).flatten(-2)
 
 
 class AdaptedExperts(torch.nn.Module):
@@ -184,7 +190,7 @@ def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
 
 def plain(name: str) -> str:
     """Convert `base_model.model.X.lora_A.default.weight` to `X.lora_A`."""
-    name = name.removeprefix("base_model.model.").replace(".in_proj_qkv.", ".")
+    name = name.removeprefix("base_model.model.").replace(".in_proj_qkv.", ".").replace(".in_proj_qkvz.", ".")
     if name in ("lm_head.lora_A", "lm_head.lora_B"):  # tied embeddings: files use another name
         return name.replace("lm_head", "model.unembed_tokens")
     return name.removesuffix(".default.weight")

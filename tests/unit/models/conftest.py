@@ -56,6 +56,7 @@ VARIANTS = {
     # Norms divide by products of queries and keys: large weights keep those far from 0, and rounding small.
     HYBRID: {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.2},
     SHARED: {"architecture": "Qwen3_5MoeForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.2},
+    "qwen3-next": {"architecture": "Qwen3NextForCausalLM", "num_layers": 4, "std": 0.2, "split_experts": True},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
 

@@ -149,6 +149,56 @@ def test_mixtures_of_qwen3_5_have_a_shared_expert(name: str) -> None:
     assert not mixture.has_bias and mixture.clamp is None
 
 
+NEXT = "Qwen3-Next-80B-A3B-Instruct"
+
+
+def test_qwen3_next_is_read_as_published() -> None:
+    config = read(NEXT)
+    kinds = [type(block.mixer) for block in config.blocks]
+    assert kinds == [DeltaNet, DeltaNet, DeltaNet, Attention] * 12 and len(config.groups) == 1
+    (mixture,) = {block.feed_forward for block in config.blocks}
+    assert isinstance(mixture, Mixture) and (mixture.mlp_size, mixture.shared_size) == (512, 512)
+    assert mixture.routing == Routing(num_experts=512, num_chosen=10, renormalizes=True)
+    attention = config.blocks[3].mixer
+    assert isinstance(attention, Attention) and attention.is_gated and attention.rope.theta == 1e7
+    assert (attention.head_dim, attention.rotary_dims) == (256, 64)
+    leaves = flatten(describe_params(config)).values()
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(79.7e9, rel=1e-3)
+
+
+def test_what_qwen3_next_leaves_out_has_its_default() -> None:
+    content = content_of(NEXT)
+    for key in [*content]:
+        if key.startswith(("linear_", "mlp_only", "shared_", "moe_", "num_ex", "norm_topk", "decoder_", "partial_")):
+            del content[key]
+    assert find_family(content).config_from_hf(content) == read(NEXT)
+
+
+def test_layers_of_qwen3_next_may_be_dense() -> None:
+    config = read(NEXT, mlp_only_layers=[0], decoder_sparse_step=2, norm_topk_prob=False)
+    kinds = [type(block.feed_forward).__name__ for block in config.blocks]
+    assert kinds == ["Dense", "Mixture"] * 24
+    mixture = config.blocks[1].feed_forward
+    assert isinstance(mixture, Mixture) and not mixture.routing.renormalizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate = False"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"rope_scaling": {"rope_type": "odd"}}, "'odd'"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window = 4096"),
+        ({"shared_expert_intermediate_size": None}, "lacks 'shared_expert_intermediate_size'"),
+        ({"layer_types": ["sliding_attention"] * 48}, "sliding_attention"),
+    ],
+)
+def test_keys_of_qwen3_next_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read(NEXT, **changes)
+
+
 def size_with_shared_factors(config: ModelConfig, name: str) -> int:
     """Return the size at rank 1 of a target's adapter whose experts share the factor on the side of hidden states."""
     target, (stack, *_) = targets(config)[name], (*target_stack(config, name), 1)

@@ -127,8 +127,9 @@ def test_parts_are_parts_of_the_whole(directory, layout):
         for index, name in rule.tensors(parameters[path]):
             own = whole[path][index]
             for part in halves(own.shape):
-                theirs = rule.part_of_tensor(tuple((each.start, each.stop) for each in part))
-                found = rule.view_of_part(tensors[name][tuple(slice(*each) for each in theirs)])
+                ours = tuple((each.start, each.stop) for each in part)
+                theirs = tensors[name][tuple(slice(*each) for each in rule.part_of_tensor(ours))]
+                found = rule.view_of_part(theirs, ours)
                 np.testing.assert_array_equal(found, own[part], err_msg=name)
 
 

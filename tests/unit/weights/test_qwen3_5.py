@@ -158,4 +158,4 @@ def test_parts_of_rows_are_parts_of_the_whole(directory):
         for (index,), name in rule.tensors(each):
             theirs = tensors[name][tuple(slice(*part) for part in rule.part_of_tensor(tuple(halves)))]
             ours = loaded[path][index][tuple(slice(*part) for part in halves)]
-            np.testing.assert_array_equal(rule.view_of_part(theirs), ours, err_msg=path)
+            np.testing.assert_array_equal(rule.view_of_part(theirs, tuple(halves)), ours, err_msg=path)
