@@ -55,7 +55,7 @@ VARIANTS = {
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
 UNTIED = "qwen3-untied"
-ONE_PER_FAMILY = (
+DEFAULT = (
     UNTIED,
     "qwen2-tied",
     "llama3-untied",
@@ -64,7 +64,6 @@ ONE_PER_FAMILY = (
     "gpt-oss-untied",
     "qwen3_5-untied",
     "qwen3_5-moe-untied",
-    "qwen3-next-untied",
 )
 """The variants of the default run; the slow tests compare all."""
 
@@ -131,7 +130,7 @@ def _parameters(items: list[pytest.Item]) -> set[str]:
 
 @pytest.fixture(
     scope="session",
-    params=[name if name in ONE_PER_FAMILY else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+    params=[name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
 )
 def reference(request, directories) -> Reference:
     directory = directories[request.param]
