@@ -63,8 +63,7 @@ def read_mixers(hf: HfConfig) -> tuple[Mixer, ...]:
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    dense = read_dense(hf)
-    return tuple(Block(mixer, dense) for mixer in read_mixers(hf))
+    return tuple(Block(mixer, read_dense(hf)) for mixer in read_mixers(hf))
 
 
 MIXER_DEFAULTS: Mapping[str, Any] = {
