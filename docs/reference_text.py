@@ -78,8 +78,9 @@ start, so a device holds them as `bfloat16`: 42 GB for gpt-oss-20b. Tensors are 
 ADAPTERS = """\
 ## Adapters
 
-LoRA on attention (`train_attn`), on the feed-forward layers, with factors for every expert (`train_mlp`), and on the
-unembedding (`train_unembed`). Models with different ranks train and sample at the same time. Alpha is {alpha:g}, so the
+LoRA on attention (`train_attn`), on the feed-forward layers with all experts (`train_mlp`, see
+`--backend-config.expert-lora`), and on the unembedding (`train_unembed`). Models with different ranks train and sample
+at the same time. Alpha is {alpha:g}, so the
 scale is {alpha:g} / rank.
 
 A family that is missing is one file: [adding a model family](../internals/adding_a_model_family.md)."""

@@ -6,6 +6,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from sqlmodel import Session
@@ -110,6 +111,8 @@ def _export(arguments: argparse.Namespace) -> None:
         raise CommandError(str(error)) from error
     what = "model" if arguments.merge else f"adapter for {name or 'its base model'}"
     print(f"wrote {what}: {out}")
+    if not arguments.merge and arguments.format == "peft" and adapter.repeats_factors:
+        print("factors that all experts of a layer share are written once for each expert; --format cookbook has one")
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +210,7 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
         if adapter.base_layers:
             tensor_of = {rule.path: rule.tensor for rule in family.weights}
             adapter.check_base_layers(hf.resolve(base), tensor_of, is_tied=model.tied_embeddings)
+        model = replace(model, expert_lora=families.form_of(model, adapter))
         layout = families.adapter_format(model, family.weights, base)
         lora, weights = families.fit_adapter(model, layout, adapter)
     except peft.AdapterError as error:

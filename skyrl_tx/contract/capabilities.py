@@ -58,4 +58,18 @@ class Capabilities:
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
     """Everything but the inputs that numbers depend on: dtype, versions, mesh. Equal fingerprints give equal bits."""
     base_model_hash: str = ""
-    """A hash of the base weights. The engine refuses adapters of another base model. "": unknown."""
+    """A hash of the base weights. The engine refuses adapters of another base model. "": unknown.
+
+    Where a setting changes the form of adapters, it follows a `+`, as in `0123abcd+expert_lora=shared`; without it the
+    form is FIRST_FORM. Adapters of another form are refused too.
+    """
+
+
+FIRST_FORM = "expert_lora=own"
+"""The form of all adapters up to version 0.2."""
+
+
+def split_hash(base_model_hash: str) -> tuple[str, str]:
+    """Return the hash of the base weights alone, and the setting that makes adapters of this form."""
+    weights, _, form = base_model_hash.partition("+")
+    return weights, form or FIRST_FORM

@@ -15,7 +15,7 @@ from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, Artif
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
-from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.capabilities import Capabilities, split_hash
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
@@ -56,15 +56,22 @@ class Recovery:
     meters: EngineMeters = field(default_factory=EngineMeters)
 
     def check_base(self, base_model: str) -> None:
-        """Raise UserError if the database has models that were trained on other base weights."""
+        """Raise UserError if the database has models of other base weights, or with adapters of another form."""
         here = self.capabilities.base_model_hash
         others = self.store.read(lambda tx: models.list_on_other_base(tx, here)) if here else []
-        if others:
+        if not others:
+            return
+        found = f"{len(others)} models in this data directory, the first {others[0].model_id}, "
+        theirs = others[0].base_model_hash or ""
+        if forms := _other_form(theirs, here):
             raise UserError(
-                f"{len(others)} models in this data directory, the first {others[0].model_id}, are trained on other "
-                f"weights than those of {base_model}: theirs have the hash {_short(others[0].base_model_hash)}, these "
-                f"{_short(here)}; serve the model that they are trained on, or add --fresh to leave them behind"
+                f"{found}have adapters of {forms[0]}, but this server makes adapters of {forms[1]}; start it with "
+                f"{_flag(forms[0])}, or add --fresh to leave them behind"
             )
+        raise UserError(
+            f"{found}are trained on other weights than those of {base_model}: theirs have the hash {_short(theirs)}, "
+            f"these {_short(here)}; serve the model that they are trained on, or add --fresh to leave them behind"
+        )
 
     def writer(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Callable[[], Artifact]:
         """Return a function that creates an artifact from what `write` writes, for the background thread.
@@ -152,6 +159,11 @@ class Recovery:
             raise ServerError(f"weights cannot be read: {reason}") from error
         here = self.capabilities.base_model_hash
         if here and (theirs := artifact.metadata.get(_BASE)) and theirs != here:
+            if forms := _other_form(theirs, here):
+                raise UserError(
+                    f"these weights have adapters of {forms[0]}, but this server has adapters of {forms[1]}; "
+                    f"load them on a server with {_flag(forms[0])}"
+                )
             raise UserError(
                 f"these weights belong to another base model than the one that is served: theirs has the hash "
                 f"{_short(theirs)}, this one {_short(here)}"
@@ -193,5 +205,16 @@ class Recovery:
                 raise ServerError(f"cannot replay the {queued.kind} request {queued.request_id}")
 
 
-def _short(base_model_hash: str | None) -> str:
-    return (base_model_hash or "")[:12]
+def _other_form(theirs: str, here: str) -> tuple[str, str] | None:
+    """Return the settings of both forms of adapters, if the base weights are the same."""
+    (their_weights, their_form), (weights, form) = split_hash(theirs), split_hash(here)
+    return (their_form, form) if their_weights == weights else None
+
+
+def _flag(form: str) -> str:
+    name, _, value = form.partition("=")
+    return f"--backend-config.{name.replace('_', '-')} {value}"
+
+
+def _short(base_model_hash: str) -> str:
+    return base_model_hash[:12]

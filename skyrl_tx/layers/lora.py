@@ -16,6 +16,7 @@ targets that are not trained, stay zero.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -145,6 +146,46 @@ class AdaptedMap:
         return d_x_MI, LoraPair(a=_outer_sum(d_h_MR, x_MI, dtype).T, b=_outer_sum(h_MR, d_y_MO, dtype))
 
 
+@struct.dataclass
+class ExpertMap:
+    """A linear map of one expert with its adapter: x -> x W + scale (x A) B.
+
+    Without A, which all experts share, x A is given. Without B, scale (x A) is returned next to x W.
+    """
+
+    weight_IO: jax.Array
+    a_IR: jax.Array | None  # both in the weight's type
+    b_RO: jax.Array | None
+    scale: jax.Array
+
+    def product(self, x_PI: jax.Array, inner_PR: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+        """Return the map of `x`, float32."""
+        y_PO, h_PR = multiply(x_PI, self.weight_IO), self._inner(x_PI, inner_PR)
+        return (y_PO, h_PR) if self.b_RO is None else (y_PO + multiply(h_PR, self.b_RO), None)
+
+    def gradient(
+        self, x_PI: jax.Array, inner_PR: jax.Array | None, d_y_PO: jax.Array, d_outer_PR: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None, LoraPair]:
+        """Return the gradients of `x`, of `inner` and of the pair, float32, given those of both results."""
+        dtype = self.weight_IO.dtype
+        if self.b_RO is not None:
+            d_outer_PR = multiply(d_y_PO, self.b_RO.T)
+        assert d_outer_PR is not None, "the gradient of scale (x A) must be given without B"
+        d_h_PR = d_outer_PR * self.scale
+        d_x_PI = multiply(d_y_PO, self.weight_IO.T)
+        d_b = None if self.b_RO is None else _outer_sum(self._inner(x_PI, inner_PR), d_y_PO, dtype)
+        if self.a_IR is None:
+            return d_x_PI, d_h_PR, LoraPair(a=None, b=d_b)  # type: ignore[arg-type]
+        d_a = _outer_sum(d_h_PR, x_PI, dtype).T
+        return d_x_PI + multiply(d_h_PR, self.a_IR.T), None, LoraPair(a=d_a, b=d_b)  # type: ignore[arg-type]
+
+    def _inner(self, x_PI: jax.Array, inner_PR: jax.Array | None) -> jax.Array:
+        if self.a_IR is not None:
+            inner_PR = multiply(x_PI, self.a_IR)
+        assert inner_PR is not None, "x A must be given without A"
+        return inner_PR * self.scale
+
+
 def _outer_sum(narrow_MR: jax.Array, wide_MI: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the sum over M of outer products, float32 [R, I], multiplied in `dtype`.
 
@@ -155,6 +196,26 @@ def _outer_sum(narrow_MR: jax.Array, wide_MI: jax.Array, dtype: jnp.dtype) -> ja
     over_rows = (((0,), (0,)), ((), ()))
     summed = jax.lax.dot_general(narrow, wide, over_rows, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(summed)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def multiply_factor(x_MI: jax.Array, factor_IO: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return rows times one factor of an adapter, multiplied in `dtype`: float32 [M, O], and so is its gradient."""
+    return multiply(x_MI, factor_IO.astype(dtype))
+
+
+def _multiply_factor_forward(x_MI: jax.Array, factor_IO: jax.Array, dtype: jnp.dtype):
+    return multiply_factor(x_MI, factor_IO, dtype), (x_MI, factor_IO)
+
+
+def _multiply_factor_backward(dtype: jnp.dtype, kept: tuple[jax.Array, jax.Array], d_y_MO: jax.Array):
+    x_MI, factor_IO = kept
+    inputs, outputs = factor_IO.shape
+    d_factor_IO = _outer_sum(d_y_MO, x_MI, dtype).T if outputs < inputs else _outer_sum(x_MI, d_y_MO, dtype)
+    return multiply(d_y_MO, factor_IO.astype(dtype).T), d_factor_IO
+
+
+multiply_factor.defvjp(_multiply_factor_forward, _multiply_factor_backward)
 
 
 @jax.custom_vjp

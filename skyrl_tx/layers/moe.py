@@ -3,8 +3,10 @@
 Legend: M tokens, D embed, E experts, K experts of a token, F mlp, W tiles, P places of a tile, R rank, X adapters of
 experts: E of the one adapter, or A * L * E of a pool.
 
-Each expert has adapters of its own: A [E, I, R] and B [E, R, O] for each of its three maps, of the adapter's rank. A
-tile holds tokens of one expert *and one adapter*, so that tenants do not meet even inside a product.
+Each of an expert's three maps has adapters A [E, I, R] and B [E, R, O], of the adapter's rank. The factor next to the
+hidden size, A of gate and up and B of down, may be shared by all experts: then it is [1, I, R] or [1, R, O], and its
+products are computed once for each token, before tokens go to experts and after their outputs are summed. A tile holds
+tokens of one expert *and one adapter*, so that tenants do not meet even inside a product.
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from skyrl_tx.layers.lora import AdaptedMap, Adapter, LoraPair, RowAdapter, multiply
+from skyrl_tx.layers.lora import Adapter, ExpertMap, LoraPair, RowAdapter, multiply, multiply_factor
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.layers.tiles import Tiling, arrange, each_tile, sum_by_index
@@ -70,7 +72,7 @@ class ExpertAdapters:
     Of a pool, a row of group g finds that of expert e at `[place_G[g], layer, e]`.
     """
 
-    pairs: Mapping[str, LoraPair]  # of MAPS: [E, I, R] and [E, R, O], or [A, L, E, ...]
+    pairs: Mapping[str, LoraPair]  # of MAPS: [E, I, R] and [E, R, O], or [A, L, E, ...]; E is 1 of a shared factor
     scale: jax.Array  # scalar, or [A]
     place_G: jax.Array | None = None
     layer: jax.Array | int = 0
@@ -90,12 +92,16 @@ def pool_experts(adapter: Adapter, prefix: str, place_G: jax.Array, layer: jax.A
 
 @struct.dataclass
 class _Visits:
-    """Tokens with the share and number of each chosen expert and, for a pool, the adapter slot of each token."""
+    """Tokens with the share and number of each chosen expert and, for a pool, the adapter slot of each token.
+
+    `inner` are the products of the tokens with the A that all experts share, by its map.
+    """
 
     x_MD: jax.Array
     share_MK: jax.Array
     expert_MK: jax.Array
     place_M: jax.Array | None
+    inner: Mapping[str, jax.Array]  # [M, R]
 
 
 def mixture(
@@ -109,18 +115,58 @@ def mixture(
 ) -> jax.Array:
     """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D]."""
     x_MD = x.reshape(-1, x.shape[-1])
-    place_M = None
-    if adapters is not None and adapters.place_G is not None:
-        place_M = jnp.repeat(adapters.place_G, x_MD.shape[0] // adapters.place_G.shape[0])
-        adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
-    visits = _Visits(x_MD, *route(x_MD, router_ED, routing, router_bias_E), place_M)
-    y_MD = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
+    place_M, dtype = None, weights.gate_proj.dtype
+    shared_a, shared_b = dict[str, jax.Array](), dict[str, jax.Array]()
+    if adapters is not None:
+        adapters, shared_a, shared_b = _take_shared(adapters, routing.num_experts)
+        if (place_G := adapters.place_G) is not None:
+            place_M = jnp.repeat(place_G, x_MD.shape[0] // place_G.shape[0])
+            adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
+    inner = {name: _multiply_rows(x_MD, factor, dtype) for name, factor in shared_a.items()}
+    visits = _Visits(x_MD, *route(x_MD, router_ED, routing, router_bias_E), place_M, inner)
+    sums = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
+    y_MD, outer_MR = sums
+    if outer_MR is not None:
+        y_MD = y_MD + _multiply_rows(outer_MR, shared_b["down_proj"], dtype)
     return y_MD.reshape(x.shape)
+
+
+def _take_shared(
+    adapters: ExpertAdapters, num_experts: int
+) -> tuple[ExpertAdapters, dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return the adapters with None for the factors that all experts share; and these, the A and the B, by their maps.
+
+    They are [I, R] and [R, O], or of a pool with a leading G, as in `RowAdapter`.
+    """
+
+    def is_shared(leaf: jax.Array) -> bool:
+        return num_experts > 1 and leaf.shape[-3] == 1
+
+    def of_rows(leaf: jax.Array) -> jax.Array:
+        return leaf[0] if adapters.place_G is None else leaf[adapters.place_G, adapters.layer, 0]
+
+    pairs = adapters.pairs.items()
+    shared_a = {name: of_rows(pair.a) for name, pair in pairs if is_shared(pair.a)}
+    shared_b = {name: of_rows(pair.b) for name, pair in pairs if is_shared(pair.b)}
+    own = {
+        name: LoraPair(a=None if name in shared_a else pair.a, b=None if name in shared_b else pair.b)  # type: ignore[arg-type]
+        for name, pair in pairs
+    }
+    return adapters.replace(pairs=own), shared_a, shared_b  # type: ignore[attr-defined]
+
+
+def _multiply_rows(x_MI: jax.Array, factor: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the product in `dtype` of rows with one factor [I, O], or of groups of rows with one each, [G, I, O]."""
+    if factor.ndim == 2:
+        return multiply_factor(x_MI, factor, dtype)
+    x_GMI = x_MI.astype(dtype).reshape(factor.shape[0], -1, x_MI.shape[-1])
+    y_GMO = jnp.einsum("gmi,gio->gmo", x_GMI, factor.astype(dtype), preferred_element_type=jnp.float32)
+    return y_GMO.reshape(x_MI.shape[0], -1)
 
 
 def _on_each_device(
     visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None, layout: Layout
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Return `_sum` where each device computes what its own experts make of its tokens, and their sums are added.
 
     A device has all tokens that meet its experts, and leaves out those that go to others: no token is ever dropped.
@@ -129,7 +175,9 @@ def _on_each_device(
     num_shards, num_experts = layout.num_shards("expert"), weights.gate_proj.shape[0]
     summed_over = layout.mesh_axes("expert") + layout.mesh_axes("mlp")
 
-    def local(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None) -> jax.Array:
+    def local(
+        visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         first = jax.lax.axis_index(layout.mesh_axes("expert")) * (num_experts // num_shards)
         here = visits.replace(expert_MK=visits.expert_MK - first)  # type: ignore[attr-defined]
         if weights.down_bias is not None:  # added once, as the parts of F are added too
@@ -140,8 +188,8 @@ def _on_each_device(
     def tokens(leaf: jax.Array) -> PartitionSpec:
         return layout.spec(("expert_batch", *[None] * (leaf.ndim - 1)), leaf.shape)
 
-    def cut(leaf: jax.Array, *axes: Axis | None) -> PartitionSpec:
-        return layout.spec((*[None] * (leaf.ndim - 3), "expert", *axes), leaf.shape)
+    def cut(leaf: jax.Array | None, *axes: Axis | None) -> PartitionSpec | None:
+        return None if leaf is None else layout.spec((*[None] * (leaf.ndim - 3), "expert", *axes), leaf.shape)
 
     def cut_bias(leaf: jax.Array | None, axis: Axis | None) -> PartitionSpec | None:
         return None if leaf is None else layout.spec(("expert", axis), leaf.shape)
@@ -169,8 +217,13 @@ def _on_each_device(
     return run(visits, weights, adapters)
 
 
-def _sum(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None) -> jax.Array:
-    """Return the weighted sum of the outputs of these experts for each token; other experts count as zero."""
+def _sum(
+    visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the weighted sum of the outputs of these experts for each token, [M, D]; other experts count as zero.
+
+    And if the experts share B of down, the weighted sum of what it has to be multiplied with, [M, R].
+    """
     num_experts = weights.gate_proj.shape[0]
     num_groups, group_MK = num_experts, visits.expert_MK
     if visits.place_M is not None:
@@ -180,8 +233,8 @@ def _sum(visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | Non
     is_here_MK = (visits.expert_MK >= 0) & (visits.expert_MK < num_experts)
     tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups)
     pairs, indices = _adapters_of_tiles(weights, adapters, tiling, num_experts)
-    y_MKD = _experts(visits.x_MD, weights, pairs, indices, tiling)
-    return (visits.share_MK[..., None] * y_MKD).sum(axis=1)
+    outputs = _experts((visits.x_MD, visits.inner), weights, pairs, indices, tiling)
+    return jax.tree.map(lambda y_MKO: (visits.share_MK[..., None] * y_MKO).sum(axis=1), outputs)
 
 
 def route(
@@ -219,7 +272,7 @@ def _adapters_of_tiles(
     if adapters.scale.ndim == 0:
         scale_W = jnp.broadcast_to(adapters.scale, expert_W.shape)
         return dict(adapters.pairs), _TileIndices(expert_W, expert_W, scale_W)
-    num_layers = adapters.pairs[MAPS[0]].a.shape[1]
+    num_layers = jax.tree.leaves(dict(adapters.pairs))[0].shape[1]
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]), dict(adapters.pairs))  # nothing is copied
     place_W = tiling.group_W // num_experts
     adapter_W = (place_W * num_layers + adapters.layer) * num_experts + expert_W
@@ -233,13 +286,13 @@ def _nothing(weight_EIO: jax.Array) -> LoraPair:
 
 def _maps(
     weights: ExpertWeights, pairs: Mapping[str, LoraPair], expert: jax.Array, adapter: jax.Array, scale: jax.Array
-) -> list[AdaptedMap]:
+) -> list[ExpertMap]:
     """Return the three maps of one tile."""
-    found: list[AdaptedMap] = []
+    found: list[ExpertMap] = []
     for name in MAPS:
         weight_IO = getattr(weights, name)[expert]
         pair = jax.tree.map(lambda leaf, dtype=weight_IO.dtype: leaf[adapter].astype(dtype), pairs[name])
-        found.append(AdaptedMap(weight_IO=weight_IO, pair=pair, scale=scale, is_merged=False))
+        found.append(ExpertMap(weight_IO=weight_IO, a_IR=pair.a, b_RO=pair.b, scale=scale))
     return found
 
 
@@ -254,49 +307,59 @@ def _biased(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> ja
     return y_PO if bias_EO is None else y_PO + bias_EO[expert].astype(jnp.float32)
 
 
+_Tokens = tuple[jax.Array, Mapping[str, jax.Array]]
+"""Tokens [M, D], and their products [M, R] with the A that all experts share, by its map."""
+
+
 @jax.custom_vjp
 def _experts(
-    x_MD: jax.Array, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
-) -> jax.Array:
-    """Return the output of each chosen expert for each token, [M, K, D]."""
-    return _experts_forward(x_MD, weights, pairs, indices, tiling)[0]
+    tokens: _Tokens, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the output of each chosen expert for each token, [M, K, D].
+
+    If the experts share B of down, it is left out, and what it has to be multiplied with is returned too, [M, K, R].
+    """
+    return _experts_forward(tokens, weights, pairs, indices, tiling)[0]
 
 
 def _experts_forward(
-    x_MD: jax.Array, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
+    tokens: _Tokens, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
 ):
-    def one(tile: tuple[jax.Array, _TileIndices]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x_PD, of = tile
+    def one(tile: tuple[_Tokens, _TileIndices]):
+        (x_PD, inner), of = tile
         gate, up, down = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
-        gate_PF = _biased(gate.product(x_PD), weights.gate_bias, of.expert_W)
-        up_PF = _biased(up.product(x_PD), weights.up_bias, of.expert_W)
-        y_PD = down.product(_gate(weights.clamp, gate_PF, up_PF))
-        return _biased(y_PD, weights.down_bias, of.expert_W), gate_PF, up_PF
+        gate_PF = _biased(gate.product(x_PD, inner.get("gate_proj"))[0], weights.gate_bias, of.expert_W)
+        up_PF = _biased(up.product(x_PD, inner.get("up_proj"))[0], weights.up_bias, of.expert_W)
+        y_PD, outer_PR = down.product(_gate(weights.clamp, gate_PF, up_PF))
+        return (_biased(y_PD, weights.down_bias, of.expert_W), outer_PR), gate_PF, up_PF
 
-    y_WPD, gate_WPF, up_WPF = each_tile(one, tiling, (tiling.gather(x_MD), indices))
-    return tiling.take_back(y_WPD), (x_MD, weights, pairs, indices, tiling, gate_WPF, up_WPF)
+    outputs_W, gate_WPF, up_WPF = each_tile(one, tiling, (jax.tree.map(tiling.gather, tokens), indices))
+    outputs = jax.tree.map(tiling.take_back, outputs_W)
+    return outputs, (tokens, weights, pairs, indices, tiling, gate_WPF, up_WPF)
 
 
-def _experts_backward(kept: Any, d_y_MKD: jax.Array):
+def _experts_backward(kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
     """The gradient by tokens and by the adapters' factors; weights, biases and scales are constants."""
-    x_MD, weights, pairs, indices, tiling, gate_WPF, up_WPF = kept
+    tokens, weights, pairs, indices, tiling, gate_WPF, up_WPF = kept
 
-    def one(tile: Any) -> tuple[jax.Array, dict[str, LoraPair]]:
-        x_PD, d_y_PD, gate_PF, up_PF, of = tile
+    def one(tile: Any) -> tuple[_Tokens, dict[str, LoraPair]]:
+        (x_PD, inner), (d_y_PD, d_outer_PR), gate_PF, up_PF, of = tile
         gate, up, down = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
         inner_PF, pull = jax.vjp(partial(_gate, weights.clamp), gate_PF, up_PF)
-        d_inner_PF, d_down = down.gradient(inner_PF, d_y_PD)
+        d_inner_PF, _, d_down = down.gradient(inner_PF, None, d_y_PD, d_outer_PR)
         d_gate_PF, d_up_PF = pull(d_inner_PF)
-        by_gate_PD, d_gate = gate.gradient(x_PD, d_gate_PF)
-        by_up_PD, d_up = up.gradient(x_PD, d_up_PF)
-        return by_gate_PD + by_up_PD, dict(zip(MAPS, (d_gate, d_up, d_down), strict=True))
+        by_gate_PD, d_gate_PR, d_gate = gate.gradient(x_PD, inner.get("gate_proj"), d_gate_PF)
+        by_up_PD, d_up_PR, d_up = up.gradient(x_PD, inner.get("up_proj"), d_up_PF)
+        d_inner = {name: d for name, d in zip(MAPS, (d_gate_PR, d_up_PR), strict=False) if d is not None}
+        return (by_gate_PD + by_up_PD, d_inner), dict(zip(MAPS, (d_gate, d_up, d_down), strict=True))
 
-    rows = (tiling.gather(x_MD), tiling.gather_visits(d_y_MKD), gate_WPF, up_WPF, indices)
-    d_x_WPD, d_pairs_W = each_tile(one, tiling, rows)
+    rows = jax.tree.map(tiling.gather, tokens), jax.tree.map(tiling.gather_visits, d_outputs)
+    d_tokens_W, d_pairs_W = each_tile(one, tiling, (*rows, gate_WPF, up_WPF, indices))
+    d_tokens = jax.tree.map(lambda d: tiling.take_back(d).sum(axis=1), d_tokens_W)
     d_pairs = jax.tree.map(
         lambda d, leaf: sum_by_index(d, indices.adapter_W, tiling.num_used, leaf.shape[0]), d_pairs_W, pairs
     )
-    return tiling.take_back(d_x_WPD).sum(axis=1), None, d_pairs, None, None
+    return d_tokens, None, d_pairs, None, None
 
 
 _experts.defvjp(_experts_forward, _experts_backward)

@@ -14,7 +14,7 @@ import numpy as np
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis, flatten
-from skyrl_tx.models.config import ModelConfig
+from skyrl_tx.models.config import ExpertLora, ModelConfig
 from skyrl_tx.models.params import describe_params
 from skyrl_tx.models.parts.base import Target
 from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, split, stack_of
@@ -50,7 +50,7 @@ def adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, ...]
     return {
         name: ((*stack, target.axes[0], None), (*stack, None, target.axes[1]))
         for name, target in targets(config).items()
-        for stack in [stacks[: len(target_stack(config, name))]]
+        for stack in [stacks[: len(target_stacks(config, name)[0])]]
     }
 
 
@@ -64,12 +64,22 @@ def target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
     return tuple(sorted(itertools.chain.from_iterable(layers)))
 
 
-def target_stack(config: ModelConfig, name: str) -> tuple[int, ...]:
-    """Return the leading dimensions of a target's factors: [L], [L, E] for experts, none for the unembedding."""
+def target_stacks(config: ModelConfig, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the leading dimensions of A and of B: [L], [L, E] for experts, none for the unembedding.
+
+    E is 1 of a factor that all experts share.
+    """
+    target = targets(config)[name]
     if name == UNEMBED:
-        return ()
-    num_layers, num_experts = len(target_layers(config, name)), targets(config)[name].num_experts
-    return (num_layers,) if num_experts is None else (num_layers, num_experts)
+        return (), ()
+    num_layers = len(target_layers(config, name))
+    if target.num_experts is None:
+        return (num_layers,), (num_layers,)
+    a, b = (
+        (num_layers, 1 if config.expert_lora == "shared" and axis == "embed" else target.num_experts)
+        for axis in target.axes
+    )
+    return a, b
 
 
 def adapter_shapes(config: ModelConfig, rank: int) -> Adapter:
@@ -80,8 +90,8 @@ def adapter_shapes(config: ModelConfig, rank: int) -> Adapter:
 
     weights: dict[str, LoraPair] = {}
     for name, target in targets(config).items():
-        stack = target_stack(config, name)
-        a, b = shape(*stack, target.inputs, rank), shape(*stack, rank, target.outputs)
+        stack_of_a, stack_of_b = target_stacks(config, name)
+        a, b = shape(*stack_of_a, target.inputs, rank), shape(*stack_of_b, rank, target.outputs)
         weights[name] = LoraPair(a=a, b=b)  # type: ignore[arg-type]
     return Adapter(weights=weights, scale=shape())  # type: ignore[arg-type]
 
@@ -110,7 +120,7 @@ def adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> 
     modules = {
         name: TargetModule(
             module=names[name],
-            stack=target_stack(config, name),
+            stacks=target_stacks(config, name),
             layers=target_layers(config, name) or None,
             inputs=target.inputs,
             outputs=target.outputs,
@@ -119,6 +129,12 @@ def adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> 
     }
     bound = bind_rows(weights, flatten(describe_params(config)))
     return AdapterFormat(base_model=base_model, modules=modules, fused=fused_modules(bound))
+
+
+def form_of(config: ModelConfig, adapter: AdapterFiles) -> ExpertLora:
+    """Return the form that has room for an adapter's factors of experts: "shared", if these are equal."""
+    numbers = {target.num_experts for target in targets(config).values()} - {None}
+    return "shared" if all(adapter.shares_factors(number or 0) for number in numbers) else "own"
 
 
 def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFiles) -> tuple[LoraSpec, AdapterWeights]:

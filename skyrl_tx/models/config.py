@@ -1,13 +1,19 @@
-"""The configuration of the shared decoder, read from the `config.json` of a Hugging Face checkpoint."""
+"""The configuration of the shared decoder, read from the `config.json` of a Hugging Face checkpoint.
+
+`expert_lora` is the operator's.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models.parts.base import FeedForward, Mixer, UnsupportedModel
 
 HfConfig = Mapping[str, Any]
+
+ExpertLora = Literal["shared", "own"]
+"""The form of experts' adapters: whether the factor next to the hidden size is shared by all experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,7 @@ class ModelConfig:
     max_context_length: int  # tokens
     tied_embeddings: bool
     groups: tuple[Group, ...]
+    expert_lora: ExpertLora = "own"
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

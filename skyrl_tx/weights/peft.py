@@ -2,7 +2,7 @@
 
 The tensors are `base_model.model.<module>.lora_A.weight` [R, I] and `.lora_B.weight` [O, R]. The update of a linear map
 is B A times `lora_alpha / r`. Experts are either modules of their own (`….mlp.experts.7.gate_proj`), or stacked per
-layer (`….mlp.experts.w1`, [E, R, I] and [E, O, R]); `read_adapter` reads both.
+layer (`….mlp.experts.w1`, [E, R, I] and [E, O, R], where E is 1 of a factor that all share); `read_adapter` reads both.
 
 `AdapterFiles` is any adapter, by the names of its modules. `AdapterFormat` converts between files and the arrays of one
 base model, which are transposed, stacked over layers, and named as our linear maps.
@@ -12,7 +12,6 @@ Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank.
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,11 +23,21 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
+from skyrl_tx.weights.expert_factors import (
+    Factors,
+    advice,
+    by_stack,
+    in_form,
+    is_shared,
+    is_stack,
+    stack_experts,
+    stack_of,
+    unstack,
+)
 from skyrl_tx.weights.hf import locate_tensors
 from skyrl_tx.weights.weight_map import (
     FUSED_MAPS,
     FUSED_PART,
-    STACKED_EXPERTS,
     TIED_UNEMBED_MODULE,
     FusedModules,
     Rows,
@@ -40,8 +49,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _A, _B, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
 
-Factors = tuple[np.ndarray, np.ndarray]
-"""A [R, I] and B [O, R] of one module."""
 Tensors = Mapping[str, np.ndarray]
 """Host arrays by their names in files."""
 
@@ -52,13 +59,13 @@ class AdapterError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModule:
-    """A linear map that adapters can change, with A [*stack, I, R] and B [*stack, R, O].
+    """A linear map that adapters can change, with A [*stack, I, R] and B [*stack, R, O], which have a stack each.
 
     `module` is its name in files, where `{layer}` stands for a number of `layers`; None means all layers from 0.
     """
 
     module: str
-    stack: tuple[int, ...]
+    stacks: tuple[tuple[int, ...], tuple[int, ...]]
     layers: tuple[int, ...] | None
     inputs: int
     outputs: int
@@ -70,14 +77,14 @@ class TargetModule:
 
     def zeros(self, rank: int) -> LoraPair:
         """Return factors of zeros, float32."""
-        a = np.zeros((*self.stack, self.inputs, rank), np.float32)
-        b = np.zeros((*self.stack, rank, self.outputs), np.float32)
+        a = np.zeros((*self.stacks[0], self.inputs, rank), np.float32)
+        b = np.zeros((*self.stacks[1], rank, self.outputs), np.float32)
         return LoraPair(a=a, b=b)  # type: ignore[arg-type]
 
     def tensors(self, pair: LoraPair) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the name of each tensor in files and a view of its values in `pair`."""
-        for factor, array in ((_A, np.asarray(pair.a)), (_B, np.asarray(pair.b))):
-            for index, module in expand(self.module, self.stack, self.layers):
+        for factor, array, stack in zip((_A, _B), (np.asarray(pair.a), np.asarray(pair.b)), self.stacks, strict=True):
+            for index, module in expand(self.module, stack, self.layers):
                 yield f"{PREFIX}{module}{factor}", array[index].swapaxes(-1, -2)
 
 
@@ -97,10 +104,13 @@ class AdapterFormat:
             for name, array in self.modules[target].tensors(pair)
         }
 
-    def weights(self, tensors: Tensors, targets: tuple[str, ...], rank: int, prefix: str = "") -> AdapterWeights:
+    def weights(
+        self, tensors: Tensors, targets: tuple[str, ...], rank: int, prefix: str = "", *, any_form: bool = False
+    ) -> AdapterWeights:
         """Return the inverse of `tensors`: host arrays of all linear maps, zeros in those that are not targets.
 
-        Raises AdapterError if a tensor is missing, unexpected or of another shape.
+        `any_form`: experts may share a factor where ours have one each, and have equal ones where ours share it. Raises
+        AdapterError if a tensor is missing, unexpected or of another shape.
         """
         weights = {name: each.zeros(rank) for name, each in self.modules.items()}
         expected: set[str] = set()
@@ -109,9 +119,14 @@ class AdapterFormat:
                 found = tensors.get(prefix + name)
                 if found is None:
                     raise AdapterError(f"adapter: lacks tensor {prefix + name!r}")
+                if any_form:
+                    found = in_form(found, destination.shape)
                 if found.shape != destination.shape:
                     wanted = destination.shape
-                    raise AdapterError(f"adapter: tensor {prefix + name!r} is {found.shape}, this base needs {wanted}")
+                    raise AdapterError(
+                        f"adapter: tensor {prefix + name!r} is {found.shape}, this base needs {wanted}"
+                        f"{advice(found.shape, wanted)}"
+                    )
                 destination[...] = found
                 expected.add(prefix + name)
         unexpected = sorted(name for name in tensors.keys() - expected if name.startswith(prefix))
@@ -155,16 +170,23 @@ class AdapterFormat:
     def with_factors(self, weights: AdapterWeights, factors: Mapping[str, Factors], b_scale: float) -> AdapterWeights:
         """Return copies of `weights` with the given factors of modules, those of B multiplied by `b_scale`.
 
-        Raises AdapterError for a module or a shape that `weights` lack.
+        Experts that share a factor here must have equal ones. Raises AdapterError for a module or a shape that
+        `weights` lack.
         """
         weights = {name: LoraPair(a=np.array(p.a), b=np.array(p.b)) for name, p in weights.items()}  # type: ignore[arg-type]
-        views = {name: view for target, pair in weights.items() for name, view in self.modules[target].tensors(pair)}
+        modules = {target: self.modules[target] for target in weights}
+        views = {
+            name: (view, each.stacks)
+            for target, each in modules.items()
+            for name, view in each.tensors(weights[target])
+        }
         for module, (a, b) in factors.items():
             stack, expert = stack_of(module)
             for name, array in ((_A, a), (_B, b * np.float32(b_scale))):
-                view = views.get(f"{PREFIX}{stack}{name}")
+                view, stacks = views.get(f"{PREFIX}{stack}{name}", (None, ()))
                 if view is not None and expert is not None:
-                    view = view[expert] if expert < len(view) else None
+                    is_known = expert < max(each[-1] for each in stacks)
+                    view = view[expert if len(view) > 1 else 0] if is_known else None
                 if view is None:
                     known = ", ".join(sorted(each.leaf for each in self.modules.values()))
                     raise AdapterError(f"module {module!r} is not a trainable module of this base model ({known})")
@@ -184,10 +206,6 @@ PEFT, and other readers of its files, find modules by their names in the Hugging
 
 _HOSTED_ATTENTION = (".attn.", ".self_attn.")
 """How adapters of gpt-oss that were trained on the hosted service name its attention, and how all others do."""
-
-_EXPERT_OF = {stacked: name for name, stacked in STACKED_EXPERTS.items()}
-_EXPERT = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(STACKED_EXPERTS)})")
-_STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_EXPERT_OF)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,13 +235,24 @@ class AdapterFiles:
         """Whether it changes maps that share a module, which only the base model tells."""
         return any(module.endswith(f".{FUSED_PART}") for module in self.factors)
 
+    def shares_factors(self, num_experts: int) -> bool:
+        """Return whether in each layer all experts have the same A of gate and up, and the same B of down."""
+        stacks = by_stack(self.factors)
+        return all(len(pairs) == num_experts and is_shared(stack, pairs) for stack, pairs in stacks.items())
+
+    @property
+    def repeats_factors(self) -> bool:
+        """Whether all experts of a layer have the same factor next to the hidden size."""
+        stacks = by_stack(self.factors)
+        return any(len(pairs) > 1 and is_shared(stack, pairs) for stack, pairs in stacks.items())
+
     def in_layout(self, layout: str, fused: FusedModules | None = None) -> "AdapterFiles":
         """Return the same adapter under the names of a layout; PEFT's needs the `fused` modules of the base model."""
         names = {TIED_UNEMBED_MODULE: TIED_UNEMBED_NAMES[layout]}
         factors = {names.get(module, module): pair for module, pair in self.factors.items()}
         config = dict(self.config)
         if layout == "cookbook":
-            factors = _stacked(factors)
+            factors = stack_experts(factors)
         else:
             factors = fuse(factors, fused or {})
             leaves = {module.rpartition(".")[2] for module in factors}
@@ -315,8 +344,10 @@ def read_adapter(directory: Path) -> AdapterFiles:
         if a is None or b is None:
             raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has lora_A or lora_B, not both")
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        if (stack := _STACK.fullmatch(module)) and a.ndim == b.ndim == 3:
-            experts = _unstacked(stack, a, b)
+        if is_stack(module) and a.ndim == b.ndim == 3:
+            if not {len(a), len(b)} <= {1, max(len(a), len(b))}:
+                raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has factors of {len(a)} and of {len(b)} experts")
+            experts = unstack(module, a, b)
         else:
             experts = {module: (a, b)}
         for each, (a, b) in experts.items():
@@ -333,43 +364,6 @@ def _check(module: str, a: np.ndarray, b: np.ndarray, rank: int) -> None:
         raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has factors {a.shape} and {b.shape}, not of r = {rank}")
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} holds numbers that are not finite")
-
-
-def stack_of(module: str) -> tuple[str, int | None]:
-    """Return the stack that holds the module of an expert, and its index; other modules are returned with None."""
-    match = _EXPERT.fullmatch(module)
-    if match is None:
-        return module, None
-    prefix, index, leaf = match.groups()
-    return f"{prefix}.{STACKED_EXPERTS[leaf]}", int(index)
-
-
-def _unstacked(stack: re.Match[str], a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
-    """Return the factors of each expert; a factor that all experts share has a leading 1."""
-    prefix, leaf = stack.groups()
-    num_experts = max(len(a), len(b))
-    if not {len(a), len(b)} <= {1, num_experts}:
-        raise AdapterError(f"{WEIGHTS_FILE}: module {stack.group()!r} has factors of {len(a)} and of {len(b)} experts")
-    each_a, each_b = (np.broadcast_to(array, (num_experts, *array.shape[1:])) for array in (a, b))
-    return {f"{prefix}.{index}.{_EXPERT_OF[leaf]}": (each_a[index], each_b[index]) for index in range(num_experts)}
-
-
-def _stacked(factors: Mapping[str, Factors]) -> dict[str, Factors]:
-    """Stack the experts of each layer in order; an expert without an update gets zeros."""
-    found: dict[str, Factors] = {}
-    experts: dict[str, dict[int, Factors]] = {}
-    for module, pair in factors.items():
-        stack, index = stack_of(module)
-        if index is None:
-            found[module] = pair
-        else:
-            experts.setdefault(stack, {})[index] = pair
-    for module, pairs in experts.items():
-        a, b = next(iter(pairs.values()))
-        empty = np.zeros_like(a), np.zeros_like(b)
-        all_pairs = [pairs.get(index, empty) for index in range(max(pairs) + 1)]
-        found[module] = np.stack([a for a, _ in all_pairs]), np.stack([b for _, b in all_pairs])
-    return found
 
 
 _WITHOUT_EFFECT = frozenset(

@@ -1,6 +1,6 @@
 """Tiny random models with reference results of transformers, peft and torch, computed once per session."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -54,6 +54,8 @@ VARIANTS = {
     "gpt-oss-untied": {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "mlp_size": 24},
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
+SHARED = ("qwen3-moe-mixed", "gpt-oss-untied")
+"""The variants whose experts share factors of adapters; those of others have factors of their own."""
 UNTIED = "qwen3-untied"
 DEFAULT = (
     UNTIED,
@@ -90,8 +92,10 @@ class Reference:
         weights = {}
         for name, empty in models.adapter_shapes(self.config, rank).weights.items():
             layers = models.target_layers(self.config, name)
-            names = [module for _, module in expand(modules[name], empty.a.shape, layers)]
-            a, b = (self._stack(f"{prefix}/{{}}.{part}", names) for part in ("lora_A", "lora_B"))
+            a, b = (
+                self._stack(f"{prefix}/{{}}.{part}", [module for _, module in expand(modules[name], shape, layers)])
+                for part, shape in (("lora_A", empty.a.shape), ("lora_B", empty.b.shape))
+            )
             if a is None or b is None:
                 a, b = np.zeros(empty.a.shape, np.float32), np.zeros(empty.b.shape, np.float32)
             weights[name] = LoraPair(a=jnp.asarray(a.reshape(empty.a.shape)), b=jnp.asarray(b.reshape(empty.b.shape)))
@@ -114,6 +118,7 @@ def directories(request, tmp_path_factory, client_environment) -> dict[str, Path
             "targets": generator.integers(0, 256, (BATCH, LENGTH)),
             # All positive, so that no sum cancels.
             "weights": generator.uniform(0.0, 1.0, (BATCH, LENGTH)).astype(np.float32),
+            "shares_factors": np.array(name in SHARED),
         }
         if name in needed:
             made[name] = write_model(tmp_path_factory.mktemp(name), std=0.2, **variant)
@@ -138,7 +143,7 @@ def reference(request, directories) -> Reference:
     with np.load(directory / "inputs.npz") as inputs, np.load(directory / "reference.npz") as arrays:
         return Reference(
             family=models.find_family(hf.read_json(directory, "config.json")),
-            config=model.config,
+            config=replace(model.config, expert_lora="shared" if request.param in SHARED else "own"),
             params=model.params,
             inputs=dict(inputs),
             arrays=dict(arrays),

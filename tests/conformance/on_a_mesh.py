@@ -1,8 +1,9 @@
 """Train and sample a tiny model on meshes and save all results; `test_mesh.py` runs this on virtual devices.
 
-    python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample} fsdp=1 fsdp=4,tp=2
+    python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample} {shared,own} fsdp=1 fsdp=4,tp=2
 
-`sample` also trains first. The results include `bytes`, the size of the base weights on each device.
+`sample` also trains first; `shared` and `own` are forms of experts' adapters. The results include `bytes`, the size of
+the base weights on each device.
 """
 
 import sys
@@ -133,10 +134,11 @@ def bytes_by_device(params: object) -> Counter[int]:
 
 
 def main() -> None:
-    directory, output, last = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    for mesh in sys.argv[4:]:
+    directory, output, last, expert_lora = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    for mesh in sys.argv[5:]:
         config = JaxConfig(
             compile_cache_dir=None,
+            expert_lora=expert_lora,  # type: ignore[arg-type]
             mesh=MeshConfig(**dict(pair.split("=") for pair in mesh.split(","))),  # type: ignore[arg-type]
             micro_batch_tokens=768,
             sample_slots=4,

@@ -22,10 +22,12 @@ PRECISE_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 Numbers = dict[str, np.ndarray]
 
 
-def on_meshes(directory: Path, last: str, *meshes: str, flags: str = PRECISE_FLAGS) -> list[Numbers]:
+def on_meshes(
+    directory: Path, last: str, *meshes: str, expert_lora: str = "own", flags: str = PRECISE_FLAGS
+) -> list[Numbers]:
     """Run the program in a process with eight devices; return its results for each mesh."""
     environment = os.environ | {"XLA_FLAGS": f"{DEVICES} {flags}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(PROGRAM), str(directory), str(directory), last, *meshes]
+    command = [sys.executable, str(PROGRAM), str(directory), str(directory), last, expert_lora, *meshes]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[Numbers] = []
@@ -46,9 +48,11 @@ def assert_equal(found: Numbers, wanted: Numbers) -> None:
             np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
 
 
-def test_moe_training_on_eight_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("expert_lora", ["shared", pytest.param("own", marks=pytest.mark.slow)])
+def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None:
     directory = write_model(tmp_path, "Qwen3MoeForCausalLM", tied_embeddings=False, num_layers=1, **SIZES)
-    one, many = on_meshes(directory, "train", ONE, "fsdp=2,tp=2,ep=2", flags=FAST_COMPILE_FLAGS)
+    meshes = ONE, "fsdp=2,tp=2,ep=2"
+    one, many = on_meshes(directory, "train", *meshes, expert_lora=expert_lora, flags=FAST_COMPILE_FLAGS)
     assert_equal(many, one)
     (whole,) = one["bytes"]
     # Experts are sharded eight ways; norms, attention and embeddings four ways, replicated over ep.
@@ -57,19 +61,23 @@ def test_moe_training_on_eight_devices(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "meshes"),
+    ("architecture", "meshes", "expert_lora"),
     [
-        ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}),
-        ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
-        ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
-        ("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}),
-        ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}),
-        ("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}),
+        ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}, "own"),
+        ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
+        ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
+        ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
+        ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
+        ("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}, "own"),
+        ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
+        ("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared"),
     ],
 )
-def test_training_and_sampling_on_a_mesh(tmp_path: Path, architecture: str, meshes: dict[str, int]) -> None:
+def test_training_and_sampling_on_a_mesh(
+    tmp_path: Path, architecture: str, meshes: dict[str, int], expert_lora: str
+) -> None:
     """`meshes` maps each mesh to the number of shards of all weights other than experts."""
-    mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}}
+    mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}, "std": 0.1}
     # Its heads are near 0 where queries and keys are, and a norm divides by them: epsilon bounds what rounding becomes.
     linear = {"num_layers": 4, "hidden_size": 64, "head_dim": 16, "std": 0.1, "keys": {"rms_norm_eps": 0.1}}
     more = {
@@ -80,7 +88,7 @@ def test_training_and_sampling_on_a_mesh(tmp_path: Path, architecture: str, mesh
         "Qwen3NextForCausalLM": {"tied_embeddings": False, **linear},
     }.get(architecture, {})
     directory = write_model(tmp_path, architecture, **SIZES | more)
-    one, *many = on_meshes(directory, "sample", ONE, *meshes)
+    one, *many = on_meshes(directory, "sample", ONE, *meshes, expert_lora=expert_lora)
     (whole,) = one["bytes"]
     for found, parts in zip(many, meshes.values(), strict=True):
         assert_equal(found, one)

@@ -51,7 +51,7 @@ class JaxBackend(AbstractBackend):
             layout = mesh.make_layout(config.mesh)
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)
-            self._model = family.config_from_hf(content)
+            self._model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
             mesh.check_divides(layout, self._model)
             self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
             self._dtype = mesh.choose_dtype(config, layout)
@@ -235,6 +235,11 @@ class JaxBackend(AbstractBackend):
         # Unset, transformers asks on the terminal whether to execute code of the model.
         return AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
 
+    def _base_model_hash(self) -> str:
+        weights = hf.identity(self._directory, with_weights=self._config.load_format == "auto")
+        has_experts = any(target.num_experts is not None for target in models.targets(self._model).values())
+        return f"{weights}+expert_lora=shared" if has_experts and self._config.expert_lora == "shared" else weights
+
     def _check(self, spec: ModelSpec) -> None:
         assert 1 <= spec.lora.rank <= self._config.max_lora_rank and spec.optimizer == "adamw", spec
 
@@ -270,7 +275,7 @@ class JaxBackend(AbstractBackend):
                 "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },
-            base_model_hash=hf.identity(self._directory, with_weights=config.load_format == "auto"),
+            base_model_hash=self._base_model_hash(),
         )
 
 

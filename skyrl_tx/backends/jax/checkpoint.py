@@ -114,9 +114,11 @@ def open_snapshot(directory: Path, format: AdapterFormat) -> AdapterSnapshot:
     config = read_config(directory)
     targets, rank = format.targets(config), config["r"]
     tensors = {part: read_tensors(directory / name) for part, name in FILES.items() if (directory / name).is_file()}
+    any_form = tensors.keys() == {StatePart.WEIGHTS}  # moments and gradients are not those of the other form
 
     def tree(part: StatePart, prefix: str = "") -> AdapterWeights:
-        return resize_rank(format.weights(tensors[part], targets, rank, prefix), padded_rank(rank))
+        weights = format.weights(tensors[part], targets, rank, prefix, any_form=any_form)
+        return resize_rank(weights, padded_rank(rank))
 
     def value(part: StatePart) -> AdapterWeights | OptimizerState | None:
         if part is not StatePart.OPTIMIZER:

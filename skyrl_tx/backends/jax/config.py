@@ -54,6 +54,10 @@ class JaxConfig(BaseModel):
     """Mesh of devices. Unset: the first device."""
 
     # Training
+    expert_lora: Literal["shared", "own"] = "own"
+    """Form of experts' adapters.
+    'shared': all experts of a layer share the factor next to the hidden size, as on the hosted service. 'own': each
+    expert has both factors of its own. Models of one form cannot be continued in the other."""
     max_lora_adapters: int | None = Field(default=None, gt=0)
     """Models in training on the device at the same time; others are evicted to disk.
     A model takes memory when it is created. Unset: what fits for models of rank max_lora_rank, at most 64."""

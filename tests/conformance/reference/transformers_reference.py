@@ -32,7 +32,7 @@ def main(directory: Path) -> None:
         saved["base_logits"] = model(tokens).logits.numpy()
     saved["base_decoded"] = decode(model, tokens)
 
-    model = adapt(model)
+    model = adapt(model, shares_factors=bool(given["shares_factors"]))
     adapter = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for weight in adapter.values():
         weight.data = 0.1 * torch.randn_like(weight)
@@ -59,8 +59,11 @@ def main(directory: Path) -> None:
     np.savez(directory / "reference.npz", **saved)
 
 
-def adapt(model: torch.nn.Module) -> torch.nn.Module:
-    """Put adapters on all linear maps but routers and gates: with peft, or by hand where peft does not support it."""
+def adapt(model: torch.nn.Module, *, shares_factors: bool) -> torch.nn.Module:
+    """Put adapters on all linear maps except routers and gates: with peft, or by hand where peft does not support it.
+
+    `shares_factors`: the experts of a layer share A of gate and up, and B of down.
+    """
     is_tied, by_hand = model.config.tie_word_embeddings, []
     maps = [
         name
@@ -89,6 +92,8 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
         if hasattr(layer.mlp, "experts"):
             is_fused = hasattr(layer.mlp.experts, "gate_up_proj_bias")
             layer.mlp.experts = (AdaptedGptOssExperts if is_fused else AdaptedExperts)(layer.mlp.experts)
+            if shares_factors:
+                layer.mlp.experts.share_factors()
     return wrapped
 
 
@@ -145,6 +150,15 @@ class AdaptedExperts(torch.nn.Module):
                 "down_proj": Update(inner, outer),
             }
             self.add_module(str(index), torch.nn.ModuleDict(maps))
+
+    def share_factors(self) -> None:
+        """Give all experts the factors of the first one next to the hidden size."""
+        first = getattr(self, "0")
+        for index in range(1, self.base.num_experts):
+            maps = getattr(self, str(index))
+            maps["gate_proj"].lora_A = first["gate_proj"].lora_A
+            maps["up_proj"].lora_A = first["up_proj"].lora_A
+            maps["down_proj"].lora_B = first["down_proj"].lora_B
 
     def sizes(self, gate_up: torch.Tensor) -> tuple[int, int]:
         """Return the sizes of an expert and of its inputs."""

@@ -105,6 +105,46 @@ def test_models_of_another_base_model_are_refused(harness):
     )
 
 
+@pytest.mark.parametrize(
+    ("theirs", "here", "named"),
+    [
+        ("", "+expert_lora=shared", ("expert_lora=own", "expert_lora=shared", "--backend-config.expert-lora own")),
+        ("+expert_lora=shared", "", ("expert_lora=shared", "expert_lora=own", "--backend-config.expert-lora shared")),
+    ],
+)
+def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harness, theirs, here, named):
+    class WithForm(FakeBackend):
+        form = theirs
+
+        def start(self):
+            started = super().start()
+            return dataclasses.replace(started, base_model_hash=started.base_model_hash + self.form)
+
+    def backend() -> FakeBackend:
+        return WithForm("tiny", harness.config)
+
+    model_id, created = harness.create()
+    save = harness.submit(SaveWeights(kind="weights", name="a"), model_id=model_id)
+    harness.run(created, save, backend=backend())
+    saved = harness.result(save)
+    WithForm.form = here
+    with pytest.raises(UserError) as refusal:
+        harness.run(harness.submit(optim_step(), model_id=model_id), backend=backend())
+    assert refusal.value.message == (
+        f"1 models in this data directory, the first {model_id}, have adapters of {named[0]}, but this server makes "
+        f"adapters of {named[1]}; start it with {named[2]}, or add --fresh to leave them behind"
+    )
+    artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_of_run(tx, model_id, 0.0)))).artifact_id
+    harness.api.write(models.abandon_all)
+    load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
+    _, elsewhere = harness.make(load, "elsewhere")
+    harness.run(elsewhere, backend=backend())
+    assert harness.result(elsewhere).message == (
+        f"these weights have adapters of {named[0]}, but this server has adapters of {named[1]}; "
+        f"load them on a server with {named[2]}"
+    )
+
+
 def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_base_only(harness):
     model_id, _ = trained(harness)
     saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id)

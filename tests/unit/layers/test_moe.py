@@ -37,12 +37,25 @@ def router() -> np.ndarray:
     return normal(9, E, D)
 
 
-def one_adapter(seed: int, num_experts: int = E, rank: int = RANK) -> ExpertAdapters:
+BOTH_FORMS = pytest.mark.parametrize("shares", [False, True], ids=["own", "shared"])
+"""Whether all experts share the factors next to the hidden size."""
+
+
+def one_adapter(seed: int, num_experts: int = E, rank: int = RANK, *, shares: bool = False) -> ExpertAdapters:
+    def num(size: int) -> int:
+        return 1 if shares and size == D else num_experts
+
     pairs = {
-        name: LoraPair(a=normal(seed + i, num_experts, n, rank), b=normal(seed - i, num_experts, rank, m))
+        name: LoraPair(a=normal(seed + i, num(n), n, rank), b=normal(seed - i, num(m), rank, m))
         for i, (name, (n, m)) in enumerate(SIZES.items())
     }
     return ExpertAdapters(pairs=pairs, scale=np.float32(0.5))
+
+
+def in_full(adapters: ExpertAdapters) -> ExpertAdapters:
+    """Return the same adapters with factors for each expert."""
+    pairs = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (E, *leaf.shape[1:])), dict(adapters.pairs))
+    return adapters.replace(pairs=pairs)
 
 
 def pool_of(adapters: list[ExpertAdapters], layer: int) -> Adapter:
@@ -113,7 +126,8 @@ def by_loop(
                 if adapters is None:
                     return z
                 pair = adapters.pairs[name]
-                return z + float(adapters.scale) * (y @ np.asarray(pair.a[e])) @ np.asarray(pair.b[e])
+                a, b = (np.asarray(leaf)[e if len(leaf) > 1 else 0] for leaf in (pair.a, pair.b))
+                return z + float(adapters.scale) * (y @ a) @ b
 
             out[m] += share * apply_map(
                 "down_proj", activate(weights.clamp, apply_map("gate_proj", x), apply_map("up_proj", x))
@@ -129,9 +143,13 @@ def activate(clamp: Clamp | None, gate, up):
     return (up + 1) * gate / (1 + np.exp(-clamp.slope * gate))
 
 
-@pytest.mark.parametrize(("num_tokens", "adapted"), [(1, False), (1, True), (300, False), (300, True), (40, True)])
-def test_each_token_goes_to_its_own_experts(weights, router, num_tokens, adapted):
-    x, adapters = normal(3, num_tokens, D), one_adapter(20) if adapted else None
+@pytest.mark.parametrize(
+    ("num_tokens", "form"),
+    [(1, None), (1, "own"), (300, None), (300, "own"), (40, "own"), (1, "shared"), (300, "shared"), (40, "shared")],
+)
+def test_each_token_goes_to_its_own_experts(weights, router, num_tokens, form):
+    x = normal(3, num_tokens, D)
+    adapters = None if form is None else one_adapter(20, shares=form == "shared")
     if adapters is not None and num_tokens > 1:  # the program of other tests
         y, _ = value_and_gradient(x, router, weights, adapters, np.ones_like(x))
     else:
@@ -180,9 +198,10 @@ def test_a_token_of_zero_gradient_adds_nothing(weights, router):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), mine, theirs)
 
 
-def test_half_precision_weights_leave_results_and_gradients_in_float32(weights, router):
+@BOTH_FORMS
+def test_half_precision_weights_leave_results_and_gradients_in_float32(weights, router, shares):
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
-    x, adapters = normal(5, 40, D), one_adapter(20)
+    x, adapters = normal(5, 40, D), one_adapter(20, shares=shares)
     y, (_, gradient) = value_and_gradient(x, router, rounded, adapters, np.ones_like(x))
     exact, (_, exact_gradient) = value_and_gradient(x, router, weights, adapters, np.ones_like(x))
     assert y.dtype == jnp.float32
@@ -202,17 +221,19 @@ def test_the_shares_are_renormalized_where_the_model_says_so(router):
     np.testing.assert_allclose(again, share / share.sum(axis=-1, keepdims=True), rtol=1e-6)
 
 
-def test_rows_use_the_adapters_of_their_slot_and_layer(weights, router):
-    first, second, x = one_adapter(20), one_adapter(50), normal(4, 8, D)
+@BOTH_FORMS
+def test_rows_use_the_adapters_of_their_slot_and_layer(weights, router, shares):
+    first, second, x = one_adapter(20, shares=shares), one_adapter(50, shares=shares), normal(4, 8, D)
     pool, place_G = pool_of([first, second], layer=1), np.array([1, 0, 1, 1])  # of each two rows
     y = apply_pool(x, router, weights, pool, place_G, np.int32(1))
     for rows, mine in ((slice(0, 2), second), (slice(2, 4), first), (slice(4, 8), second)):
         np.testing.assert_allclose(y[rows], by_loop(x[rows], router, weights, mine), rtol=1e-4, atol=1e-4)
 
 
-def test_router_isolates_rows_from_nan_in_other_adapters(weights, router):
+@BOTH_FORMS
+def test_router_isolates_rows_from_nan_in_other_adapters(weights, router, shares):
     """The output of a row is bit-equal for any other rows, even if they fill its experts."""
-    first, second = one_adapter(20), one_adapter(50)
+    first, second = one_adapter(20, shares=shares), one_adapter(50, shares=shares)
     broken = jax.tree.map(lambda leaf: np.full(np.shape(leaf), np.nan, np.float32), second)
     x = normal(4, 8, D)
     place_G = np.array([0, 0, 1, 1])  # of each two rows
@@ -228,11 +249,13 @@ def test_router_isolates_rows_from_nan_in_other_adapters(weights, router):
         assert np.isnan(together[4:]).any()
 
 
-def test_gradients_equal_those_of_a_plain_formula(weights, router):
-    x, slope, adapters = normal(5, 40, D), normal(6, 40, D), one_adapter(20)
+@BOTH_FORMS
+def test_gradients_equal_those_of_a_plain_formula(weights, router, shares):
+    x, slope, adapters = normal(5, 40, D), normal(6, 40, D), one_adapter(20, shares=shares)
 
     def plain(x, pairs):
         share_MK, expert_MK = route(x, router, ROUTING)
+        pairs = in_full(adapters.replace(pairs=pairs)).pairs
 
         def apply(name, y_MKI):
             a, b = pairs[name].a[expert_MK], pairs[name].b[expert_MK]
@@ -251,9 +274,11 @@ def test_gradients_equal_those_of_a_plain_formula(weights, router):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
 
 
-def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router):
+@BOTH_FORMS
+def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router, shares):
     """Gradients are compared with differences of values in float64, along random directions."""
-    x, slope, adapters, router_bias = normal(5, 12, D), normal(6, 12, D), one_adapter(20), normal(8, E)
+    x, slope, router_bias = normal(5, 12, D), normal(6, 12, D), normal(8, E)
+    adapters = one_adapter(20, shares=shares)
     y, (d_x, d_pairs) = value_and_gradient(x, router, biased, adapters, slope, router_bias)
 
     def value(x, pairs):

@@ -76,6 +76,34 @@ def test_a_factor_shared_by_experts_is_given_to_each(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours[1], b[index])
 
 
+LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def of_experts(num_experts: int, *, shared: bool) -> AdapterFiles:
+    """Return an adapter of one layer's experts, which have the hosted service's factors in common or none."""
+    factors = {}
+    for number, leaf in enumerate(LEAVES):
+        each = [pair(10 * number + (0 if shared else index)) for index in range(num_experts)]
+        others = [pair(100 + 10 * number + index) for index in range(num_experts)]
+        for index in range(num_experts):
+            own = (others[index][0], each[index][1]) if leaf == "down_proj" else (each[index][0], others[index][1])
+            factors[f"{EXPERTS}.{index}.{leaf}"] = own
+    return AdapterFiles(config=CONFIG, factors=factors)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_factor_that_all_experts_share_is_stacked_as_one(tmp_path: Path, shared: bool) -> None:
+    adapter = of_experts(3, shared=shared)
+    assert adapter.shares_factors(3) == adapter.repeats_factors == shared
+    assert not adapter.shares_factors(4), "one expert has no factors"
+    adapter.in_layout("cookbook").write(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for leaf, stack in LEAVES.items():
+        sizes = [len(tensors[f"base_model.model.{EXPERTS}.{stack}.lora_{factor}.weight"]) for factor in "AB"]
+        assert sizes == ([3, 3] if not shared else [3, 1] if leaf == "down_proj" else [1, 3])
+    assert_equal(read_adapter(tmp_path), adapter)
+
+
 def test_scale_follows_alpha_and_rank_stabilisation(tmp_path: Path) -> None:
     a, b = pair(0)
     tensors = {f"{Q}.lora_A": a, f"{Q}.lora_B": b}
