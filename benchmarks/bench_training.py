@@ -148,7 +148,8 @@ def example(request: RequestId, model: ModelId, length: int, vocab_size: int, dr
 def least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
     """Return the least FLOPs of forward and backward for these sequences.
 
-    In a mixture of experts, a token counts the router and the experts that are chosen for it.
+    In a mixture of experts, a token counts the router and the experts that are chosen for it, and once the factors that
+    these share.
     """
     frozen, lora, per_pair = 0, 0, 0
     for block in shape.blocks:
@@ -157,7 +158,8 @@ def least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], tr
         for target in (*block.mixer.targets().values(), *block.feed_forward.targets().values()):
             repeats = 1 if routing is None or target.num_experts is None else routing.num_chosen
             frozen += repeats * target.inputs * target.outputs
-            lora += repeats * rank * (target.inputs + target.outputs)
+            for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True):
+                lora += rank * size * (1 if shape.expert_lora == "shared" and axis == "embed" else repeats)
         assert isinstance(block.mixer, Attention)
         per_pair += 12 * block.mixer.num_heads * block.mixer.head_dim  # 2 products forward, 4 backward
     frozen += shape.hidden_size * shape.vocab_size

@@ -3,6 +3,7 @@
 import stat
 from pathlib import Path
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from skyrl_tx.doctor import devices, probe
 from skyrl_tx.doctor.findings import Finding
 from skyrl_tx.doctor.probe_messages import Answer, Device, Plan, Question
 from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.testing.tiny_models import write_model
 
 GIB = 2**30
 QWEN3_8B = {
@@ -204,3 +206,20 @@ def test_planned_arrays_have_the_sizes_of_arrays() -> None:
     described = models.describe_params(models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)).embed
     planned = probe._PlannedArray(described, np.dtype("float32"), frozenset())
     assert (planned.size, planned.nbytes) == (151936 * 4096, 151936 * 4096 * 4)
+
+
+def test_the_plan_is_for_the_form_of_adapters_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of models that fit is replaced by the number of parameters of one, at rank 1."""
+
+    def num_parameters(*arguments: object, reserved: int) -> int:
+        (model,) = (each for each in arguments if isinstance(each, models.ModelConfig))
+        return sum(leaf.size for leaf in jax.tree.leaves(models.adapter_shapes(model, 1).weights))
+
+    monkeypatch.setattr(probe, "max_models", num_parameters)
+    write_model(tmp_path, "Qwen3MoeForCausalLM", num_layers=1)
+    found: list[int] = []
+    for form in ("shared", "own"):
+        answer = probe.examine(Question(base_model=str(tmp_path), backend_config={"expert_lora": form}))
+        assert answer.plan is not None
+        found.append(answer.plan.max_models)
+    assert found[1] - found[0] == 3 * 7 * 32, "seven of eight experts have three more factors of 32 numbers"
