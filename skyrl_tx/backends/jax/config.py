@@ -94,6 +94,11 @@ class JaxConfig(BaseModel):
     max_topk_logprobs: int = Field(default=20, ge=0)
     """Largest top-k of log-probabilities that a client may request."""
 
+    @field_validator("compile_cache_dir")
+    @classmethod
+    def _expand_home(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser()
+
     @field_validator("prefill_chunk_tokens")
     @classmethod
     def _is_power_of_two(cls, value: int) -> int:

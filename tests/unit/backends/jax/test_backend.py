@@ -116,6 +116,12 @@ def test_errors_name_their_cause(tmp_path):
         JaxBackend(str(tmp_path), JaxConfig(compile_cache_dir=None)).start()
 
 
+def test_compile_cache_may_be_named_from_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    assert str(JaxConfig(compile_cache_dir="~/programs").compile_cache_dir) == "/home/ann/programs"  # type: ignore
+    assert JaxConfig(compile_cache_dir=None).compile_cache_dir is None
+
+
 def test_settings_do_not_import_jax():
     code = (
         "import sys, skyrl_tx.backends.jax as jax_backend; jax_backend.BACKEND.config(); sys.exit('jax' in sys.modules)"
