@@ -65,6 +65,7 @@ def test_random_kills_change_no_bit(undisturbed_by_tenants: dict[int, Outcome], 
 def test_history_of_a_run_is_there_to_compare(undisturbed_by_tenants: dict[int, Outcome]) -> None:
     found = Counter(row.split()[0] for row in undisturbed_by_tenants[1].history.elements())
     assert found["point"] >= 40 and found["kept"] == 20 and found["usage"] >= 4 and found["steps"] == 2, found
+    assert found["audit"] >= found["saved"] > 0, found
 
 
 @pytest.mark.slow

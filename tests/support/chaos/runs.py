@@ -55,7 +55,7 @@ class Outcome:
     """Number of models with duplicate or missing log sequence numbers."""
     changed_results: int = 0
     history: Counter[str] = field(default_factory=Counter[str])
-    """The history that people read, without times: points, usage, kept samples, steps of runs and checkpoints."""
+    """The history that people read, without times: points, usage, samples, steps, checkpoints and the audit log."""
     done: Counter[tuple[Victim, str]] = field(default_factory=Counter[tuple[Victim, str]])
 
 
@@ -146,6 +146,7 @@ _HISTORY = {
     "sampled": "SELECT model_id, step, samples, cut, tokens, scored_tokens FROM sampled_steps",
     "steps": "SELECT model_id, num_steps FROM models",
     "saved": "SELECT model_id, kind, name, step FROM checkpoints",
+    "audit": "SELECT REPLACE(path, 'tinker://', ''), event, actor FROM audit WHERE path IS NOT NULL",
 }
 """Queries whose first column is a model, which is random except for its number in its session."""
 
