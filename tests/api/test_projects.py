@@ -232,6 +232,21 @@ def test_pages_of_the_console(scene: Scene) -> None:
         assert stranger.get("/projects").status_code == 303
 
 
+def test_pages_of_teams(scene: Scene) -> None:
+    """Each sees the pages; what others used, and who did what, is for the admin alone."""
+    for who in ("vera", "ed", "bob", "root"):
+        with scene.world.browser(scene.keys[who]) as browser:
+            for path in ("/usage?by=owner", "/usage?by=project", "/quotas", "/projects"):
+                page = browser.get(path)
+                assert page.status_code == 200, (who, path)
+                assert who == "root" or re.search(r"\bann\b", page.text) is None, (who, path)
+            assert (">ann<" in browser.get("/usage?by=owner").text) == (who == "root")
+            assert browser.get("/audit").status_code == (200 if who == "root" else 403)
+    with scene.world.browser() as stranger:
+        for path in ("/usage", "/quotas", "/projects", "/audit"):
+            assert stranger.get(path).status_code == 303
+
+
 def test_names_of_ann_s_other_logged_runs_are_not_shown_to_members(scene: Scene) -> None:
     logged = {"project": "p", "run": "secret-name", "metrics": {"reward": 1.0}, "step": 1}
     bulk = {"kwargs": {"logs": [{**logged, "run_id": "r1", "log_id": "l1"}]}}
