@@ -20,7 +20,6 @@ from tests.support.tiny import TINY_CONFIG
 
 PARAMS = OptimizerParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.1)
 MODEL = ModelId("m")
-NUM_EXPERTS = 8
 RANK, ALPHA, STEPS = 4, 32, 3  # as in reference/transformers_reference.py
 
 
@@ -39,9 +38,8 @@ def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
     return PreparedModelPassBatch(examples=examples)
 
 
-def start(directory: Path, *, shares_factors: bool = False) -> JaxBackend:
-    form = {"expert_lora": "shared" if shares_factors else "own"}
-    backend = JaxBackend(str(directory), TINY_CONFIG.model_copy(update=form))
+def start(directory: Path) -> JaxBackend:
+    backend = JaxBackend(str(directory), TINY_CONFIG)
     backend.start()
     return backend
 
@@ -88,16 +86,13 @@ def test_training_from_a_peft_adapter_equals_torch(variant, directories, tmp_pat
         for name, array in arrays.items()
         if name.startswith("weights0/")
     }
-    for name in [each for each in tensors if ".experts.0." in each]:  # the reference has shared factors once
-        for index in range(1, NUM_EXPERTS):
-            tensors.setdefault(name.replace(".experts.0.", f".experts.{index}."), tensors[name])
     modules = sorted({name.split(".")[-3] for name in tensors})
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     read_adapter(tmp_path).in_layout("cookbook").write(tmp_path)  # the layout of checkpoints, with stacked experts
 
-    backend = start(directory, shares_factors=bool(inputs["shares_factors"]))
+    backend = start(directory)
     lora = LoraSpec(rank=RANK, seed=0)
     source = backend.open_snapshot(tmp_path)
     backend.restore(model_id, ModelSpec(lora=lora), source, {StatePart.WEIGHTS})

@@ -15,11 +15,10 @@ from tests.support.tiny import DENSE, HYBRID, HYBRID_MOE, MOE, SINKS, TINY_CONFI
 
 class TestJax(BackendSuite):
     architecture = DENSE
-    config = TINY_CONFIG
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
-        return JaxBackend(str(tiny_directory(cls.architecture)), cls.config)
+        return JaxBackend(str(tiny_directory(cls.architecture)), TINY_CONFIG)
 
     @contextmanager
     def lost_device(self, backend: AbstractBackend) -> Generator[None]:
@@ -30,11 +29,6 @@ class TestJax(BackendSuite):
 @pytest.mark.slow
 class TestJaxWithExperts(TestJax):
     architecture = MOE
-
-
-@pytest.mark.slow
-class TestJaxWithFactorsOfEachExpert(TestJaxWithExperts):
-    config = TINY_CONFIG.model_copy(update={"expert_lora": "own"})
 
 
 @pytest.mark.slow
