@@ -106,6 +106,18 @@ def _logging_as_before() -> Iterator[None]:
 def _few_mappings() -> Iterator[None]:
     """Forget compiled programs, each of which takes about 25 mappings of memory, before there are too many."""
     yield
+    _forget_programs()
+
+
+@pytest.fixture(autouse=True)
+def _few_mappings_of_slow_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Do so after each slow test: a module of them may compile more than one process can hold."""
+    yield
+    if request.node.get_closest_marker("slow") is not None:
+        _forget_programs()
+
+
+def _forget_programs() -> None:
     mappings = Path("/proc/self/maps")
     jax = sys.modules.get("jax")
     if jax is not None and mappings.exists() and mappings.read_text().count("\n") > MOST_MAPPINGS:
