@@ -324,10 +324,12 @@ def _maps_in(names: str, *, by_head: bool = False) -> WeightMap:
     )
 
 
-def _delta_net() -> WeightMap:
-    """Return the rules of a delta net that its layouts share."""
+def _delta_net(maps: WeightMap, others: WeightMap) -> WeightMap:
+    """Return the rules of a delta net whose layout stores its inputs' maps, and `others`, in its own way."""
     return (
+        *maps,
         *(_layer(f"{name}_conv", "linear_attn.conv1d.weight") for name in ("q", "k", "v")),
+        *others,
         _layer("decay_log", "linear_attn.A_log"),
         _layer("dt_bias", "linear_attn.dt_bias"),
         _layer("out_norm", "linear_attn.norm.weight"),
@@ -335,17 +337,17 @@ def _delta_net() -> WeightMap:
     )
 
 
-DELTA_NET_WEIGHTS: WeightMap = (  # of Qwen3.5
-    *_maps_in("qkv"),
-    *_delta_net(),
-    _layer("in_proj_z", "linear_attn.in_proj_z.weight", transpose=True),
-    _layer("in_proj_a", "linear_attn.in_proj_a.weight"),  # as they lie there: no maps that adapters change
-    _layer("in_proj_b", "linear_attn.in_proj_b.weight"),
+DELTA_NET_WEIGHTS = _delta_net(  # of Qwen3.5
+    _maps_in("qkv"),
+    (
+        _layer("in_proj_z", "linear_attn.in_proj_z.weight", transpose=True),
+        _layer("in_proj_a", "linear_attn.in_proj_a.weight"),  # as they lie there: no maps that adapters change
+        _layer("in_proj_b", "linear_attn.in_proj_b.weight"),
+    ),
 )
-DELTA_NET_BY_HEAD_WEIGHTS: WeightMap = (  # of Qwen3-Next: all maps of a key head, then those of the next
-    *_maps_in("qkvz", by_head=True),
-    *_delta_net(),
-    *(replace(_layer(f"in_proj_{name}", "linear_attn.in_proj_ba.weight"), by_head=True) for name in ("b", "a")),
+DELTA_NET_BY_HEAD_WEIGHTS = _delta_net(  # of Qwen3-Next: all maps of a key head, then those of the next
+    _maps_in("qkvz", by_head=True),
+    tuple(replace(_layer(f"in_proj_{name}", "linear_attn.in_proj_ba.weight"), by_head=True) for name in ("b", "a")),
 )
 
 

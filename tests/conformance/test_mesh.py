@@ -69,8 +69,8 @@ def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None
         ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
         ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
         ("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}, "own"),
-        ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
-        ("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared"),
+        ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
+        ("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "own"),
     ],
 )
 def test_training_and_sampling_on_a_mesh(
