@@ -83,13 +83,19 @@ def model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
 
 def sees_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
     """Return whether a run, with all its checkpoints, is one of the caller or of its projects."""
-    return caller.acts_for(models.owner(tx, model_id)) or projects.role_in_run(tx, model_id, caller.owner) is not None
+    return _rights(tx, caller, model_id) is not None
 
 
 def edits_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
     """Return whether the caller may change the checkpoints of a run: one of its own, or of a project that it edits."""
-    owner = models.owner(tx, model_id)
-    return caller.acts_for(owner) or projects.role_in_run(tx, model_id, caller.owner) == "editor"
+    return _rights(tx, caller, model_id) == "editor"
+
+
+def _rights(tx: Session, caller: Principal, model_id: ModelId) -> ProjectRole | None:
+    """Return what the caller may do with the checkpoints of a run: those of an editor if it is one of its own."""
+    if caller.acts_for(models.owner(tx, model_id)):
+        return "editor"
+    return projects.role_in_run(tx, model_id, caller.owner)
 
 
 def visible_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
@@ -102,8 +108,10 @@ def visible_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
 
 def editable_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a run whose checkpoints the caller may change. Raises ApiError 403 for a viewer of its project."""
-    row = visible_run(tx, caller, model_id)
-    if not edits_run(tx, caller, model_id):
+    row, rights = models.get(tx, model_id), _rights(tx, caller, model_id)
+    if row is None or rights is None:
+        raise not_found(f"model {shown(model_id)} does not exist")
+    if rights != "editor":
         raise ApiError(
             HTTPStatus.FORBIDDEN,
             f"model {shown(model_id)}: {caller.owner} is a viewer of its project; its owner and the project's editors "

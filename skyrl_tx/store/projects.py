@@ -100,11 +100,6 @@ class Project:
     last_used_at: float | None
     members: Sequence[ProjectMemberRow]
 
-    @property
-    def is_restricted(self) -> bool:
-        """Whether only editors assign sessions to it."""
-        return bool(self.members)
-
 
 def visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
     """Return the projects with sessions of an owner, and those it is a member of; None means all. The last used first.
