@@ -130,7 +130,9 @@ def show_run(visit: Visit) -> Page:
             values["steps"] = newest_first
             values["pager"] = Pager.of(visit, offset, _STEP_ROWS, len(newest_first), len(steps))
             values["curves"] = _shown_curves(steps)
-            kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, sample_views.sampler_owner(visit, line)))
+            kept = visit.read(
+                lambda tx: kept_samples.steps(tx, line.model_id, sample_views.owner_of_samples(visit, line))
+            )
             values["sampled"] = {step + 1 for step, _ in kept if step is not None}
         case "samples":
             values |= sample_views.values(visit, line)

@@ -13,7 +13,7 @@ _MAX_STEPS = 200
 _MAX_GROUPS = 64
 
 
-def sampler_owner(visit: Visit, line: RunLine) -> str | None:
+def owner_of_samples(visit: Visit, line: RunLine) -> str | None:
     """Return the owner whose samples of a run are shown; None means all owners."""
     return None if visit.caller.is_admin else line.owner
 
@@ -23,7 +23,7 @@ _decoder = lru_cache(maxsize=4)(TextDecoder)
 
 def values(visit: Visit, line: RunLine) -> dict[str, Any]:
     """Return what the template of the tab shows: the samples of `?step=`, by default of the newest."""
-    owner = sampler_owner(visit, line)
+    owner = owner_of_samples(visit, line)
     kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, owner, _MAX_STEPS))
     # Step n trains on what the weights after n - 1 optimizer steps made.
     steps = [(number + 1, count) for number, count in kept if number is not None]
