@@ -144,11 +144,12 @@ class JaxPass(Pass):
             with self._restart_if_exhausted():  # some devices report an error only when results are read
                 jax.block_until_ready(self._gradients)
                 outputs = jax.device_get([outputs for _, outputs in self._dispatched])
-        results: dict[int, PassResult] = {}
+        results = dict(self._custom_results)  # of a backward pass, which needed them for its weights
         for (step, _), output in zip(self._dispatched, outputs, strict=True):
             request = step.request
             if request.custom:
-                results |= self._custom_results if self._backward else _evaluate(step, output)[1]
+                if not self._backward:
+                    results |= _evaluate(step, output)[1]
                 continue
             for index, result in packing.read_results(step.plan, request.examples, output.logprobs, output.loss):
                 results[request.start + index] = result
