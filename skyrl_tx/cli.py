@@ -18,7 +18,6 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process_setup import (
     CannotServe,
     configure_logging,
-    enable_stack_dumps,
     raise_file_limit,
     restart_with_huge_pages,
 )
@@ -34,6 +33,7 @@ from skyrl_tx.settings import (
     read_config_file,
     settings_class,
 )
+from skyrl_tx.signals import enable_stack_dumps
 from skyrl_tx.threads import end_process_on_failure
 
 _NO_DEFAULT = re.compile(r" \(default: None\)| \(default factory: [^)]*\)")

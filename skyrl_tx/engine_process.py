@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 
 from pydantic import BaseModel
 
@@ -33,9 +32,9 @@ from skyrl_tx.process_setup import (
     LogLevel,
     configure_logging,
     enable_huge_pages,
-    enable_stack_dumps,
     tune_garbage_collection,
 )
+from skyrl_tx.signals import enable_stack_dumps, handle_signals
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
@@ -324,7 +323,7 @@ def run_engine(
         stop.set()
         store.wake()
 
-    with closing(store), _handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
+    with closing(store), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
         try:
             backend = spec.load()(settings.base_model, backend_config)
             artifacts = ArtifactStore(settings.data_dir / "artifacts", min_free_bytes=settings.min_free_disk_bytes)
@@ -359,32 +358,3 @@ def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
         except StoreBlocked as error:
             _log.warning("%s; trying again", error)
             time.sleep(_OPEN_AGAIN_S)
-
-
-@contextmanager
-def _handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], None]) -> Generator[None]:
-    """Handle signals on a separate thread, because the main thread may be busy on the device."""
-    receiver, sender = os.pipe()
-    os.set_blocking(sender, False)
-
-    def receive() -> None:
-        while number := os.read(receiver, 1):
-            if number[0] in numbers:
-                on_signal(number[0])
-
-    thread = ServiceThread("signal-handler", receive)
-    thread.start()
-    for number in numbers:
-        signal.signal(number, _ignore)
-    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(-1)
-        os.close(sender)
-        thread.join()
-        os.close(receiver)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing; without a Python handler the signal would end the process and not reach the wakeup descriptor."""

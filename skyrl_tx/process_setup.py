@@ -1,12 +1,10 @@
 """Setup of a server process: common settings, log format, listening socket, open files, memory."""
 
-import faulthandler
 import gc
 import json
 import logging
 import os
 import resource
-import signal
 import socket
 import ssl
 import sys
@@ -95,17 +93,6 @@ def configure_logging(role: str, level: LogLevel = "info", log_format: LogFormat
     root.setLevel(logging.WARNING)
     logging.getLogger("skyrl_tx").setLevel(level.upper())
     logging.captureWarnings(True)
-
-
-def enable_stack_dumps() -> None:
-    """Write the stacks of all threads to standard error on SIGQUIT, and when the process crashes.
-
-    The handler is written in C, so that it also works while a call keeps the interpreter's lock.
-    """
-    log = sys.__stderr__
-    assert log is not None
-    faulthandler.enable(log)
-    faulthandler.register(signal.SIGQUIT, log)
 
 
 def listen(host: str, port: int) -> socket.socket:

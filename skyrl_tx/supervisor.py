@@ -17,6 +17,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, run_in_foreground
 from skyrl_tx.process_setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
 from skyrl_tx.settings import ServerSettings
+from skyrl_tx.signals import handle_signals
 from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 from skyrl_tx.store.errors import StoreBlocked, StoreUnreachable
@@ -154,8 +155,16 @@ async def run_servers(api: SupervisedApi, listener: socket.socket, engine: Engin
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
+        await _serve_until(stop, api, listener, engine)
+    if not api.started:
+        raise CannotServe("the API could not start; the log above says why")
+
+
+async def _serve_until(
+    stop: asyncio.Event, api: SupervisedApi, listener: socket.socket, engine: EngineSupervisor | None
+) -> None:
+    """Run the servers until `stop` is set or one of them ends."""
     serving = asyncio.create_task(api.serve(sockets=[listener]))
     supervising = asyncio.create_task(engine.run()) if engine is not None else None
     stopped = asyncio.create_task(stop.wait())
@@ -174,8 +183,6 @@ async def run_servers(api: SupervisedApi, listener: socket.socket, engine: Engin
     stopped.cancel()
     if supervising is not None:
         await supervising
-    if not api.started:
-        raise CannotServe("the API could not start; the log above says why")
 
 
 def serve(settings: ServerSettings) -> int:

@@ -68,7 +68,7 @@ def test_stacks_of_both_processes_are_written_on_request(tmp_path: Path, capsys:
         shown = capsys.readouterr().out
         assert f"process {server.pid} (api)" in shown and f"process {server.engine_pid} (engine)" in shown
         server.wait_for(re.compile(r"(in _run_once)"))  # the API's event loop
-        server.wait_for(re.compile(r"(engine_process\.py\", line \d+ in run_engine)"))
+        server.wait_for(re.compile(r"(engine_process\.py\", line \d+, in run_engine)"))
         assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
     assert main(["stacks", "--data-dir", str(tmp_path)]) == 1, "the lock files of the last server are still there"
 

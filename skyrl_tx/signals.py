@@ -1,0 +1,86 @@
+"""Handles signals on a thread of their own, because the main thread may be busy in one long call."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from skyrl_tx.threads import ServiceThread
+
+
+class _Receiver:
+    """The thread that calls the handlers of this process; it runs until the process ends."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[int], object]] = {}
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._writable, False)
+        ServiceThread("signals", self._receive).start()
+
+    def set_handler(self, number: signal.Signals, on_signal: Callable[[int], object]) -> Any:
+        """Return Python's handler until now."""
+        self.handlers[number] = on_signal
+        signal.set_wakeup_fd(self._writable, warn_on_full_buffer=False)
+        return signal.signal(number, _ignore)
+
+    def _receive(self) -> None:
+        while True:
+            (number,) = os.read(self._readable, 1)
+            if handler := self.handlers.get(number):
+                handler(number)
+
+
+_receivers: list[_Receiver] = []  # empty until the first use, then one
+
+
+@contextmanager
+def handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], object]) -> Generator[None]:
+    """Call `on_signal(number)` on the thread of signals. Only the main thread may enter; it may be busy afterwards.
+
+    A program that uses it must not set `signal.set_wakeup_fd`, as `asyncio`'s `add_signal_handler` does.
+    """
+    before = {number: _receiver().set_handler(number, on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+            del _receiver().handlers[number]
+
+
+def enable_stack_dumps() -> None:
+    """Write the stacks of all threads to standard error on SIGQUIT, and when the process crashes.
+
+    `faulthandler` has a handler of its own, but it reads the stacks while other threads change them, which crashes
+    the process now and then. The thread of signals holds the interpreter's lock meanwhile.
+    """
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
+    _receiver().set_handler(signal.SIGQUIT, _write_stacks)
+
+
+def _receiver() -> _Receiver:
+    if not _receivers:
+        _receivers.append(_Receiver())
+    return _receivers[0]
+
+
+def _write_stacks(_: int) -> None:
+    """Write in one call, because the processes of a server usually share a log."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = [
+        f'Thread "{names.get(thread, thread)}" (most recent call last):\n{"".join(traceback.format_stack(frame))}'
+        for thread, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
+    ]
+    text = "\n".join((f"Stacks of process {os.getpid()}:", *stacks, ""))
+    with suppress(OSError):  # the log's reader has ended
+        os.write(2, text.encode())
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing; without a Python handler the signal would end the process and not reach the wakeup descriptor."""

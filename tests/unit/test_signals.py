@@ -1,0 +1,58 @@
+"""Handlers of signals and the stacks that SIGQUIT writes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+from skyrl_tx.signals import handle_signals
+
+BUSY_PROCESS = """
+import os, signal, sys, threading
+from skyrl_tx.signals import enable_stack_dumps
+
+enable_stack_dumps()
+
+def descend(depth: int) -> None:
+    if depth:
+        descend(depth - 1)
+
+def work() -> None:
+    while True:
+        descend(50)
+
+for _ in range(4):
+    threading.Thread(target=work, name="worker", daemon=True).start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_stacks_are_written_whole_while_threads_run() -> None:
+    """A handler of `faulthandler` reads stacks while they change, and crashes processes such as this one."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY_PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(30):
+            process.send_signal(signal.SIGQUIT)
+            headers = (line for line in process.stderr if line.startswith("Thread"))
+            threads = [header.split('"')[1] for _, header in zip(range(6), headers, strict=False)]
+            assert sorted(threads) == ["MainThread", "signals", *["worker"] * 4]
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_a_handler_runs_while_the_main_thread_is_busy_and_ends_with_its_block() -> None:
+    received = threading.Event()
+    before = signal.getsignal(signal.SIGUSR1)
+    with handle_signals({signal.SIGUSR1}, lambda _: received.set()):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert received.wait(30)
+    assert signal.getsignal(signal.SIGUSR1) == before
