@@ -5,7 +5,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from skyrl_tx.contract.backend import AbstractBackend
@@ -14,6 +14,7 @@ from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.background_writer import BackgroundWriter
+from skyrl_tx.engine.device_clock import DeviceClock
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.history import History
 from skyrl_tx.engine.pauses import Pauses
@@ -58,6 +59,7 @@ class EngineContext:
 
     settings: EngineSettings
     backend: AbstractBackend
+    device_clock: DeviceClock = field(default_factory=DeviceClock)
     capabilities: Capabilities
     store: Store
     attempts: DeliveryAttempts

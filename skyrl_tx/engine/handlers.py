@@ -20,8 +20,8 @@ from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, Sampl
 from skyrl_tx.contract.requests import CreateModel, LoadWeights, OptimStep, Rejected, SaveWeights, UnloadModel
 from skyrl_tx.engine import validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.device_clock import DeviceTime
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
-from skyrl_tx.engine.history import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.store import allowances, audit, checkpoints, manifests, models, samplers
@@ -126,15 +126,16 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
         _drop_gradient(context, queued, model, f"the gradient {cause}")
         return
     validate.check_optim(request.params)
-    started_at, began = time.time(), time.perf_counter()
-    norm = context.backend.gradient_norm(model_id)
+    taken = DeviceTime("step")
+    with context.device_clock.completing(taken):
+        norm = context.backend.gradient_norm(model_id)
     if norm is not None and not math.isfinite(norm):
         cause = f"the norm of the gradient is {norm}, not a finite number: the model has diverged, or a loss overflowed"
         context.request_log.meters.count_nonfinite("gradient")
         _drop_gradient(context, queued, model, f"{cause}; the gradient was dropped, the weights are unchanged")
         return
-    metrics = context.backend.optim_step(model_id, request.params)
-    taken = DeviceTime(started_at, time.perf_counter() - began)
+    with context.device_clock.completing(taken):
+        metrics = context.backend.optim_step(model_id, request.params)
     result = results.OptimStepOutput(metrics=dict(metrics))
     model.num_steps += 1
     history = context.history.of_step(queued, model, result, taken)

@@ -13,6 +13,7 @@ from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, Sample, SampledSpan
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
+from skyrl_tx.engine.device_clock import DeviceTime
 from skyrl_tx.engine.kept_groups import KeptGroups
 from skyrl_tx.engine.request_log import HistoryRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
@@ -28,14 +29,6 @@ from skyrl_tx.store.usage import Work
 _MAX_ORIGINS = 4096
 _MIN_TEMPERATURE = 0.5
 """Below it, the most likely tokens are drawn whatever the model has learned."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTime:
-    """The time at which a request first reached the device, and the seconds of the device that it took."""
-
-    started_at: float
-    device_s: float
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.device_clock import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
@@ -140,16 +141,17 @@ class SamplingExecutor:
         self._admit()
         if not self._running:
             return False
-        began = time.perf_counter()
+        clock, taken = self._context.device_clock, DeviceTime("slice")
         try:
-            deltas = self._context.backend.step_sample()
+            with clock.dispatching(taken), clock.completing(taken):
+                deltas = self._context.backend.step_sample()
         except FATAL_ERRORS:
             raise
         except Exception as error:
             self._on_slice_failure(error)
             return True
         if self._num_live:
-            self._clock_s += (time.perf_counter() - began) / self._num_live
+            self._clock_s += taken.device_s / self._num_live
         failpoint("sample.slice")
         self._collect(deltas)
         return True

@@ -1,10 +1,9 @@
 """Runs the requests of models: passes in batches of many requests, other requests one by one."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
@@ -13,9 +12,9 @@ from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.contract.results import Failure, PassResult
 from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.device_clock import DeviceTime
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.handlers import handle
-from skyrl_tx.engine.history import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import Step
 from skyrl_tx.failpoints import failpoint
@@ -46,9 +45,12 @@ class _Batch:
     is_long: bool
     groups: deque[Sequence[_PreparedPass]]
     on_device: Pass | None = None
-    started_at: float = 0.0
-    device_s: float = 0.0
-    """Seconds of the device that the first group has taken."""
+    taken: DeviceTime = field(default_factory=lambda: DeviceTime("pass"))
+    """The time of the device that the first group has taken."""
+
+
+_OTHER_COST = 0.25
+"""The micro-batches for which a request counts that is no pass: an optimizer step does not read the base weights."""
 
 
 class TrainingExecutor:
@@ -68,6 +70,20 @@ class TrainingExecutor:
         if self._is_shared and not is_shared:
             self._fair_share.reset()
         self._is_shared = is_shared
+
+    def arrive(self, owner: str) -> None:
+        """Note that an owner's requests wait, and none waited before.
+
+        An owner whose batches all wait for its optimizer steps keeps its place.
+        """
+        if owner not in self._batches:
+            self._fair_share.arrive(owner)
+
+    def has_turn_before(self, owner: str) -> bool:
+        """Whether running batches have a turn before the next request of an owner that is no pass."""
+        if not self._batches or not self._is_shared:
+            return bool(self._batches)
+        return min(map(self._fair_share.time_of, self._batches)) < self._fair_share.time_of(owner)
 
     @property
     def num_running(self) -> int:
@@ -99,6 +115,8 @@ class TrainingExecutor:
         elif first.model_pass is not None:
             self._start_batch(step.requests, is_long=step.is_long)
         else:
+            if self._is_shared:
+                self._fair_share.charge(first.owner, _OTHER_COST)
             handle(self._context, first)
 
     def step(self) -> bool:
@@ -130,27 +148,25 @@ class TrainingExecutor:
             self._context.models.busy.update(models)
             first = group[0].queued
             batch = _Batch(models, first.owner, first.session_id, is_long, deque([group]))
-            if self._is_shared and first.owner not in self._batches:
-                self._fair_share.arrive(first.owner)
             self._batches.setdefault(first.owner, deque()).append(batch)
 
     def _advance(self, batch: _Batch) -> None:
-        requests, began = batch.groups[0], time.perf_counter()
+        requests, clock = batch.groups[0], self._context.device_clock
         results: list[PassResult] | Exception
         try:
             if batch.on_device is None:
-                batch.started_at, batch.device_s = time.time(), 0.0
+                batch.taken = DeviceTime("pass")
                 # After the attempts are counted, because restoring a model can crash the engine too.
                 self._context.models.ensure_resident({request.model_id for request in requests})
-                examples = tuple(example for request in requests for example in request.examples)
-                prepared = PreparedModelPassBatch(examples=examples)
-                batch.on_device = self._context.backend.begin_pass(prepared, backward=requests[0].backward)
-            is_dispatched = batch.on_device.step()
+            with clock.dispatching(batch.taken):
+                if batch.on_device is None:
+                    batch.on_device = self._begin(requests)
+                is_dispatched = batch.on_device.step()
             failpoint("engine.dispatched")
             if not is_dispatched:
-                batch.device_s += time.perf_counter() - began
                 return
-            results = batch.on_device.results()
+            with clock.completing(batch.taken):
+                results = batch.on_device.results()
         except FATAL_ERRORS:
             raise
         except Exception as error:
@@ -160,13 +176,17 @@ class TrainingExecutor:
         batch.on_device = None
         batch.groups.popleft()
         if not isinstance(results, Exception):
-            device_s = batch.device_s + time.perf_counter() - began
-            self._commit(requests, results, DeviceTime(batch.started_at, device_s))
+            self._commit(requests, results, batch.taken)
         elif len(requests) == 1:
             self._context.fail(requests[0].queued, results)
         else:
             _log.warning("a batch of %d requests failed; each runs alone now: %s", len(requests), results)
             batch.groups.extend([request] for request in requests)
+
+    def _begin(self, requests: Sequence[_PreparedPass]) -> Pass:
+        examples = tuple(example for request in requests for example in request.examples)
+        prepared = PreparedModelPassBatch(examples=examples)
+        return self._context.backend.begin_pass(prepared, backward=requests[0].backward)
 
     def _prepare(self, queued: QueuedRequest) -> _PreparedPass | None:
         request = queued.model_pass
@@ -190,7 +210,7 @@ class TrainingExecutor:
             output = prepare.pass_output(results[start:end], num_tokens)
             model = self._context.models.get(request.model_id)
             effect_order = model.next_effect_order() if request.backward else None
-            share = DeviceTime(taken.started_at, per_token_s * num_tokens)
+            share = replace(taken, device_s=per_token_s * num_tokens)
             history = self._context.history.of_pass(request.queued, model, output, num_tokens, share)
             # One transaction each: in a common one the first client would wait for the last result.
             self._context.request_log.commit(request.queued, output, effect_order=effect_order, history=history)

@@ -1,0 +1,66 @@
+"""The time of the device is divided among those whose work it did."""
+
+from skyrl_tx.engine.device_clock import DeviceClock, DeviceTime
+
+
+class Device:
+    """A device that does work in order, and calls that return before it is done."""
+
+    def __init__(self) -> None:
+        self.now = self.ready_at = 0.0
+        self.clock = DeviceClock(lambda: self.now)
+
+    def dispatch(self, taken: DeviceTime, seconds: float) -> None:
+        with self.clock.dispatching(taken):
+            self.ready_at = max(self.now, self.ready_at) + seconds
+
+    def complete(self, taken: DeviceTime) -> None:
+        with self.clock.completing(taken):
+            self.now = max(self.now, self.ready_at)
+
+
+def test_a_call_that_waits_for_the_work_of_others_does_not_pay_for_it() -> None:
+    device, ann, bob = Device(), DeviceTime("pass"), DeviceTime("pass")
+    for _ in range(10):
+        for taken in (ann, ann, ann, bob):
+            device.dispatch(taken, 0.5)
+        device.complete(bob)
+    assert (ann.device_s, bob.device_s) == (15.0, 5.0)
+
+
+def test_kinds_of_work_are_divided_by_what_each_takes_alone() -> None:
+    device, first = Device(), DeviceTime("pass")
+    for seconds in (30.0, 1.0):  # the first compiles
+        device.dispatch(first, seconds)
+        device.complete(first)
+    device.complete(DeviceTime("slice"))
+    alone = DeviceTime("slice")
+    device.dispatch(alone, 0.25)
+    device.complete(alone)
+    trained, sampled = DeviceTime("pass"), DeviceTime("slice")
+    for _ in range(4):
+        device.dispatch(trained, 1.0)
+        device.dispatch(sampled, 0.25)
+        device.complete(sampled)
+    assert abs(trained.device_s - 4.0) < 1e-9 and abs(sampled.device_s - 1.0) < 1e-9
+
+
+def test_work_that_is_done_when_its_call_returns_is_counted_at_once() -> None:
+    device, taken = Device(), DeviceTime("step")
+    with device.clock.completing(taken):
+        device.now += 2.0
+    assert taken.device_s == 2.0
+
+
+def test_time_is_counted_once_if_a_call_fails() -> None:
+    device, failed, next_one = Device(), DeviceTime("pass"), DeviceTime("pass")
+    device.dispatch(failed, 1.0)
+    try:
+        with device.clock.completing(failed):
+            device.now += 1.0
+            raise ValueError
+    except ValueError:
+        pass
+    with device.clock.completing(next_one):
+        device.now += 2.0
+    assert (failed.device_s, next_one.device_s) == (1.0, 2.0)
