@@ -190,6 +190,7 @@ class _Loop:
         self._context, capabilities = context, context.capabilities
         context.quotas.refresh()
         few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
+        self.training = TrainingExecutor(context)
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
             max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
@@ -197,8 +198,8 @@ class _Loop:
             max_read_bytes=context.settings.max_backlog_bytes // 2,
             read_bodies=lambda requests: self._intake.read_bodies(requests),
             fair_share=FairShare(context.quotas.weights),
+            on_arrival=self.training.arrive,
         )
-        self.training = TrainingExecutor(context)
         self.sampling = SamplingExecutor(context)
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
@@ -339,6 +340,8 @@ class _Loop:
             )
         if step is not None:
             training.start_step(step)
-        is_done = step is not None and step.requests[0].model_pass is None
-        self._is_turn_of_passes = is_done and training.num_running > 0
-        return is_done or training.step() or step is not None
+        if step is not None and step.requests[0].model_pass is None:
+            self._is_turn_of_passes = training.has_turn_before(step.requests[0].owner)
+            return True
+        self._is_turn_of_passes = False
+        return training.step() or step is not None

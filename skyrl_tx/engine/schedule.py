@@ -92,6 +92,8 @@ class Schedule:
     """Pauses requests, while there are quotas of a day."""
     fair_share: FairShare = field(default_factory=FairShare)
     """The tokens that each owner was given, while there are several."""
+    on_arrival: Callable[[str], None] = lambda owner: None
+    """Called with an owner that shares with others and had no request that could start."""
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
     _queues: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
@@ -137,7 +139,7 @@ class Schedule:
         queue.add(queued)
         self._owners.setdefault(queue.owner, 0)
         if self.is_shared and not self._num_requests[queue.owner]:
-            self.fair_share.arrive(queue.owner)
+            self._arrive(queue.owner)
         self._num_requests[queue.owner] += 1
         self.num_bytes_by_owner[queue.owner] += queued.num_bytes
 
@@ -168,7 +170,7 @@ class Schedule:
             first = self._head(queue, now)
             if first is None:
                 if self.is_shared:  # a wait for a quota or a gap saves up nothing
-                    self.fair_share.arrive(queue.owner)
+                    self._arrive(queue.owner)
                 continue
             if refusal := queue.refusal_of(first):
                 return Step((self._serve(queue, first),), refusal)
@@ -208,6 +210,10 @@ class Schedule:
             (queue.gap_since + self.gap_timeout_s for queue in self._waiting.values() if queue.gap_since is not None),
             default=None,
         )
+
+    def _arrive(self, owner: str) -> None:
+        self.fair_share.arrive(owner)
+        self.on_arrival(owner)
 
     def _turns(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
         """Queues with requests: one of each owner, then a second one, and so on.

@@ -160,13 +160,16 @@ def make_harness(tmp_path: Path) -> Iterator[Make]:
         harness.close()
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("num_models", [1, 3])
 @pytest.mark.parametrize(
     "with_steps", [pytest.param(False, marks=pytest.mark.slow), True], ids=["passes", "passes-and-steps"]
 )
-def test_training_shares_micro_batches_by_weight(make_harness: Make, num_models: int, with_steps: bool) -> None:
+def test_training_shares_micro_batches_by_weight(
+    make_harness: Make, num_models: int, num_micro_batches: int, with_steps: bool
+) -> None:
     harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 256})
-    data, sessions, last = (datum(length=64),) * 3, dict[str, str](), list[RequestId]()
+    data, sessions, last = (datum(length=64),) * num_micro_batches, dict[str, str](), list[RequestId]()
     for owner, number in (("ann", 60), ("bob", 60)):
         harness.become(owner)
         sessions[harness.session_id] = owner
@@ -186,7 +189,7 @@ def test_training_shares_micro_batches_by_weight(make_harness: Make, num_models:
     owners = [sessions[session] for session in backend.steps]
     under_load = Counter(owners[: len(owners) - owners[::-1].index("ann")])
     ratio = under_load["ann"] / under_load["bob"]
-    print(f"training, {num_models} models, steps {with_steps}: {ratio:.2f}")
+    print(f"training, {num_models} models, {num_micro_batches} micro-batches, steps {with_steps}: {ratio:.2f}")
     assert abs(ratio / SHARE - 1) <= TOLERANCE, under_load
 
 
