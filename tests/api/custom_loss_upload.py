@@ -1,6 +1,6 @@
-"""A client with torch: the same loss on the server and in the client. Prints what came of both as JSON.
+"""A client with torch: the same loss on the server and in the client, or training with it. Prints what came as JSON.
 
-python custom_loss_upload.py URL LOSS
+python custom_loss_upload.py URL LOSS [STEPS]
 """
 
 import dataclasses
@@ -109,5 +109,23 @@ def main(url: str, name: str) -> None:
     print(json.dumps(found))
 
 
+def train(url: str, name: str, num_steps: int) -> None:
+    """Train with the loss on the server; print the losses and the log-probabilities of the last step."""
+    function, ranks = LOSSES[name]
+    with tinker.ServiceClient(base_url=url, api_key="tml-local") as service:
+        handle = service.create_custom_loss(function, input_ranks=ranks).result()
+        client, generator = started(service), np.random.default_rng(5)
+        found: list[float] = []
+        for _ in range(num_steps):
+            passed = client.forward_backward_custom([datum(length, generator, None) for length in (9, 40, 17)], handle)
+            client.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+            found.append(passed.result().metrics["loss:sum"])
+        found += [float(each) for each in passed.result().loss_fn_outputs[0]["logprobs"].data]
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) > 3:
+        train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    else:
+        main(*sys.argv[1:])
