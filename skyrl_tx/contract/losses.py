@@ -1,9 +1,11 @@
 """The losses of the protocol as data: their inputs and config. Backends attach the functions.
 
-To add a loss, add its specification to `LOSS_SPECS` and a module of the same name to `skyrl_tx/losses`. A backend
-offers the losses in `Capabilities.losses`, a subset of these or others of its own.
+To add a loss, see docs/internals/adding_a_loss.md. A backend offers the losses in `Capabilities.losses`, a subset of
+these or others of its own.
 
-docs/reference/losses.md defines each loss. Every loss is a plain sum over positions: no mean, no division.
+`loss_reference` has the value, the derivative and the means of each loss in numpy; docs/reference/losses.md describes
+them.
+Every loss is a plain sum over positions: no mean, no division.
 """
 
 from collections.abc import Mapping

@@ -7,7 +7,9 @@ Every loss is a plain sum over positions: no mean, no division by tokens, rows o
 of each position and `Loss.evaluate` multiplies it by the weights; the caller adds up. In the docstrings of the
 functions, l is the trained model's log-probability, q the sampler's, A the advantage, and r = exp(l - q).
 
-To add a loss, see `skyrl_tx.contract.losses`. A new input array also needs a field of `LossInputs` and its neutral
+`skyrl_tx.contract.loss_reference` has the same losses in numpy; a test compares them.
+
+To add a loss, see docs/internals/adding_a_loss.md. A new input array also needs a field of `LossInputs` and its neutral
 value in `Loss.evaluate`.
 """
 
@@ -18,13 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from skyrl_tx.contract.loss_reference import MAX_DIFFERENCE, MAX_LOG_RATIO
 from skyrl_tx.contract.losses import LossSpec
-
-MAX_LOG_RATIO = 60.0
-"""The bound of a log-ratio. exp(60) = 1e26 is above any useful ratio, and products with it stay finite in float32."""
-
-MAX_DIFFERENCE = 1e18
-"""The bound of l - q where it is squared: 1e36 is finite in float32."""
 
 
 @struct.dataclass

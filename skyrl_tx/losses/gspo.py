@@ -6,8 +6,9 @@ Source of the inputs: Tinker's losses page, which gives no defaults for the thre
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.contract.loss_reference import MAX_LOG_RATIO
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import MAX_LOG_RATIO, Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
 
 
 def sequence_log_ratio(x: LossInputs) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from skyrl_tx.contract import loss_reference
 from skyrl_tx.losses import LOSSES
 from tests.support.fast_jit import fast_jit
 
@@ -117,6 +118,44 @@ def test_value_and_gradient_equal_the_reference(name):
         nudge = step * np.eye(logp.shape[1])[t]
         up, down = (reference(name, logp[b] + sign * nudge, rows[b], config, frozen=logp[b]) for sign in (1, -1))
         assert float(gradient[b, t]) == pytest.approx((up - down) / (2 * step), rel=1e-4, abs=1e-4), (b, t)
+
+
+def check_against_the_contract(name, logp, inputs, config):
+    """Compare value, slope and means of each row with the reference that other backends use."""
+    output, gradient = evaluate(name, logp, inputs, config)
+    values = {**LOSSES[name].spec.config, **config}
+    for b, row in enumerate(np.asarray(logp, np.float32)):
+        given = {key: np.float32(inputs[key][b]) for key in LOSSES[name].spec.inputs if key != "target_tokens"}
+        expected = loss_reference.evaluate(name, row, given, values)
+        np.testing.assert_allclose(output.loss_BT[b], expected.loss, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(gradient[b], expected.slope, rtol=1e-4, atol=1e-5)
+        if not LOSSES[name].spec.is_policy_gradient:
+            assert expected.means == {}
+            continue
+        assert expected.means.keys() == output.totals.keys()
+        for key, total_BT in output.totals.items():
+            assert expected.means[key].count == output.count_BT[b].sum()
+            assert expected.means[key].total == pytest.approx(float(total_BT[b].sum()), rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_slope_and_means_equal_the_reference_of_the_contract(name):
+    check_against_the_contract(name, *batch(), CONFIGS[name])
+    check_against_the_contract(name, *batch(), {})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("extreme", [-1e30, -np.inf, -1000.0, 1000.0])
+def test_extreme_logprobs_equal_the_reference_of_the_contract(name, extreme):
+    """At a position that counts for nothing, at one without an advantage, and at one that counts."""
+    for keys, is_bounded in (((), False), (("advantages",), True), (("advantages", "weights"), True)):
+        if not np.isfinite(extreme) and not is_bounded:
+            continue  # the loss itself is infinite
+        logp, inputs = batch(B=1)
+        for key, value in inputs.items():
+            value[0, 2] = 0.0 if key in keys else 1.0
+        logp[0, 2] = extreme
+        check_against_the_contract(name, logp, inputs, CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", LOSSES)

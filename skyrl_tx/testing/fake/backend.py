@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
+from skyrl_tx.contract import loss_reference
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -18,7 +19,7 @@ from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
-from skyrl_tx.testing.fake import bigram, losses, sampling
+from skyrl_tx.testing.fake import bigram, sampling
 from skyrl_tx.testing.fake.bigram import Pair
 from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.testing.fake.state import FakeSnapshot, State
@@ -59,7 +60,7 @@ class FakeBackend(AbstractBackend):
             sample_slots=config.sample_slots,
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
-            losses={name: LOSS_SPECS[name] for name in losses.FUNCTIONS},
+            losses=LOSS_SPECS,
             max_topk_logprobs=min(20, config.vocab_size),
             max_alt_tokens=20,
             offers_target_logprobs=True,
@@ -261,14 +262,12 @@ class _FakePass(Pass):
         targets = example.loss_inputs["target_tokens"]
         targets_TK = targets.reshape(len(targets), -1)
         logprobs = np.take_along_axis(logprobs_TV, targets_TK, axis=1).reshape(targets.shape)
-        inputs = {name: array.astype(np.float64) for name, array in example.loss_inputs.items()}
-        config = {name: float(value) for name, value in example.loss_config.items()}
-        value = losses.evaluate(example.loss, logprobs, inputs, config)
+        value = loss_reference.evaluate(example.loss, logprobs, example.loss_inputs, example.loss_config)
         self._results.append(
             PassResult(logprobs=logprobs.astype(np.float32), sums={"loss": float(value.loss.sum())}, means=value.means)
         )
         if self._backward:
-            d_logprobs_TK = value.d_logprobs.reshape(targets_TK.shape)
+            d_logprobs_TK = value.slope.reshape(targets_TK.shape)
             gradient = bigram.gradient(example.tokens, targets_TK, d_logprobs_TK, logprobs_TV, weights)
             key = (example.model_id, example.request_id)
             self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient
