@@ -1,6 +1,7 @@
 """Array types of the contract, and the largest matrix of targets that a request may hold.
 
-All arrays are numpy arrays, contiguous, in the machine's (little-endian) byte order.
+All arrays are numpy arrays, contiguous, in the machine's (little-endian) byte order. Those that the engine hands to a
+backend are read-only: they are views of the bytes of stored requests, and `torch.from_numpy` needs a copy of them.
 """
 
 from dataclasses import dataclass

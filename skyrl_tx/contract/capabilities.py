@@ -38,7 +38,8 @@ class Capabilities:
     sample_slots: int = 0
     """The most samples that decode at once. 0: unknown.
 
-    Otherwise the engine hands over few samples more than this number, so that sessions take turns.
+    Otherwise the engine hands over an eighth more samples than this number, so that freed slots are filled at once and
+    sessions take turns. The backend queues those that find no slot.
     """
     max_lora_rank: int
     lora_targets: frozenset[str]
@@ -56,13 +57,25 @@ class Capabilities:
     """Whether `target_prompt_logprobs` is supported."""
     chunk_types: frozenset[str] = frozenset({"text"})
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Everything but the inputs that numbers depend on: dtype, versions, mesh. Equal fingerprints give equal bits."""
+    """Everything but the inputs that numbers depend on: dtype, versions, mesh. Equal fingerprints give equal bits.
+
+    The engine stores it with weights. Values become plain `str`: `torch.__version__`, for one, is a subclass.
+    """
     base_model_hash: str = ""
     """A hash of the base weights. The engine refuses adapters of another base model. "": unknown.
 
     Where a setting changes the form of adapters, it follows a `+`, as in `0123abcd+expert_lora=shared`; without it the
     form is FIRST_FORM. Adapters of another form are refused too.
     """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fingerprint", plain_text(self.fingerprint))
+
+
+def plain_text(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """Return a fingerprint without subclasses of str, which no encoder of ours knows. Asserts that all is text."""
+    assert all(isinstance(text, str) for pair in fingerprint.items() for text in pair), fingerprint
+    return {str(name): str(value) for name, value in fingerprint.items()}
 
 
 FIRST_FORM = "expert_lora=own"

@@ -161,6 +161,11 @@ MAX_STOP_CHARS = 1000
 class SamplingParams:
     """How tokens are drawn (SDK: `sampling_params`). The API draws `seed` if the client sends none.
 
+    Logits are divided by `temperature`; 0 selects the likeliest token, of equal ones that of the lowest id. Then
+    `top_k` keeps the likeliest k tokens (at most 0: all of them), and `top_p` of those the likeliest ones until their
+    sum reaches `top_p` of the sum of what `top_k` has kept; at least one. The token is drawn from the kept ones by
+    their probabilities. A draw depends on (`seed`, index of the sample, position) and on nothing else.
+
     `max_tokens` None means up to the context limit. A sample ends after the first match of `stop_strings`, or after a
     token of `stop_token_ids`, which it includes. `eos_stops` is False only for `stop=[]`.
     """
@@ -179,8 +184,13 @@ class SamplingParams:
 class PromptOptions:
     """Results to report in addition to the samples.
 
-    For the prompt's T tokens, `target_tokens` is int64 [T-1, K], where -1 skips a cell. `target_cells` are the cells
-    that the response contains; None means all.
+    `logprobs` asks for the log-probability of each prompt token after the first, `topk` for the likeliest tokens at its
+    place, both for the last `last_n` tokens of the prompt only (None: for all). `sample_topk` is the number of
+    likeliest tokens at each sampled position. `alt_tokens_k` independent tokens are drawn at each prompt position, at
+    the request's temperature and without `top_k` and `top_p`.
+
+    For the prompt's T tokens, `target_tokens` is int64 [T-1, K], where -1 skips a cell: row i has tokens for position
+    i + 1. `target_cells` are the cells that the response contains; None means all.
     """
 
     logprobs: bool = False

@@ -53,6 +53,9 @@ class TopK:
 class PromptResult:
     """The results about a prompt of T tokens that `PromptOptions` requests.
 
+    Log-probabilities of the prompt are at temperature 1, whatever the request's; those of `alt_tokens` are as a
+    sample's, see `SampleDelta`.
+
     `logprobs` is float32 [T], NaN where it was not computed, which includes position 0. `topk` has T rows, with id 0
     and -99999.0 where it was not computed. `targets` is float32 [T-1, K], 0.0 in skipped cells. `alt_tokens` has T-1
     rows of independent draws. `cache_hit_tokens` is the number of tokens copied from the prefix cache.
@@ -68,6 +71,9 @@ class PromptResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDelta:
     """New tokens of one sample from one decode slice: tokens int32 [n], logprobs float32 [n].
+
+    Log-probabilities, those of `topk` as well, are of the logits divided by the temperature, over the whole vocabulary:
+    before `top_k` and `top_p`. At temperature 0 they are those of temperature 1.
 
     `stop_reason` is None until the sample ends. A delta without tokens means that the prompt is still being computed.
     `prompt` comes with the first tokens of index 0. `error` fails the whole request; no delta of it follows.

@@ -15,7 +15,7 @@ from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, Artif
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
-from skyrl_tx.contract.capabilities import Capabilities, split_hash
+from skyrl_tx.contract.capabilities import Capabilities, plain_text, split_hash
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
@@ -40,7 +40,7 @@ def artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
 
 
 def _fingerprint_metadata(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    return {_FINGERPRINT + name: value for name, value in fingerprint.items()}
+    return {_FINGERPRINT + name: value for name, value in plain_text(fingerprint).items()}
 
 
 @dataclass(frozen=True, slots=True)

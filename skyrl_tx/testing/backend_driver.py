@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LossInput
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import PassResult, SampleDelta
+
+Array = TypeVar("Array", bound=NDArray[Any])
 
 STEP = OptimizerParams(learning_rate=0.05, weight_decay=0.1, grad_clip_norm=1.0)
 WEIGHTS_ONLY = frozenset({StatePart.WEIGHTS})
@@ -108,7 +111,7 @@ class BackendDriver:
         return SampleRequest(
             request_id=RequestId(f"request-{next(self._numbers)}"),
             sampler=sampler,
-            prompt=np.array([3, 1, 2, 3], np.int32),
+            prompt=read_only(np.array([3, 1, 2, 3], np.int32)),
             num_samples=num_samples,
             params=params or SamplingParams(seed=7, max_tokens=8, eos_stops=False),
             options=options or PromptOptions(),
@@ -142,19 +145,26 @@ class BackendDriver:
 
         def array(name: str, kind: LossInput) -> NDArray[np.int32] | NDArray[np.float32]:
             if kind.is_integer:
-                return draw.integers(0, vocab_size, length, dtype=np.int32)
+                return read_only(draw.integers(0, vocab_size, length, dtype=np.int32))
             if name == "logprobs":
-                return -draw.random(length, np.float32) * np.float32(np.log(vocab_size))
-            return 0.5 + draw.random(length, np.float32)
+                return read_only(-draw.random(length, np.float32) * np.float32(np.log(vocab_size)))
+            return read_only(0.5 + draw.random(length, np.float32))
 
         return PassExample(
             request_id=request_id,
             model_id=model_id,
-            tokens=draw.integers(0, vocab_size, length, dtype=np.int32),
+            tokens=read_only(draw.integers(0, vocab_size, length, dtype=np.int32)),
             loss=loss,
             loss_inputs={name: array(name, kind) for name, kind in spec.inputs.items()},
             loss_config=dict(spec.config),
         )
+
+
+def read_only(array: Array) -> Array:
+    """Return an array as the engine hands it to a backend: a view that cannot be written."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def drawn_of(deltas: Sequence[SampleDelta], request_id: RequestId, index: int) -> Drawn:
@@ -180,11 +190,11 @@ def drawn_examples(
         PassExample(
             request_id=RequestId(request),
             model_id=model_id,
-            tokens=draw.integers(0, vocab_size, shape[0], dtype=np.int32),
+            tokens=read_only(draw.integers(0, vocab_size, shape[0], dtype=np.int32)),
             loss="cross_entropy",
             loss_inputs={
-                "target_tokens": draw.integers(0, vocab_size, shape, dtype=np.int32),
-                "weights": draw.random(shape, np.float32),
+                "target_tokens": read_only(draw.integers(0, vocab_size, shape, dtype=np.int32)),
+                "weights": read_only(draw.random(shape, np.float32)),
             },
             loss_config={},
         )
