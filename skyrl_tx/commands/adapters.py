@@ -200,6 +200,7 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
     from safetensors.numpy import save_file
 
     from skyrl_tx import models as families  # late, because it imports JAX
+    from skyrl_tx.contract.state_files import WEIGHTS_FILE
     from skyrl_tx.weights import hf, peft
 
     try:
@@ -219,7 +220,7 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
         raise CommandError(str(error)) from error
 
     def write(folder: Path) -> None:
-        save_file(dict(layout.tensors(weights)), folder / peft.WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(dict(layout.tensors(weights)), folder / WEIGHTS_FILE, metadata={"format": "pt"})
         layout.write_config(folder, tuple(weights), lora.rank, families.ALPHA)
 
     return ModelSpec(lora=lora), write

@@ -42,8 +42,8 @@ class Snapshot(ABC):
     def write(self, directory: Path) -> None:
         """Write the snapshot into an existing empty directory.
 
-        Weights have the layout of PEFT. All files are safetensors or JSON. The engine calls this from any thread,
-        while its own thread uses the backend, so it must not use a device.
+        The files are those of `skyrl_tx.contract.state_files`, at least of the captured parts. The engine calls this
+        from any thread, while its own thread uses the backend, so it must not start a computation on a device.
         """
 
 

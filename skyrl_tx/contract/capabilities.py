@@ -62,7 +62,9 @@ class Capabilities:
     The engine stores it with weights. Values become plain `str`: `torch.__version__`, for one, is a subclass.
     """
     base_model_hash: str = ""
-    """A hash of the base weights. The engine refuses adapters of another base model. "": unknown.
+    """A hash of the base weights, see `state_files.hash_of_base_model`. "": unknown.
+
+    The engine refuses adapters of another base model.
 
     Where a setting changes the form of adapters, it follows a `+`, as in `0123abcd+expert_lora=shared`; without it the
     form is FIRST_FORM. Adapters of another form are refused too.

@@ -1,6 +1,5 @@
 """Base weights: a Hugging Face checkpoint streamed tensor by tensor into stacked arrays, or values of its shapes."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 WEIGHT_PATTERNS = ("*.safetensors",)
-_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 
 # Tensors that some checkpoints carry although they follow from the config; a tied lm_head is a copy of the embedding.
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -54,22 +52,6 @@ def resolve(base_model: str, *, with_weights: bool = True) -> Path:
     except (OSError, ValueError) as error:  # the hub client has its errors among these, and names no model in most
         cause = " ".join(str(error).split())
         raise CheckpointError(f"{base_model}: no such directory, and it cannot be had from the hub: {cause}") from error
-
-
-def identity(directory: Path, *, with_weights: bool = True) -> str:
-    """Return a hash of a model's config and of its weights, these by their headers and samples spread over each file.
-
-    Reads a few MB of any model: training changes all of a file, so samples tell two models apart.
-    """
-    digest = hashlib.sha256(json.dumps(read_json(directory, "config.json"), sort_keys=True).encode())
-    for path in sorted(directory.glob("*.safetensors")) if with_weights else ():
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:

@@ -22,6 +22,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.state_files import (
+    CONFIG_FILE,
+    LORA_A,
+    LORA_B,
+    PREFIX,
+    TIED_UNEMBED_MODULE,
+    WEIGHTS_FILE,
+    adapter_config,
+)
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.weights.expert_factors import (
     Factors,
@@ -38,16 +47,12 @@ from skyrl_tx.weights.hf import locate_tensors
 from skyrl_tx.weights.weight_map import (
     FUSED_MAPS,
     FUSED_PART,
-    TIED_UNEMBED_MODULE,
     FusedModules,
     Rows,
     expand,
 )
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-_A, _B, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
+_A, _B, _BASE = LORA_A, LORA_B, ".base_layer.weight"
 
 Tensors = Mapping[str, np.ndarray]
 """Host arrays by their names in files."""
@@ -147,24 +152,8 @@ class AdapterFormat:
 
     def write_config(self, directory: Path, targets: tuple[str, ...], rank: int, alpha: float) -> None:
         """Write adapter_config.json into an existing directory."""
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base_model,
-            "r": rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-            "lora_dropout": 0.0,
-            "target_modules": list(dict.fromkeys(self.modules[name].leaf for name in targets)),
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "init_lora_weights": True,
-            "modules_to_save": None,
-            "rank_pattern": {},
-            "alpha_pattern": {},
-            "use_dora": False,
-            "use_rslora": False,
-        }
+        leaves = (self.modules[name].leaf for name in targets)
+        config = adapter_config(self.base_model, rank, leaves, alpha)
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
     def with_factors(self, weights: AdapterWeights, factors: Mapping[str, Factors], b_scale: float) -> AdapterWeights:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_tx.contract.state_files import TIED_UNEMBED_MODULE
 from skyrl_tx.layers.parameter import Parameter
 
 Part = tuple[tuple[int, int], ...]
@@ -229,10 +230,6 @@ def expand(
         if index:
             name = name.replace("{layer}", str(index[0] if layers is None else layers[index[0]]))
         yield index, name.replace("{expert}", str(index[-1])) if num_dims == 2 else name
-
-
-TIED_UNEMBED_MODULE = "model.unembed_tokens"
-"""How an adapter names the unembedding of a model that has no lm_head of its own."""
 
 
 def _layer(path: str, tensor: str, *, transpose: bool = False) -> WeightRule:

@@ -28,6 +28,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, SampleDelta
+from skyrl_tx.contract.state_files import hash_of_base_model
 from skyrl_tx.losses import LOSSES
 from skyrl_tx.weights import hf
 
@@ -236,7 +237,7 @@ class JaxBackend(AbstractBackend):
         return AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
 
     def _base_model_hash(self) -> str:
-        weights = hf.identity(self._directory, with_weights=self._config.load_format == "auto")
+        weights = hash_of_base_model(self._directory, with_weights=self._config.load_format == "auto")
         has_experts = any(target.num_experts is not None for target in models.targets(self._model).values())
         return f"{weights}+expert_lora=shared" if has_experts and self._config.expert_lora == "shared" else weights
 

@@ -1,9 +1,4 @@
-"""A model's state as files: PEFT's adapter layout, and two files of our own for optimizer and gradient.
-
-    adapter_config.json           always
-    adapter_model.safetensors     weights, see skyrl_tx.weights.peft
-    optimizer.safetensors         the same names with the prefixes first_moment. and second_moment., and step
-    gradient.safetensors          the same names; no tensors if there is no accumulated gradient
+"""A model's state as files, see `skyrl_tx.contract.state_files`.
 
 Files have the adapter's own rank; arrays of training states have padded ranks.
 """
@@ -21,16 +16,9 @@ from skyrl_tx.backends.jax.train.adapters import TrainingState, padded_rank, res
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.state_files import ALPHA, FILES, FIRST_MOMENT, SECOND_MOMENT, STEP
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
-from skyrl_tx.models import ALPHA
-from skyrl_tx.weights.peft import WEIGHTS_FILE, AdapterFormat, Tensors, read_config, read_tensors
-
-FILES: Mapping[StatePart, str] = {
-    StatePart.WEIGHTS: WEIGHTS_FILE,
-    StatePart.OPTIMIZER: "optimizer.safetensors",
-    StatePart.GRADIENT: "gradient.safetensors",
-}
-FIRST, SECOND, STEP = "first_moment.", "second_moment.", "step"
+from skyrl_tx.weights.peft import AdapterFormat, Tensors, read_config, read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +47,7 @@ class AdapterSnapshot(Snapshot):
 
     def _tensors(self, value: AdapterWeights | OptimizerState | None) -> Tensors:
         if isinstance(value, OptimizerState):
-            moments = {**self._named(value.first, FIRST), **self._named(value.second, SECOND)}
+            moments = {**self._named(value.first, FIRST_MOMENT), **self._named(value.second, SECOND_MOMENT)}
             return {**moments, STEP: np.asarray(value.step, np.int32)}
         return {} if value is None else self._named(value)
 
@@ -126,7 +114,7 @@ def open_snapshot(directory: Path, format: AdapterFormat) -> AdapterSnapshot:
         step = tensors[part].get(STEP)
         if step is None:
             raise UserError(f"adapter: {FILES[part]} lacks tensor {STEP!r}")
-        return OptimizerState(first=tree(part, FIRST), second=tree(part, SECOND), step=np.int32(step))
+        return OptimizerState(first=tree(part, FIRST_MOMENT), second=tree(part, SECOND_MOMENT), step=np.int32(step))
 
     return AdapterSnapshot(
         format=format,

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.contract.state_files import ALPHA
 
 Floats = NDArray[np.float64]
-ALPHA = 32.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,20 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
-from skyrl_tx.testing.fake.bigram import ALPHA, Floats, Pair, fresh_adapter
+from skyrl_tx.contract.state_files import (
+    CONFIG_FILE,
+    FILES,
+    PREFIX,
+    STEP,
+    adapter_config,
+)
+from skyrl_tx.testing.fake.bigram import Floats, Pair, fresh_adapter
 
-_FILES = {
-    StatePart.WEIGHTS: "adapter_model.safetensors",
-    StatePart.OPTIMIZER: "optimizer.safetensors",
-    StatePart.GRADIENT: "gradient.safetensors",
-}
-_PREFIX = "base_model.model.table"
+_MODULE = f"{PREFIX}table"
+_FIRST, _SECOND = "first.", "second."
+"""Prefixes of moments in files, in place of those of `state_files`: stored data of all releases have these."""
+_FORMER_GRADIENT = "gradient."
+"""The prefix of gradients in files of releases up to 0.2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,23 +88,23 @@ class FakeSnapshot(Snapshot):
     def write(self, directory: Path) -> None:
         """See Snapshot."""
         state = self.state
-        config = {"peft_type": "LORA", "r": len(state.weights.a_RV), "lora_alpha": ALPHA, "target_modules": ["table"]}
-        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
-        _write(directory, StatePart.WEIGHTS, _named(_PREFIX, state.weights))
+        config = adapter_config("table", len(state.weights.a_RV), ["table"])
+        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+        _write(directory, StatePart.WEIGHTS, _named(state.weights))
         if StatePart.OPTIMIZER in self.parts:
             moments = state.moments
-            arrays = _named("first", moments.first) | _named("second", moments.second)
-            _write(directory, StatePart.OPTIMIZER, arrays | {"step": np.array([moments.step])})
+            arrays = _named(moments.first, _FIRST) | _named(moments.second, _SECOND)
+            _write(directory, StatePart.OPTIMIZER, arrays | {STEP: np.array([moments.step])})
         if StatePart.GRADIENT in self.parts:
-            arrays = {} if state.gradient is None else _named("gradient", state.gradient)
+            arrays = {} if state.gradient is None else _named(state.gradient)
             _write(directory, StatePart.GRADIENT, arrays)
 
     @classmethod
     def read(cls, directory: Path, vocab_size: int) -> "FakeSnapshot":
         """Read back what `write` wrote; raises UserError for anything else."""
-        parts = frozenset(part for part, name in _FILES.items() if (directory / name).exists())
+        parts = frozenset(part for part, name in FILES.items() if (directory / name).exists())
         try:
-            weights = _pair(_read(directory, StatePart.WEIGHTS), _PREFIX)
+            weights = _pair(_read(directory, StatePart.WEIGHTS))
             if weights.a_RV.shape[1] != vocab_size:
                 raise UserError(
                     f"weights are of a vocabulary of {weights.a_RV.shape[1]} tokens; the base model has {vocab_size}"
@@ -106,10 +112,11 @@ class FakeSnapshot(Snapshot):
             state = State.untrained(weights)
             if StatePart.OPTIMIZER in parts:
                 arrays = _read(directory, StatePart.OPTIMIZER)
-                first, second = _pair(arrays, "first"), _pair(arrays, "second")
-                state = replace(state, moments=Moments(first=first, second=second, step=int(arrays["step"][0])))
+                first, second = _pair(arrays, _FIRST), _pair(arrays, _SECOND)
+                state = replace(state, moments=Moments(first=first, second=second, step=int(arrays[STEP][0])))
             if StatePart.GRADIENT in parts and (arrays := _read(directory, StatePart.GRADIENT)):
-                state = replace(state, gradient=_pair(arrays, "gradient"))
+                is_former = all(name.startswith(_FORMER_GRADIENT) for name in arrays)
+                state = replace(state, gradient=_pair(arrays, _FORMER_GRADIENT) if is_former else _pair(arrays))
         except (OSError, SafetensorError, KeyError) as error:
             raise UserError(f"weights cannot be read: {error}") from error
         return cls(state, parts)
@@ -130,18 +137,18 @@ class FakeSnapshot(Snapshot):
         return replace(state, gradient=self.state.gradient if StatePart.GRADIENT in parts else None)
 
 
-def _named(prefix: str, pair: Pair) -> dict[str, Floats]:
-    return {f"{prefix}.lora_A.weight": pair.a_RV, f"{prefix}.lora_B.weight": pair.b_VR}
+def _named(pair: Pair, prefix: str = f"{_MODULE}.") -> dict[str, Floats]:
+    return {f"{prefix}lora_A.weight": pair.a_RV, f"{prefix}lora_B.weight": pair.b_VR}
 
 
-def _pair(arrays: dict[str, Floats], prefix: str) -> Pair:
-    return Pair(arrays[f"{prefix}.lora_A.weight"], arrays[f"{prefix}.lora_B.weight"])
+def _pair(arrays: dict[str, Floats], prefix: str = f"{_MODULE}.") -> Pair:
+    return Pair(arrays[f"{prefix}lora_A.weight"], arrays[f"{prefix}lora_B.weight"])
 
 
-def _write(directory: Path, part: StatePart, arrays: dict[str, Floats]) -> None:
-    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    save_file(contiguous, directory / _FILES[part])
+def _write(directory: Path, part: StatePart, arrays: dict[str, Floats | np.int32]) -> None:
+    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    save_file(contiguous, directory / FILES[part])
 
 
 def _read(directory: Path, part: StatePart) -> dict[str, Floats]:
-    return load_file(directory / _FILES[part])
+    return load_file(directory / FILES[part])
