@@ -1,13 +1,14 @@
 """Helpers of tests that call a backend directly: small requests, and short ways to train and sample."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load
 
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
@@ -16,7 +17,9 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LossInput
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import PassResult, SampleDelta
+from skyrl_tx.contract.state_files import FILES
 
+Floats = NDArray[np.float64]
 Array = TypeVar("Array", bound=NDArray[Any])
 
 STEP = OptimizerParams(learning_rate=0.05, weight_decay=0.1, grad_clip_norm=1.0)
@@ -43,11 +46,11 @@ class BackendDriver:
     _samplers: list[SamplerId] = field(default_factory=list[SamplerId])
     _numbers: Iterator[int] = field(default_factory=count)
 
-    def spec(self, seed: int = 1) -> ModelSpec:
+    def spec(self, seed: int = 1, *, rank: int = 4) -> ModelSpec:
         """Return a small adapter on all layers that the backend can train."""
         targets = self.capabilities.lora_targets
         lora = LoraSpec(
-            rank=min(4, self.capabilities.max_lora_rank),
+            rank=min(rank, self.capabilities.max_lora_rank),
             seed=seed,
             train_attn="attn" in targets,
             train_mlp="mlp" in targets,
@@ -91,6 +94,21 @@ class BackendDriver:
     def state_of(self, model_id: ModelId) -> dict[str, bytes]:
         """Return the whole state of a model as bytes, see `files_of`."""
         return self.files_of(self.backend.capture(model_id, ALL_PARTS))
+
+    def arrays_of(self, model_id: ModelId, part: StatePart) -> dict[str, Floats]:
+        """Return the tensors of one part of a model's state by name, as float64."""
+        files = self.files_of(self.backend.capture(model_id, {part}))
+        return {name: array.astype(np.float64) for name, array in load(files[FILES[part]]).items()}
+
+    def distributions(self, model_id: ModelId, tokens: NDArray[np.int32]) -> Floats:
+        """Return the log-probability of every token of the vocabulary after each token, [T, V], by the trainer."""
+        shape = (len(tokens), self.capabilities.vocab_size)
+        targets = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+        inputs = {"target_tokens": read_only(np.ascontiguousarray(targets)), "weights": read_only(np.ones(shape, "f4"))}
+        [example] = self.request(model_id, (len(tokens),))
+        example = replace(example, tokens=read_only(tokens), loss_inputs=inputs)
+        [result] = self.backend.forward(self.batch([example]))
+        return result.logprobs.astype(np.float64)
 
     def sampler(self, model_id: ModelId) -> SamplerId:
         """Load a model's current weights as a sampler."""

@@ -2,30 +2,28 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, StatePart
-from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.contract.results import REDUCTIONS, SampleDelta
-from skyrl_tx.testing.backend_driver import STEP, WEIGHTS_ONLY, BackendDriver, Drawn, drawn_of, same_bits
+from skyrl_tx.contract.requests import OptimizerParams
+from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.testing.backend_driver import STEP, WEIGHTS_ONLY, BackendDriver, Drawn, same_bits
+from skyrl_tx.testing.loss_checks import LossChecks
+from skyrl_tx.testing.sampling_checks import SamplingChecks
+from skyrl_tx.testing.state_checks import StateChecks
 
 
-class BackendSuite:
+class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     """Tests of a backend with a tiny base model, see `skyrl_tx.contract.backend`.
 
     The backend must support three models in training, two samplers, a context of 64 tokens, and "cross_entropy". It is
     started once per class. Override `make_backend`, and `tolerance` if it computes in less than float32.
     """
-
-    tolerance = 1e-5
-    """The largest difference between log-probabilities of trainer and sampler."""
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
@@ -69,31 +67,6 @@ class BackendSuite:
         assert all(
             same_bits(left, right) for left, right in zip(forth[:3] + forth[3:], back[2:] + back[:2], strict=True)
         )
-
-    def test_logprobs_of_every_loss_have_the_shape_of_its_targets(self, driver: BackendDriver) -> None:
-        """Forward and backward agree, logprobs do not depend on the loss, and all is finite."""
-        model_id = driver.model(steps=1)
-        for loss in driver.capabilities.losses:
-            batch = driver.batch(driver.request(model_id, (6, 11), loss=loss))
-            before, after = driver.backend.forward(batch), driver.backend.forward_backward(batch)
-            assert all(same_bits(left, right) for left, right in zip(before, after, strict=True)), loss
-            for example, result in zip(batch.examples, after, strict=True):
-                assert result.logprobs.dtype == np.float32
-                assert result.logprobs.shape == example.loss_inputs["target_tokens"].shape
-                assert np.isfinite(result.logprobs).all() and np.isfinite(result.sums["loss"])
-                assert not any(":" in name for name in (*result.sums, *result.means)), "the engine adds the colon"
-            metrics = driver.backend.optim_step(model_id, OptimizerParams(learning_rate=0.0))
-            assert metrics["unclipped_grad_l2:mean"] > 0, loss
-            for name in metrics:
-                _, colon, reduction = name.partition(":")
-                assert colon and reduction in REDUCTIONS, f"{name}: a metric ends in a colon and {sorted(REDUCTIONS)}"
-
-    def test_cross_entropy_is_a_plain_weighted_sum(self, driver: BackendDriver) -> None:
-        """No mean: the loss is the negative sum of weights times logprobs."""
-        batch = driver.batch(driver.request(driver.model(steps=1), (6, 11)))
-        for example, result in zip(batch.examples, driver.backend.forward(batch), strict=True):
-            expected = -float((example.loss_inputs["weights"] * result.logprobs).sum())
-            assert result.sums["loss"] == pytest.approx(expected, rel=1e-5)
 
     # Gradient accumulation
 
@@ -306,122 +279,6 @@ class BackendSuite:
         for left, right in zip(alone, results, strict=True):
             assert all(same_bits(one, two) for one, two in zip(left, right, strict=True))
         assert [driver.state_of(model_id) for model_id in models] == expected
-
-    # Agreement of trainer and sampler
-
-    def test_trainer_and_sampler_logprobs_agree(self, driver: BackendDriver) -> None:
-        """The logprobs of sampled tokens and of the prompt equal those of `forward`."""
-        model_id = driver.model(steps=2)
-        options = PromptOptions(logprobs=True)
-        request = driver.sample_request(driver.sampler(model_id), options=options)
-        self._check_agreement(driver, model_id, request)
-
-    def test_a_fresh_model_equals_the_base_model(self, driver: BackendDriver) -> None:
-        """B is zero, so the trainer of a fresh adapter gives the logprobs of the base model's samples."""
-        request = driver.sample_request(None, options=PromptOptions(logprobs=True))
-        self._check_agreement(driver, driver.model(), request)
-
-    def _check_agreement(self, driver: BackendDriver, model_id: ModelId, request: SampleRequest) -> None:
-        deltas = driver.run_samples(request)
-        tokens = np.concatenate([request.prompt, *(delta.tokens for delta in deltas)]).astype(np.int32)
-        prompt = deltas[0].prompt
-        assert prompt is not None and prompt.logprobs is not None and np.isnan(prompt.logprobs[0])
-        sampled = np.concatenate([prompt.logprobs[1:], *(delta.logprobs for delta in deltas)])
-        [example] = driver.request(model_id, (len(tokens) - 1,))
-        inputs = dict(example.loss_inputs) | {"target_tokens": tokens[1:]}
-        scored = replace(example, tokens=tokens[:-1], loss_inputs=inputs)
-        [result] = driver.backend.forward(driver.batch([scored]))
-        np.testing.assert_allclose(sampled, result.logprobs, rtol=0, atol=self.tolerance)
-
-    # Sampling
-
-    def test_samples_depend_on_the_seed_only(self, driver: BackendDriver) -> None:
-        """Samples of one request differ; another request in the batch changes nothing."""
-        sampler = driver.sampler(driver.model(steps=1))
-        request = driver.sample_request(sampler, num_samples=3)
-        first, again = driver.draw(request), driver.draw(request, driver.sample_request(None, num_samples=2))
-        assert [drawn.tokens for drawn in first] == [drawn.tokens for drawn in again]
-        assert len({drawn.tokens for drawn in first}) > 1
-        for drawn, other in zip(first, again, strict=True):
-            assert drawn.logprobs == pytest.approx(other.logprobs, abs=self.tolerance)
-        params = SamplingParams(seed=8, max_tokens=8, eos_stops=False)
-        assert driver.draw(driver.sample_request(sampler, num_samples=3, params=params)) != first
-
-    def test_greedy_equals_the_limits_of_top_k_and_top_p(self, driver: BackendDriver) -> None:
-        """Temperature 0, top-k 1 and a very small top-p draw the same tokens."""
-        ways = (
-            SamplingParams(seed=1, max_tokens=6, eos_stops=False, temperature=0.0),
-            SamplingParams(seed=1, max_tokens=6, eos_stops=False, top_k=1),
-            SamplingParams(seed=1, max_tokens=6, eos_stops=False, top_p=1e-6),
-        )
-        drawn = [driver.draw(driver.sample_request(None, params=params))[0].tokens for params in ways]
-        assert drawn[0] == drawn[1] == drawn[2]
-
-    def test_a_sample_ends_at_max_tokens_or_after_a_stop_token(self, driver: BackendDriver) -> None:
-        """The sample includes the stop token."""
-        long = driver.draw(driver.sample_request(None))[0]
-        assert (len(long.tokens), long.stop_reason) == (8, "length")
-        stop = long.tokens[3]
-        params = SamplingParams(seed=7, max_tokens=8, eos_stops=False, stop_token_ids=(stop,))
-        short = driver.draw(driver.sample_request(None, params=params))[0]
-        assert short.stop_reason == "stop"
-        assert short.tokens == long.tokens[: long.tokens.index(stop) + 1]
-
-    def test_no_delta_follows_the_cancellation_of_a_request(self, driver: BackendDriver) -> None:
-        """Other requests continue."""
-        gone, stays = driver.sample_request(None), driver.sample_request(None)
-        driver.backend.begin_sample(PreparedSampleBatch(requests=(gone, stays)))
-        driver.backend.cancel_sample([gone.request_id, gone.request_id])
-        ids = set()
-        while new := driver.backend.step_sample():
-            ids |= {delta.request_id for delta in new}
-        assert ids == {stays.request_id}
-        assert driver.backend.step_sample() == []
-
-    def test_no_delta_follows_the_end_of_a_sample(self, driver: BackendDriver) -> None:
-        """The other samples of the request continue."""
-        params = SamplingParams(seed=7, max_tokens=60, eos_stops=False)
-        request = driver.sample_request(None, num_samples=3, params=params)
-        driver.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
-        deltas = driver.backend.step_sample()
-        driver.backend.end_sample(request.request_id, 1)
-        driver.backend.end_sample(request.request_id, 1)
-        driver.backend.end_sample(driver.sample_request(None).request_id, 0)
-        while new := driver.backend.step_sample():
-            assert all(delta.index != 1 for delta in new)
-            deltas += new
-        ended = {delta.index for delta in deltas if delta.stop_reason == "length"}
-        assert ended >= {0, 2}
-
-    def test_samples_do_not_depend_on_the_parts_of_a_request(self, driver: BackendDriver) -> None:
-        """A part may arrive while another is running. Cancelling the request cancels all parts."""
-        request = driver.sample_request(None, num_samples=5, options=PromptOptions(logprobs=True))
-        whole = driver.draw(request)
-        rest = replace(request, first_index=2, num_samples=3, options=PromptOptions())
-        parts = [PreparedSampleBatch(requests=(part,)) for part in (replace(request, num_samples=2), rest)]
-        driver.backend.begin_sample(parts[0])
-        deltas = driver.backend.step_sample()
-        driver.backend.begin_sample(parts[1])
-        while new := driver.backend.step_sample():
-            deltas += new
-        for index, expected in enumerate(whole):
-            drawn = drawn_of(deltas, request.request_id, index)
-            assert drawn.tokens == expected.tokens
-            assert drawn.logprobs == pytest.approx(expected.logprobs, abs=self.tolerance)
-        assert [delta.index for delta in deltas if delta.prompt is not None] == [0]
-        for part in parts:
-            driver.backend.begin_sample(part)
-        driver.backend.cancel_sample([request.request_id])
-        assert driver.backend.step_sample() == []
-
-    def test_prompts_are_cached_for_one_scope_only(self, driver: BackendDriver) -> None:
-        """A prompt of one scope is no hit in another one, and the samples are equal."""
-        expected = driver.draw(driver.sample_request(None))
-        for scope in ("ann", "bob"):
-            request = driver.sample_request(None, cache_scope=scope)
-            deltas = driver.run_samples(request)
-            assert all(delta.prompt is None or delta.prompt.cache_hit_tokens == 0 for delta in deltas), scope
-            assert [drawn_of(deltas, request.request_id, 0)] == expected
 
     # Snapshots
 

@@ -1,0 +1,104 @@
+"""Capacity, files of other origin, threads and the properties of a backend, a part of `BackendSuite`."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from skyrl_tx.contract.backend import ALL_PARTS, StatePart
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import CapacityError, UserError
+from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.testing.backend_driver import STEP, WEIGHTS_ONLY, BackendDriver
+
+MOST_FILLED = 64
+"""The most models or samplers that a test creates to fill a backend."""
+
+
+class StateChecks:
+    """Errors by their kind, and the records that the engine stores and sends."""
+
+    def test_capabilities_can_be_stored_and_sent(self, driver: BackendDriver) -> None:
+        """The engine publishes them, and stores the fingerprint with weights."""
+        found = msgspec.convert(msgspec.to_builtins(driver.capabilities), Capabilities)
+        assert found == driver.capabilities
+        changes = dict(driver.backend.fingerprint_changes())
+        assert changes.keys() <= driver.capabilities.fingerprint.keys()
+        assert all(isinstance(value, str) for value in changes.values())
+
+    def test_a_model_too_many_is_a_capacity_error(self, driver: BackendDriver) -> None:
+        """By creation or restoring; the others stay as they are, and a freed place can be taken."""
+        if driver.capabilities.max_models > MOST_FILLED:
+            return
+        models = [driver.model() for _ in range(driver.capabilities.max_models)]
+        source, before = driver.backend.capture(models[0], ALL_PARTS), driver.state_of(models[0])
+        with pytest.raises(CapacityError):
+            driver.model()
+        with pytest.raises(CapacityError):
+            driver.backend.restore(driver.new_id(), driver.spec(), source, ALL_PARTS)
+        driver.backend.restore(models[0], driver.spec(), source, ALL_PARTS)
+        assert driver.state_of(models[0]) == before
+        driver.backend.delete_model(models[-1])
+        driver.model()
+
+    def test_a_sampler_too_many_is_a_capacity_error(self, driver: BackendDriver) -> None:
+        """A loaded one may be loaded again, and the base model needs no place."""
+        if driver.capabilities.max_samplers > MOST_FILLED:
+            return
+        model_id = driver.model()
+        loaded = [driver.sampler(model_id) for _ in range(driver.capabilities.max_samplers)]
+        source = driver.backend.capture(model_id, WEIGHTS_ONLY)
+        with pytest.raises(CapacityError):
+            driver.backend.load_sampler(SamplerId("too-many"), source)
+        driver.backend.load_sampler(loaded[0], source)
+        assert driver.draw(driver.sample_request(None)) == driver.draw(driver.sample_request(None))
+        driver.backend.drop_sampler(loaded[0])
+        driver.sampler(model_id)
+
+    def test_a_part_or_a_rank_that_does_not_fit_is_a_user_error(self, driver: BackendDriver) -> None:
+        """The model stays as it was."""
+        model_id, copy = driver.model(steps=1), driver.new_id()
+        before = driver.state_of(model_id)
+        weights = driver.backend.capture(model_id, WEIGHTS_ONLY)
+        for target in (model_id, copy):
+            with pytest.raises(UserError):
+                driver.backend.restore(target, driver.spec(), weights, {StatePart.WEIGHTS, StatePart.OPTIMIZER})
+        if driver.capabilities.max_lora_rank > 1:
+            with pytest.raises(UserError):
+                driver.backend.restore(model_id, driver.spec(rank=1), weights, WEIGHTS_ONLY)
+        assert driver.state_of(model_id) == before
+
+    def test_files_that_are_no_snapshot_are_a_user_error(self, driver: BackendDriver, tmp_path: Path) -> None:
+        """An empty directory, one with other files, and one whose files are damaged."""
+        empty, other, damaged = (tmp_path / name for name in ("empty", "other", "damaged"))
+        for each in (empty, other, damaged):
+            each.mkdir()
+        (other / "notes.txt").write_text("no weights")
+        driver.backend.capture(driver.model(steps=1), ALL_PARTS).write(damaged)
+        for path in damaged.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:40])
+        for directory in (empty, other, damaged):
+            with pytest.raises(UserError):
+                driver.backend.open_snapshot(directory)
+
+    def test_a_snapshot_is_written_on_another_thread(self, driver: BackendDriver) -> None:
+        """While the backend trains the same model."""
+        model_id, failures = driver.model(steps=1), list[BaseException]()
+        expected = driver.state_of(model_id)
+        snapshot, directory = driver.backend.capture(model_id, ALL_PARTS), driver.directory / "in-background"
+        directory.mkdir()
+
+        def write() -> None:
+            try:
+                snapshot.write(directory)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        driver.backend.forward_backward(driver.batch(driver.request(model_id)))
+        driver.backend.optim_step(model_id, STEP)
+        thread.join()
+        assert not failures, failures
+        assert {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))} == expected
