@@ -67,7 +67,9 @@ class LossChecks:
                 self._check_sums(name, result, expected)
                 slopes.append(expected.slope)
             linear = [
-                replace(example, loss_inputs=dict(example.loss_inputs) | {"weights": read_only(np.float32(-slope))})
+                replace(
+                    example, loss_inputs=dict(example.loss_inputs) | {"weights": read_only((-slope).astype(np.float32))}
+                )
                 for example, slope in zip(base, slopes, strict=True)
             ]
             backend.forward_backward(driver.batch(linear))

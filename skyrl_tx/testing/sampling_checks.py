@@ -184,7 +184,7 @@ class SamplingChecks:
         request = driver.sample_request(driver.sampler(model_id), params=params, options=options)
         deltas = driver.run_samples(request)
         drawn = drawn_of(deltas, request.request_id, 0)
-        tokens = np.concatenate([request.prompt, np.int32(drawn.tokens)])
+        tokens = np.concatenate([request.prompt, np.array(drawn.tokens, np.int32)])
         rows = _at(driver.distributions(model_id, tokens[:-1])[request.prompt.size - 1 :], temperature or 1.0)
         near = 20 * self.tolerance / (temperature or 1.0)
         own = rows[np.arange(len(rows)), np.array(drawn.tokens)]

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,10 @@ from skyrl_tx.contract.errors import BackendLost, CapacityError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.meters import Meters
+from skyrl_tx.contract.passes import ScratchPass
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
+from skyrl_tx.contract.samples import OpenSamples
 from skyrl_tx.testing.fake import bigram, sampling
 from skyrl_tx.testing.fake.bigram import Pair
 from skyrl_tx.testing.fake.config import FakeConfig
@@ -33,7 +35,7 @@ class FakeBackend(AbstractBackend):
         self._config = config
         self._models: dict[ModelId, State] = {}
         self._samplers: dict[SamplerId, Pair] = {}
-        self._running: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
+        self._open = OpenSamples((config.eos_token_id,))
         self._num_steps = 0  # of passes
         self.is_lost = False
         """Set by tests: calls that compute raise RuntimeError, as with a device that is lost."""
@@ -72,15 +74,14 @@ class FakeBackend(AbstractBackend):
         """See AbstractBackend."""
         self._models.clear()
         self._samplers.clear()
-        self._running.clear()
+        self._open = OpenSamples(())
 
     def meters(self) -> Meters:
         """See AbstractBackend. Without `sample_slots` there is no number of slots to tell."""
         slots = self._config.sample_slots
-        num_running = sum(map(len, self._running.values()))
         return Meters(
             decode_slots=slots or None,
-            decode_slots_used=min(num_running, slots) if slots else None,
+            decode_slots_used=min(len(self._open), slots) if slots else None,
             micro_batches=self._num_steps,
             padding_tokens=0,
         )
@@ -122,36 +123,29 @@ class FakeBackend(AbstractBackend):
 
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
         """See AbstractBackend."""
-        for request_id, samples in self._decoders(batch).items():
-            self._running.setdefault(request_id, {}).update(samples)
+        self._open.begin(batch)
 
     def step_sample(self) -> list[SampleDelta]:
         """See AbstractBackend."""
-        if not self._running:
+        if not self._open:
             return []
         self._compute(self._config.step_delay_s)
+        config = self._config
         deltas: list[SampleDelta] = []
-        num_free = self._config.sample_slots or sys.maxsize
-        for request_id, samples in list(self._running.items()):
-            slices = [next(sample) for sample in list(samples.values())[:num_free]]
-            num_free -= len(slices)
-            deltas.extend(slices)
-            for delta in slices:
-                if delta.stop_reason is not None:
-                    self.end_sample(request_id, delta.index)
+        for sample in self._open.first(config.sample_slots or sys.maxsize):
+            sampler = sample.request.sampler
+            adapter = None if sampler is None else self._samplers[sampler]
+            deltas.append(sampling.decode(sample, adapter, config.vocab_size, config.slice_tokens))
+        self._open.drop_ended()
         return deltas
 
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
         """See AbstractBackend."""
-        for request_id in request_ids:
-            self._running.pop(request_id, None)
+        self._open.cancel(request_ids)
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
         """See AbstractBackend."""
-        samples = self._running.get(request_id, {})
-        samples.pop(index, None)
-        if not samples:
-            self._running.pop(request_id, None)
+        self._open.end(request_id, index)
 
     def text_of(self, tokens: list[int]) -> str:
         """One character a token, by code point."""
@@ -199,21 +193,9 @@ class FakeBackend(AbstractBackend):
             raise CapacityError(f"all {self._config.max_models} model slots are taken")
         self._models[model_id] = state
 
-    def _decoders(self, batch: PreparedSampleBatch) -> dict[RequestId, dict[int, Iterator[SampleDelta]]]:
-        config = self._config
-        decoders: dict[RequestId, dict[int, Iterator[SampleDelta]]] = {}
-        for request in batch.requests:
-            adapter = None if request.sampler is None else self._samplers[request.sampler]
-            eos = frozenset({config.eos_token_id})
-            decoders.setdefault(request.request_id, {}).update(
-                (index, sampling.decode(request, index, adapter, config.vocab_size, eos, config.slice_tokens))
-                for index in range(request.first_index, request.first_index + request.num_samples)
-            )
-        return decoders
 
-
-class _FakePass(Pass):
-    """One example a step; gradients wait in a scratch list until `results` commits them."""
+class _FakePass(ScratchPass[Pair]):
+    """One example a step."""
 
     def __init__(
         self,
@@ -223,51 +205,37 @@ class _FakePass(Pass):
         config: FakeConfig,
         compute: Callable[[float], None],
     ) -> None:
+        super().__init__(batch, micro_batch_tokens=1)
         self._models = models
         self._backward = backward
         self._config = config
         self._compute = compute
-        self._todo = list(reversed(batch.examples))
-        self._results: list[PassResult] = []
-        # Batch invariance: a request's gradient is summed from its own examples, then added to the model's.
-        self._gradients: dict[tuple[ModelId, RequestId], Pair] = {}
 
-    def step(self) -> bool:
-        """See Pass."""
-        if self._todo:
-            self._compute(self._config.step_delay_s)
-            with np.errstate(all="ignore"):
-                self._run_example(self._todo.pop())
-        return not self._todo
-
-    def results(self) -> list[PassResult]:
-        """See Pass."""
-        while not self.step():
-            pass
+    def compute(self, examples: Sequence[PassExample]) -> tuple[list[PassResult], Pair | None]:
+        """See ScratchPass."""
+        self._compute(self._config.step_delay_s)
+        [example] = examples
         with np.errstate(all="ignore"):
-            for (model_id, _), gradient in self._gradients.items():
-                state = self._models[model_id]
-                total = gradient if state.gradient is None else state.gradient + gradient
-                self._models[model_id] = replace(state, gradient=total)
-        self._gradients = {}
-        return self._results
+            result, gradient = self._run_example(example)
+        return [result], gradient
 
-    def abort(self) -> None:
-        """See Pass."""
-        self._todo, self._gradients = [], {}
+    def commit(self, model_id: ModelId, gradient: Pair) -> None:
+        """See ScratchPass."""
+        state = self._models[model_id]
+        with np.errstate(all="ignore"):
+            total = gradient if state.gradient is None else state.gradient + gradient
+        self._models[model_id] = replace(state, gradient=total)
 
-    def _run_example(self, example: PassExample) -> None:
+    def _run_example(self, example: PassExample) -> tuple[PassResult, Pair | None]:
         weights = self._models[example.model_id].weights
         logprobs_TV = bigram.log_softmax(bigram.logits(example.tokens, weights, self._config.vocab_size))
         targets = example.loss_inputs["target_tokens"]
         targets_TK = targets.reshape(len(targets), -1)
         logprobs = np.take_along_axis(logprobs_TV, targets_TK, axis=1).reshape(targets.shape)
         value = loss_reference.evaluate(example.loss, logprobs, example.loss_inputs, example.loss_config)
-        self._results.append(
-            PassResult(logprobs=logprobs.astype(np.float32), sums={"loss": float(value.loss.sum())}, means=value.means)
-        )
-        if self._backward:
-            d_logprobs_TK = value.slope.reshape(targets_TK.shape)
-            gradient = bigram.gradient(example.tokens, targets_TK, d_logprobs_TK, logprobs_TV, weights)
-            key = (example.model_id, example.request_id)
-            self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient
+        sums = {"loss": float(value.loss.sum())}
+        result = PassResult(logprobs=logprobs.astype(np.float32), sums=sums, means=value.means)
+        if not self._backward:
+            return result, None
+        d_logprobs_TK = value.slope.reshape(targets_TK.shape)
+        return result, bigram.gradient(example.tokens, targets_TK, d_logprobs_TK, logprobs_TV, weights)

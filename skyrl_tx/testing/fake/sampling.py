@@ -1,50 +1,34 @@
 """Sampling from the fake model: one sample at a time, one slice at a time."""
 
-from collections.abc import Iterator
-
 import numpy as np
-from numpy.typing import NDArray
 
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import SamplingParams
-from skyrl_tx.contract.results import PromptResult, SampleDelta, StopReason, TopK
+from skyrl_tx.contract.results import PromptResult, SampleDelta, TopK
+from skyrl_tx.contract.samples import OpenSample
 from skyrl_tx.testing.fake.bigram import Floats, Pair, log_softmax, logits
 
 _NO_LOGPROB = -99999.0
 
 
-def decode(
-    request: SampleRequest,
-    index: int,
-    adapter: Pair | None,
-    vocab_size: int,
-    eos: frozenset[int],
-    slice_tokens: int,
-) -> Iterator[SampleDelta]:
-    """Draw one sample; each delta holds at most `slice_tokens` tokens, the last one its stop reason."""
-    params = request.params
-    assert params.max_tokens is not None
-    stops = frozenset(params.stop_token_ids) | (eos if params.eos_stops else frozenset())
-    prompt = describe_prompt(request, adapter, vocab_size) if index == 0 else None
+def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_tokens: int) -> SampleDelta:
+    """Draw at most `slice_tokens` tokens of a sample, fewer if it ends."""
+    request, params = sample.request, sample.request.params
+    is_first = sample.num_drawn == 0 and sample.index == 0
+    prompt = describe_prompt(request, adapter, vocab_size) if is_first else None
     tokens: list[int] = []
     rows: list[Floats] = []
-    previous = int(request.prompt[-1])
-    for position in range(params.max_tokens):
+    for position in range(sample.num_drawn, sample.num_drawn + min(slice_tokens, sample.num_left)):
+        previous = tokens[-1] if tokens else sample.last_token
         logits_V = logits(np.array([previous], np.int32), adapter, vocab_size)[0]
         rows.append(scaled_logprobs(logits_V, params.temperature))
-        draw = np.random.default_rng([params.seed % 2**64, index, position])
-        previous = choose(logits_V, params, draw)
-        tokens.append(previous)
-        ends: StopReason | None = None
-        if previous in stops:
-            ends = "stop"
-        elif position + 1 == params.max_tokens:
-            ends = "length"
-        if ends or len(tokens) == slice_tokens:
-            yield _delta(request, index, tokens, rows, ends, prompt)
-            tokens, rows, prompt = [], [], None
-        if ends:
-            return
+        draw = np.random.default_rng([params.seed % 2**64, sample.index, position])
+        tokens.append(choose(logits_V, params, draw))
+        if tokens[-1] in sample.stops:
+            break
+    logprobs_TV, count = np.stack(rows), request.options.sample_topk
+    logprobs = logprobs_TV[np.arange(len(tokens)), tokens].astype(np.float32)
+    return sample.take(np.array(tokens, np.int32), logprobs, top(logprobs_TV, count) if count else None, prompt)
 
 
 def scaled_logprobs(logits_V: Floats, temperature: float) -> Floats:
@@ -113,24 +97,3 @@ def _alternatives(logits_TV: Floats, count: int, params: SamplingParams) -> TopK
             token = choose(logits_V, SamplingParams(seed=0, temperature=params.temperature), draw)
             ids[position, k], values[position, k] = token, logprobs_V[token]
     return TopK(token_ids=ids, logprobs=values)
-
-
-def _delta(
-    request: SampleRequest,
-    index: int,
-    tokens: list[int],
-    rows: list[Floats],
-    ends: StopReason | None,
-    prompt: PromptResult | None,
-) -> SampleDelta:
-    logprobs_TV: NDArray[np.float64] = np.stack(rows)
-    count = request.options.sample_topk
-    return SampleDelta(
-        request_id=request.request_id,
-        index=index,
-        tokens=np.array(tokens, np.int32),
-        logprobs=logprobs_TV[np.arange(len(tokens)), tokens].astype(np.float32),
-        stop_reason=ends,
-        topk=top(logprobs_TV, count) if count else None,
-        prompt=prompt,
-    )

@@ -1,7 +1,7 @@
 """One model's state, its AdamW step, and its files."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
@@ -145,8 +146,8 @@ def _pair(arrays: dict[str, Floats], prefix: str = f"{_MODULE}.") -> Pair:
     return Pair(arrays[f"{prefix}lora_A.weight"], arrays[f"{prefix}lora_B.weight"])
 
 
-def _write(directory: Path, part: StatePart, arrays: dict[str, Floats | np.int32]) -> None:
-    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+def _write(directory: Path, part: StatePart, arrays: Mapping[str, NumberArray]) -> None:
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     save_file(contiguous, directory / FILES[part])
 
 

@@ -323,7 +323,7 @@ class SampleScheduler:
         deltas: list[SampleDelta] = []
         drawn = self._programs.draw_first(prefill.last_hidden, samples)
         for row, sample in enumerate(samples):
-            deltas.append(sample.take(drawn.row(row, 1), prompt_result if sample.index == 0 else None))
+            deltas.append(sample.take_drawn(drawn.row(row, 1), prompt_result if sample.index == 0 else None))
         prefill.samples.extend(sample for sample in samples if sample.stop_reason is None)
         prefill.scores = None  # which may be large, and the samples may wait for slots
         return deltas
@@ -347,7 +347,7 @@ class SampleScheduler:
         drawn = self._programs.decode(live, slots.adapters, num_steps)
         deltas: list[SampleDelta] = []
         for slot, sample in live.items():
-            deltas.append(sample.take(drawn.row(slot, num_steps)))
+            deltas.append(sample.take_drawn(drawn.row(slot, num_steps)))
             if sample.stop_reason is not None:
                 slots.release(slot)
         return deltas

@@ -35,26 +35,26 @@ def drawn(*tokens: int) -> Drawn:
 
 def test_a_sample_ends_at_max_tokens():
     sample = running()
-    first = sample.take(drawn(7))
+    first = sample.take_drawn(drawn(7))
     assert (first.tokens.tolist(), first.stop_reason, sample.position, sample.num_left) == ([7], None, 4, 4)
-    second = sample.take(drawn(8, 9))
+    second = sample.take_drawn(drawn(8, 9))
     assert (second.stop_reason, sample.position, sample.last_token) == (None, 6, 9)
-    last = sample.take(drawn(10, 11, 12, 13))
+    last = sample.take_drawn(drawn(10, 11, 12, 13))
     assert (last.tokens.tolist(), last.logprobs.tolist(), last.stop_reason) == ([10, 11], [0.0, -1.0], "length")
 
 
 def test_a_stop_token_ends_a_sample_and_takes_precedence_over_max_tokens():
     sample = running(max_tokens=3, stops=frozenset({9}))
-    delta = sample.take(drawn(7, 8, 9, 9))
+    delta = sample.take_drawn(drawn(7, 8, 9, 9))
     assert (delta.tokens.tolist(), delta.stop_reason) == ([7, 8, 9], "stop")
-    late = running(max_tokens=2, stops=frozenset({9})).take(drawn(7, 8, 9))
+    late = running(max_tokens=2, stops=frozenset({9})).take_drawn(drawn(7, 8, 9))
     assert (late.tokens.tolist(), late.stop_reason) == ([7, 8], "length")
 
 
 def test_topk_is_cut_like_the_tokens():
-    delta = running(max_tokens=2, topk=2).take(drawn(7, 8, 9))
+    delta = running(max_tokens=2, topk=2).take_drawn(drawn(7, 8, 9))
     assert delta.topk is not None and delta.topk.token_ids.tolist() == [[7, 7], [8, 8]]
-    assert running().take(drawn(7)).topk is None
+    assert running().take_drawn(drawn(7)).topk is None
 
 
 def test_slots_are_occupied_and_released():

@@ -1,0 +1,116 @@
+"""The samples of a backend that have not ended, for backends to use: the half that needs no device."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from skyrl_tx.contract.arrays import Float32Array, Int32Array
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.results import PromptResult, SampleDelta, StopReason, TopK
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenSample:
+    """One sample, from its request to its stop reason."""
+
+    request: SampleRequest
+    index: int
+    stops: frozenset[int]
+    """The tokens that end it."""
+    drawn: list[Int32Array] = field(default_factory=list[Int32Array])
+    num_drawn: int = 0
+    stop_reason: StopReason | None = None
+    state: Any = None
+    """Belongs to the backend, such as the keys and values of the sample."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that the sample may have."""
+        assert self.request.params.max_tokens is not None
+        return self.request.params.max_tokens
+
+    @property
+    def num_left(self) -> int:
+        """How many more tokens the sample may have."""
+        return self.max_tokens - self.num_drawn
+
+    @property
+    def last_token(self) -> int:
+        """The token from which the next one is computed."""
+        return int(self.drawn[-1][-1] if self.drawn else self.request.prompt[-1])
+
+    def uniform(self, position: int | None = None) -> float:
+        """Return a number in [0, 1) for the next token: of seed, index and position, and of nothing else."""
+        place = self.num_drawn if position is None else position
+        return np.random.default_rng([self.request.params.seed % 2**64, self.index, place]).random()
+
+    def take(
+        self, tokens: Int32Array, logprobs: Float32Array, topk: TopK | None = None, prompt: PromptResult | None = None
+    ) -> SampleDelta:
+        """Append new tokens up to the sample's end and return them as a delta.
+
+        Args:
+            tokens: at least one, in order; those after a stop token or `max_tokens` are dropped.
+            logprobs: of these tokens.
+            topk: the likeliest tokens at the same positions, as many as the request asks for.
+            prompt: the results about the prompt, with the first tokens of index 0.
+        """
+        num = min(self.num_left, tokens.size)
+        stopping = np.flatnonzero([token in self.stops for token in tokens[:num].tolist()])
+        if stopping.size:
+            num = int(stopping[0]) + 1
+        self.drawn.append(tokens[:num].copy())
+        self.num_drawn += num
+        if stopping.size:
+            self.stop_reason = "stop"
+        elif self.num_left == 0:
+            self.stop_reason = "length"
+        return SampleDelta(
+            request_id=self.request.request_id,
+            index=self.index,
+            tokens=self.drawn[-1],
+            logprobs=logprobs[:num].copy(),
+            stop_reason=self.stop_reason,
+            topk=topk and TopK(token_ids=topk.token_ids[:num].copy(), logprobs=topk.logprobs[:num].copy()),
+            prompt=prompt,
+        )
+
+
+class OpenSamples:
+    """The open samples of all requests, in order of arrival."""
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self._samples: dict[tuple[RequestId, int], OpenSample] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def begin(self, batch: PreparedSampleBatch) -> None:
+        """Add the samples of requests, or of further parts of them."""
+        for request in batch.requests:
+            stops = frozenset(request.params.stop_token_ids)
+            if request.params.eos_stops:
+                stops |= self._eos
+            for index in range(request.first_index, request.first_index + request.num_samples):
+                sample = OpenSample(request=request, index=index, stops=stops)
+                self._samples[request.request_id, index] = sample
+
+    def first(self, most: int) -> list[OpenSample]:
+        """Return the samples to decode now: the earliest ones, at most `most`. Later ones wait for their end."""
+        return list(self._samples.values())[:most]
+
+    def drop_ended(self) -> None:
+        """Remove samples that have a stop reason, and with them their state."""
+        self._samples = {key: each for key, each in self._samples.items() if each.stop_reason is None}
+
+    def cancel(self, request_ids: Collection[RequestId]) -> None:
+        """Remove all samples of requests. Unknown ids are ignored."""
+        self._samples = {key: each for key, each in self._samples.items() if key[0] not in request_ids}
+
+    def end(self, request_id: RequestId, index: int) -> None:
+        """Remove one sample, if it is open."""
+        self._samples.pop((request_id, index), None)

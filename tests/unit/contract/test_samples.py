@@ -1,0 +1,71 @@
+"""The life of a sample without a device."""
+
+import numpy as np
+import pytest
+
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.contract.results import TopK
+from skyrl_tx.contract.samples import OpenSamples
+
+
+def request(name: str = "one", num_samples: int = 1, first_index: int = 0, **params) -> SampleRequest:
+    return SampleRequest(
+        request_id=RequestId(name),
+        sampler=None,
+        prompt=np.array([5, 6], np.int32),
+        num_samples=num_samples,
+        params=SamplingParams(seed=1, max_tokens=4, **params),
+        options=PromptOptions(),
+        first_index=first_index,
+    )
+
+
+def opened_with(*requests: SampleRequest) -> OpenSamples:
+    opened = OpenSamples([9])
+    opened.begin(PreparedSampleBatch(requests=requests))
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "expected", "reason"),
+    [
+        ({}, [1, 2], [1, 2], None),
+        ({}, [1, 2, 3, 4, 5], [1, 2, 3, 4], "length"),
+        ({}, [1, 9, 3], [1, 9], "stop"),
+        ({"eos_stops": False}, [1, 9, 3], [1, 9, 3], None),
+        ({"stop_token_ids": (3,)}, [1, 3, 9], [1, 3], "stop"),
+        ({"stop_token_ids": (4,)}, [1, 2, 3, 4], [1, 2, 3, 4], "stop"),
+    ],
+)
+def test_a_sample_ends_after_a_stop_token_or_at_its_length(params, tokens, expected, reason):
+    [sample] = opened_with(request(**params)).first(8)
+    assert sample.last_token == 6 and sample.num_left == 4
+    drawn = np.array(tokens, np.int32)
+    topk = TopK(token_ids=drawn[:, None], logprobs=-np.ones((len(drawn), 1), np.float32))
+    delta = sample.take(drawn, -drawn.astype(np.float32), topk)
+    assert (delta.tokens.tolist(), delta.stop_reason) == (expected, reason)
+    assert delta.topk is not None and len(delta.logprobs) == len(delta.topk.token_ids) == len(expected)
+    assert sample.last_token == expected[-1]
+
+
+def test_samples_beyond_the_slots_wait_in_order_of_arrival():
+    opened = opened_with(request("one", 2), request("two"), request("one", 2, first_index=2))
+    places = [(each.request.request_id, each.index) for each in opened.first(9)]
+    assert places == [("one", 0), ("one", 1), ("two", 0), ("one", 2), ("one", 3)]
+    first, second = opened.first(2)
+    first.take(np.array([9], np.int32), np.zeros(1, np.float32))
+    opened.drop_ended()
+    assert opened.first(2)[0] is second and opened.first(2)[1].request.request_id == "two"
+    opened.end(RequestId("one"), 1)
+    opened.end(RequestId("one"), 1)
+    opened.cancel([RequestId("two"), RequestId("unknown")])
+    assert [each.index for each in opened.first(9)] == [2, 3] and len(opened) == 2
+
+
+def test_numbers_depend_on_seed_index_and_position():
+    one, two = opened_with(request("one", 2)).first(2)
+    [again] = opened_with(request("other", 1, first_index=1)).first(1)
+    assert one.uniform() != two.uniform() == again.uniform()
+    assert two.uniform(1) != two.uniform(0) == two.uniform()
