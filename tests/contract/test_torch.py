@@ -1,0 +1,62 @@
+"""The torch backend of `examples/torch_backend` passes the backend suite, with dense models of three families."""
+
+import importlib
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.testing.backend_suite import BackendSuite
+from tests.support.tiny import DENSE, HYBRID, MOE, WINDOWS, tiny_directory
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+EXAMPLE = Path(__file__).parents[2] / "examples/torch_backend"
+
+
+def torch_backend(architecture: str) -> AbstractBackend:
+    """Return the backend on a tiny model, not started, with one thread: those of torch spin on shared cores."""
+    if str(EXAMPLE) not in sys.path:
+        sys.path.insert(0, str(EXAMPLE))
+    spec = importlib.import_module("skyrl_tx_torch").BACKEND
+    config = spec.config(device="cpu", num_threads=1, max_models=3, max_samplers=2, sample_slots=4, logits_chunk=8)
+    return spec.load()(str(tiny_directory(architecture)), config)
+
+
+class TestTorch(BackendSuite):
+    architecture = DENSE
+
+    @classmethod
+    def make_backend(cls, directory: Path) -> AbstractBackend:
+        return torch_backend(cls.architecture)
+
+    @contextmanager
+    def lost_device(self, backend: AbstractBackend) -> Generator[None]:
+        def fail(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("from_numpy", "ones", "tensor", "add", "zeros_like", "stack"):
+                patch.setattr(torch, name, fail)
+            yield
+
+
+class TestTorchWithWindows(TestTorch):
+    architecture = WINDOWS
+
+
+class TestTorchWithStates(TestTorch):
+    architecture = HYBRID
+
+
+def test_experts_are_refused_by_name():
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts holds experts in one tensor"):
+        torch_backend(MOE).start()
