@@ -1,7 +1,5 @@
 """The torch backend of `examples/torch_backend` passes the backend suite, with dense models of three families."""
 
-import importlib
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.testing.backend_suite import BackendSuite
 from tests.support.tiny import DENSE, HYBRID, MOE, WINDOWS, tiny_directory
+from tests.support.torch_example import torch_spec
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -19,14 +18,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-EXAMPLE = Path(__file__).parents[2] / "examples/torch_backend"
 
 
 def torch_backend(architecture: str) -> AbstractBackend:
     """Return the backend on a tiny model, not started, with one thread: those of torch spin on shared cores."""
-    if str(EXAMPLE) not in sys.path:
-        sys.path.insert(0, str(EXAMPLE))
-    spec = importlib.import_module("skyrl_tx_torch").BACKEND
+    spec = torch_spec()
     config = spec.config(device="cpu", num_threads=1, max_models=3, max_samplers=2, sample_slots=4, logits_chunk=8)
     return spec.load()(str(tiny_directory(architecture)), config)
 

@@ -11,6 +11,7 @@ import pytest
 
 from skyrl_tx.quickstart.model import write_tiny_model
 from tests.support.live_server import LiveServer
+from tests.support.torch_example import torch_environment
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "gsm8k"
 MODEL_NAME = "Qwen/Qwen3-0.6B"
@@ -35,13 +36,18 @@ def test_help_describes_the_script_and_its_defaults(name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path):
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path, backend):
+    environment = None
+    if backend == "torch":
+        pytest.importorskip("torch")
+        environment = torch_environment(tmp_path / "installed")
     model = write_tiny_model(tmp_path / "model")
     data = tmp_path / "gsm8k.jsonl"  # short answers, so that a tiny model completes them
     rows = [{"question": f"How many legs have {n} cats?", "answer": f"{n} * 4.\n#### {n * 4}"} for n in range(1, 41)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--base-model", str(model), "--served-model-name", MODEL_NAME)
-    with LiveServer(tmp_path / "server", flags=flags) as server:
+    flags = ("--base-model", str(model), "--served-model-name", MODEL_NAME, "--backend", backend)
+    with LiveServer(tmp_path / "server", flags=flags, environment=environment) as server:
         common = ("--base-url", server.url, "--tokenizer", model, "--data", data)
 
         trained = script(

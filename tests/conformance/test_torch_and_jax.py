@@ -1,0 +1,127 @@
+"""The torch backend and the JAX backend compute the same numbers, and open each other's checkpoints."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.contract.backend import ALL_PARTS, StatePart
+from skyrl_tx.contract.batches import PreparedSampleBatch
+from skyrl_tx.contract.losses import LOSS_SPECS
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.testing.backend_driver import STEP, BackendDriver
+from skyrl_tx.testing.tiny_models import write_model
+from tests.support.tiny import MODEL, TINY_CONFIG
+from tests.support.torch_example import torch_spec
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def drivers(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BackendDriver, BackendDriver]]:
+    """Torch and JAX on the same model."""
+    root: Path = tmp_path_factory.mktemp("both")
+    directory = str(write_model(root / "model", std=0.3, **{**MODEL, "tied_embeddings": request.param}))
+    spec = torch_spec()
+    torch = spec.load()(directory, spec.config(device="cpu", num_threads=1))
+    jax = JaxBackend(directory, TINY_CONFIG)
+    with ExitStack() as stack:
+        found: list[BackendDriver] = []
+        for name, backend in (("torch", torch), ("jax", jax)):
+            stack.enter_context(closing(backend))
+            (root / name).mkdir()
+            found.append(BackendDriver(backend, backend.start(), root / name))
+        yield found[0], found[1]
+
+
+def moved(model_id, source: BackendDriver, to: BackendDriver):
+    """Restore a model of one backend in another from its files; return its id there."""
+    directory = source.directory / f"moved-{source.new_id()}"
+    directory.mkdir()
+    source.backend.capture(model_id, ALL_PARTS).write(directory)
+    copy = to.new_id()
+    to.backend.restore(copy, to.spec(), to.backend.open_snapshot(directory), ALL_PARTS)
+    return copy
+
+
+def check_equal(left, right, near: float) -> None:
+    """Compare two states of arrays, relative to their largest number."""
+    assert left.keys() == right.keys()
+    for name, array in left.items():
+        assert array.dtype == right[name].dtype
+        largest = max(float(np.abs(array).max()), 1e-6)
+        np.testing.assert_allclose(array, right[name], rtol=0, atol=near * largest, err_msg=name)
+
+
+def test_base_models_have_one_hash(drivers):
+    assert drivers[0].capabilities.base_model_hash == drivers[1].capabilities.base_model_hash
+
+
+@pytest.mark.parametrize("way", ["torch to jax", "jax to torch"])
+def test_checkpoints_move_bit_by_bit(drivers, way):
+    source, to = drivers if way == "torch to jax" else drivers[::-1]
+    model_id = source.model(steps=2)
+    source.backend.forward_backward(source.batch(source.request(model_id, seed=4)))
+    copy = moved(model_id, source, to)
+    for part in StatePart:
+        ours, theirs = source.arrays_of(model_id, part), to.arrays_of(copy, part)
+        check_equal(ours, theirs, near=0)
+    source.clean()
+    to.clean()
+
+
+def test_passes_gradients_and_steps_are_equal(drivers):
+    torch, jax = drivers
+    model_id = torch.model(steps=1)
+    copy = moved(model_id, torch, jax)
+    for loss in LOSS_SPECS:
+        results = []
+        for driver, each in ((torch, model_id), (jax, copy)):
+            [request] = [driver.request(each, (7, 12, 20), seed=5, loss=loss)]
+            results.append(driver.backend.forward_backward(driver.batch(request)))
+        for ours, theirs in zip(*results, strict=True):
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
+            assert ours.sums["loss"] == pytest.approx(theirs.sums["loss"], rel=1e-4, abs=1e-3)
+            assert ours.means.keys() == theirs.means.keys()
+            for name, term in ours.means.items():
+                assert term.count == theirs.means[name].count
+                assert term.total == pytest.approx(theirs.means[name].total, rel=1e-4, abs=1e-3), (loss, name)
+        gradient = torch.arrays_of(model_id, StatePart.GRADIENT)
+        check_equal(gradient, jax.arrays_of(copy, StatePart.GRADIENT), near=1e-4)
+        metrics = [driver.backend.optim_step(each, STEP) for driver, each in ((torch, model_id), (jax, copy))]
+        assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
+        jax.backend.delete_model(copy)  # AdamW amplifies rounding, so each loss begins with equal weights
+        copy = moved(model_id, torch, jax)
+    torch.clean()
+    jax.clean()
+
+
+def test_greedy_samples_and_prompt_scores_are_equal(drivers):
+    torch, jax = drivers
+    model_id = torch.model(steps=2)
+    copy = moved(model_id, torch, jax)
+    params = SamplingParams(seed=1, max_tokens=24, temperature=0.0, eos_stops=False)
+    found = []
+    for driver, each in ((torch, model_id), (jax, copy)):
+        request = driver.sample_request(
+            driver.sampler(each), params=params, options=PromptOptions(logprobs=True, topk=3, sample_topk=3)
+        )
+        driver.backend.begin_sample(PreparedSampleBatch(requests=(request,)))
+        deltas = []
+        while new := driver.backend.step_sample():
+            deltas += new
+        found.append(deltas)
+    tokens, logprobs = (
+        [np.concatenate([getattr(d, key) for d in deltas]) for deltas in found] for key in ("tokens", "logprobs")
+    )
+    np.testing.assert_array_equal(*tokens)
+    np.testing.assert_allclose(*logprobs, rtol=0, atol=1e-4)
+    prompts = [next(delta.prompt for delta in deltas if delta.prompt is not None) for deltas in found]
+    np.testing.assert_allclose(*(each.logprobs for each in prompts), rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(*(each.topk.token_ids for each in prompts))
+    torch.clean()
+    jax.clean()
