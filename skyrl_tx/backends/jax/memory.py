@@ -23,7 +23,7 @@ from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
-from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import WHOLE, Layout
 
@@ -96,6 +96,11 @@ class Costs:
     fixed: int
     token: int  # with the results of matrix products kept for the backward pass
     token_with_remat: int
+
+    def of_pass(self, plan: MemoryPlan, *, num_shards: int) -> int:
+        """Return the bytes that a micro-batch takes on each device; the batch has `num_shards` shards."""
+        cost = self.token_with_remat if plan.remat else self.token
+        return self.fixed + cost * -(-plan.micro_batch_tokens // num_shards)
 
 
 def is_exhausted(error: Exception) -> bool:
@@ -187,14 +192,14 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     Call it when the weights are on the device. The KV cache is never larger than all slots can use.
     """
     layout, dtype = params.layout, params.embed.dtype
-    room = _RoomBytes.of(model, layout, dtype.itemsize)
+    room = RoomBytes.of(model, layout, dtype.itemsize)
     shards = layout.num_shards("batch")  # of the KV cache; a prompt is a single row, which is not sharded
     free = free_bytes(params)
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
         free = _free_on_host(params)
         most = min(most, DEFAULT_SAMPLE_TOKENS)
-        room, shards = _RoomBytes.of(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
+        room, shards = RoomBytes.of(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
     fitting = int((SAMPLE_SHARE * max(free, 0) - room.state * -(-config.sample_slots // shards)) / room.position)
     memory = _largest_sample_memory(fitting, shards, most, config, model, room)
     log.info(
@@ -210,7 +215,7 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
 
 
 @dataclass(frozen=True, slots=True)
-class _RoomBytes:
+class RoomBytes:
     """The bytes that the cache takes on each device."""
 
     position: int
@@ -219,7 +224,7 @@ class _RoomBytes:
     """For the state of one sample, or of one prompt, whatever its length."""
 
     @classmethod
-    def of(cls, model: models.ModelConfig, layout: Layout, itemsize: int) -> "_RoomBytes":
+    def of(cls, model: models.ModelConfig, layout: Layout, itemsize: int) -> "RoomBytes":
         """Return the bytes for a model whose base weights have `itemsize`."""
 
         def size(each: Parameter) -> int:
@@ -241,7 +246,7 @@ class _RoomBytes:
 
 
 def _largest_sample_memory(
-    fitting: int, shards: int, most: int, config: JaxConfig, model: models.ModelConfig, room: _RoomBytes
+    fitting: int, shards: int, most: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes
 ) -> SampleMemory:
     """Return the largest memory for `fitting` positions of a device, which has one of `shards` shards of the cache."""
     if config.max_sample_tokens:
@@ -268,11 +273,11 @@ def max_models(config: JaxConfig, params: models.DecoderParams, model: models.Mo
 
     A configured number takes precedence. Call it when weights and KV cache are on the device. `reserved` bytes of each
     device are kept free. A model takes memory when it is created, for its own rank: weights, gradient and two moments.
-    This estimate assumes the highest rank that a client may ask for, unsharded.
+    This estimate assumes the highest rank that a client may ask for.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free, cost = max(_free(params) - reserved, 0), 4 * _adapter_bytes(model, padded_rank(config.max_lora_rank))
+    free, cost = max(_free(params) - reserved, 0), model_bytes(config, params, model)
     fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, needs the new and the old state of one model
     found = max(1, min(fitting, MAX_MODELS))
     log.info(
@@ -285,20 +290,36 @@ def max_models(config: JaxConfig, params: models.DecoderParams, model: models.Mo
     return found
 
 
+def model_bytes(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+    """Return the bytes of a model in training of the highest rank on each device: weights, gradient and two moments."""
+    return 4 * adapter_bytes(model, padded_rank(config.max_lora_rank), memory_layout(params))
+
+
 def num_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
     """Return how many adapter slots the sampler pool has at start-up, the base model's included.
 
     That is the configured maximum, so that no program is compiled again when a sampler is loaded, or what fits into
     POOL_SHARE of the memory at the default rank. Call it when the weights are on the device.
     """
-    fitting = int(POOL_SHARE * _free(params) / _adapter_bytes(model, min(RANK, config.max_lora_rank)))
-    return min(1 + config.max_sampler_adapters, max(fitting, MIN_ADAPTER_SLOTS))
+    cost = adapter_bytes(model, min(RANK, config.max_lora_rank), memory_layout(params))
+    return min(1 + config.max_sampler_adapters, max(int(POOL_SHARE * _free(params) / cost), MIN_ADAPTER_SLOTS))
 
 
-def _adapter_bytes(model: models.ModelConfig, rank: int) -> int:
-    """Return the bytes of an adapter's weights."""
+def adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) -> int:
+    """Return the bytes of an adapter's weights on each device, which are cut as `mesh.adapter_placement` does."""
+    axes = models.adapter_axes(model)
+
+    def size(leaf: jax.Array, of: tuple[Axis | None, ...]) -> int:
+        cut = leaf.shape if layout.mesh is None else layout.sharding(of, leaf.shape).shard_shape(leaf.shape)
+        return math.prod(cut) * leaf.dtype.itemsize
+
     weights = models.adapter_shapes(model, rank).weights
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+    return sum(size(pair.a, axes[name][0]) + size(pair.b, axes[name][1]) for name, pair in weights.items())
+
+
+def memory_layout(params: models.DecoderParams) -> Layout:
+    """Return how arrays are cut over memories: not at all where all devices share that of the host."""
+    return WHOLE if free_bytes(params) is None else params.layout
 
 
 def _free(params: models.DecoderParams) -> int:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import jax
 import msgspec
-import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax import start_plan
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.doctor import devices, probe
@@ -17,22 +16,9 @@ from skyrl_tx.doctor.findings import Finding
 from skyrl_tx.doctor.probe_messages import Answer, Device, Plan, Question
 from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.testing.tiny_models import write_model
+from tests.support.published import QWEN3_8B
 
 GIB = 2**30
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
 PLAN = Plan(
     num_parameters=8_000_000_000,
     dtype="bfloat16",
@@ -98,31 +84,6 @@ def test_models_that_cannot_be_served(tmp_path: Path, change: dict[str, object],
 def test_a_mesh_without_its_devices(tmp_path: Path) -> None:
     answer = probe.examine(Question(base_model="", backend_config={"mesh": {"tp": 64}}))
     assert answer.devices and answer.setting == "--backend-config.mesh" and "64 devices" in answer.problem
-
-
-@pytest.mark.slow
-def test_the_plan_of_a_large_model_on_an_accelerator(monkeypatch) -> None:
-    """The memory that the device reports is replaced; all else is computed from the shapes."""
-    model = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
-    config = JaxConfig(dtype="bfloat16", compile_cache_dir=None)
-    layout = mesh.make_layout(config.mesh)
-    plans: dict[int, Plan] = {}
-    for limit in (60 * GIB, 100 * GIB):
-        monkeypatch.setattr(
-            probe._PlannedDevice,
-            "memory_stats",
-            lambda self, limit=limit: {"bytes_limit": limit, "bytes_in_use": self._used},
-        )
-        plans[limit] = probe._plan(config, layout, model)
-    small, large = plans.values()
-    assert small.num_parameters == 8_190_735_360, "as the model's card says: 8.2B"
-    assert small.weight_bytes == 2 * small.num_parameters and small.dtype == "bfloat16"
-    assert small.free_bytes == 60 * GIB - small.weight_bytes
-    token = 2 * 36 * 8 * 128 * 2
-    for limit, plan in plans.items():
-        used = plan.weight_bytes + plan.kv_tokens * token
-        assert used < limit and plan.max_length == 40960 and plan.max_models > 1
-    assert large.kv_tokens > small.kv_tokens and large.micro_batch_tokens >= small.micro_batch_tokens >= 256
 
 
 def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
@@ -202,12 +163,6 @@ def test_other_backends_are_not_examined(subject) -> None:
     assert found.level == "ok"
 
 
-def test_planned_arrays_have_the_sizes_of_arrays() -> None:
-    described = models.describe_params(models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)).embed
-    planned = probe._PlannedArray(described, np.dtype("float32"), frozenset())
-    assert (planned.size, planned.nbytes) == (151936 * 4096, 151936 * 4096 * 4)
-
-
 def test_the_plan_is_for_the_form_of_adapters_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of models that fit is replaced by the number of parameters of one, at rank 1."""
 
@@ -215,7 +170,7 @@ def test_the_plan_is_for_the_form_of_adapters_that_is_served(tmp_path: Path, mon
         (model,) = (each for each in arguments if isinstance(each, models.ModelConfig))
         return sum(leaf.size for leaf in jax.tree.leaves(models.adapter_shapes(model, 1).weights))
 
-    monkeypatch.setattr(probe, "max_models", num_parameters)
+    monkeypatch.setattr(start_plan, "max_models", num_parameters)
     write_model(tmp_path, "Qwen3MoeForCausalLM", num_layers=1)
     found: list[int] = []
     for form in ("shared", "own"):

@@ -1,0 +1,148 @@
+"""The plan that the backend makes at its start, from the shapes of a model: without its weights, also without devices.
+
+`skyrl-tx doctor` asks for the devices of this machine, `skyrl-tx plan` for devices that are elsewhere.
+"""
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.memory import (
+    DEFAULT_MICRO_BATCH_TOKENS,
+    Costs,
+    MemoryPlan,
+    adapter_bytes,
+    costs_of,
+    free_bytes,
+    max_models,
+    memory_layout,
+    model_bytes,
+    num_adapter_slots,
+    plan_for,
+    plan_sample_memory,
+)
+from skyrl_tx.backends.jax.sample.adapter_pool import LOWEST_RANK
+from skyrl_tx.backends.jax.shapes import SampleMemory
+from skyrl_tx.layers.parameter import Parameter, flatten, map_named
+from skyrl_tx.layers.sharding import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPlan:
+    """The allocations and choices of `JaxBackend.start`. Bytes are of each device."""
+
+    num_parameters: int
+    dtype: str
+    weight_bytes: int
+    free_bytes: int | None
+    """Memory that the weights leave; negative if they do not fit, None if devices do not report their memory."""
+    num_adapter_slots: int
+    """Adapter slots for sampling at the start, of the lowest rank."""
+    pool_bytes: int
+    samples: SampleMemory
+    kv_bytes: int
+    """The KV cache, without prompts."""
+    costs: Costs | None
+    """None if devices do not report their memory."""
+    passes: MemoryPlan
+    pass_bytes: int
+    """Temporary memory of a micro-batch; 0 if devices do not report their memory."""
+    max_models: int
+    model_bytes: int
+    """Weights, gradient and moments of one model of the highest rank."""
+
+
+def layout_without_devices(config: MeshConfig) -> Layout:
+    """Return a layout for shapes and shardings. Arrays cannot be placed on it."""
+    axes = config.model_dump()
+    without = AbstractMesh(tuple(axes.values()), tuple(axes))
+    return Layout(cast(Mesh, without), tuple(mesh.RULES.items()))  # a Mesh has more only for who places arrays
+
+
+def plan_start(
+    config: JaxConfig, layout: Layout, model: models.ModelConfig, dtype: np.dtype, *, limit_bytes: int | None
+) -> StartPlan:
+    """Plan as `JaxBackend.start` does, in its order: weights, sampler pool, KV cache, micro-batches, models.
+
+    `limit_bytes` is the memory of each device; None for devices that do not report it, as CPUs do not.
+    """
+    described = models.describe_params(model)
+    weight_bytes = bytes_on_each_device(described, layout, dtype)
+
+    def params_after(used: int) -> models.DecoderParams:
+        devices = frozenset({_PlannedDevice(limit_bytes, used)})
+        planned = map_named(lambda _, parameter: _PlannedArray(parameter, dtype, devices), described)
+        return replace(planned, layout=layout)
+
+    params = params_after(weight_bytes)
+    free = free_bytes(params)
+    num_slots = num_adapter_slots(config, params, model)
+    pool_bytes = num_slots * adapter_bytes(model, LOWEST_RANK, memory_layout(params))
+    params = params_after(weight_bytes + pool_bytes)
+    samples = plan_sample_memory(config, params, model)
+    # A prompt is a single row, so its bytes are not cut by rows as those of the cache are.
+    token_bytes = samples.prompt_bytes // samples.prompt_tokens
+    kv_bytes = samples.tokens * token_bytes // layout.num_shards("batch")
+    params = params_after(weight_bytes + pool_bytes + kv_bytes)
+    costs, pass_bytes = None, 0
+    if (left := free_bytes(params)) is None:
+        passes = MemoryPlan(config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(config.remat))
+    else:
+        num_shards = layout.num_shards("batch")
+        costs = costs_of(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params), model)
+        passes = plan_for(left - samples.prompt_bytes, costs, config, num_shards=num_shards)
+        pass_bytes = costs.of_pass(passes, num_shards=num_shards)
+    return StartPlan(
+        num_parameters=sum(int(np.prod(each.shape)) for each in flatten(described).values()),
+        dtype=dtype.name,
+        weight_bytes=weight_bytes,
+        free_bytes=free,
+        num_adapter_slots=num_slots,
+        pool_bytes=pool_bytes,
+        samples=samples,
+        kv_bytes=kv_bytes,
+        costs=costs,
+        passes=passes,
+        pass_bytes=pass_bytes,
+        max_models=max_models(config, params, model, reserved=samples.prompt_bytes),
+        model_bytes=model_bytes(config, params, model),
+    )
+
+
+def bytes_on_each_device(described: models.DecoderParams, layout: Layout, dtype: np.dtype) -> int:
+    """Return the bytes of the base weights on each device of a mesh."""
+    return sum(
+        int(np.prod(mesh.parameter_sharding(layout, each).shard_shape(each.shape))) * dtype.itemsize
+        for each in flatten(described).values()
+    )
+
+
+class _PlannedDevice:
+    """A device as `skyrl_tx.backends.jax.memory` reads it, after the allocation of `used` bytes."""
+
+    def __init__(self, limit: int | None, used: int) -> None:
+        self._limit = limit
+        self._used = used
+        self.id = 0
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self._limit is None else {"bytes_limit": self._limit, "bytes_in_use": self._used}
+
+
+class _PlannedArray:
+    """The shape of an array that would be on devices."""
+
+    def __init__(self, parameter: Parameter, dtype: np.dtype, devices: frozenset[_PlannedDevice]) -> None:
+        self.shape, self.dtype = parameter.shape, dtype
+        self.size = int(np.prod(parameter.shape))
+        self.nbytes = self.size * dtype.itemsize
+        self._devices = devices
+
+    def devices(self) -> frozenset[_PlannedDevice]:
+        return self._devices

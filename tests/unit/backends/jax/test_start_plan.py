@@ -1,0 +1,64 @@
+"""The plan of the backend's start from shapes alone, against figures computed by hand."""
+
+import jax.numpy as jnp
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.start_plan import _PlannedArray, layout_without_devices, plan_start
+from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+
+GIB = 2**30
+BFLOAT16 = jnp.dtype("bfloat16")
+
+
+def model_of(content: dict[str, object]) -> models.ModelConfig:
+    return models.find_family(content).config_from_hf(content)
+
+
+def test_a_large_model_on_one_accelerator() -> None:
+    model, config = model_of(QWEN3_8B), JaxConfig(max_lora_rank=32)
+    layout = layout_without_devices(MeshConfig())
+    small, large = (plan_start(config, layout, model, BFLOAT16, limit_bytes=limit * GIB) for limit in (60, 100))
+    assert small.num_parameters == 8_190_735_360, "as the model's card says: 8.2B"
+    assert small.weight_bytes == 2 * small.num_parameters and small.dtype == "bfloat16"
+    assert small.free_bytes == 60 * GIB - small.weight_bytes
+    for plan in (small, large):
+        assert plan.kv_bytes == plan.samples.tokens * 36 * 2 * 8 * 128 * 2  # layers, k and v, heads, dims, bytes
+        # Each layer: q 4096+4096, k and v 4096+1024, o 4096+4096, gate and up 4096+12288, down 12288+4096.
+        of_rank_1 = 36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936
+        assert plan.model_bytes == 4 * 4 * 32 * of_rank_1  # weights, gradient, two moments; bytes
+        assert plan.pool_bytes == plan.num_adapter_slots * 4 * 8 * of_rank_1
+        assert plan.samples.max_length == 40960 and plan.max_models > 1
+    assert large.samples.tokens > small.samples.tokens
+    assert large.passes.micro_batch_tokens >= small.passes.micro_batch_tokens >= 256
+
+
+def test_experts_on_a_mesh() -> None:
+    model, config = model_of(QWEN3_30B_A3B), JaxConfig(max_lora_rank=8)
+    layout = layout_without_devices(MeshConfig(tp=2, ep=4))
+    plan = plan_start(config, layout, model, BFLOAT16, limit_bytes=100 * GIB)
+    assert plan.num_parameters == 30_532_122_624, "as the model's card says: 30.5B"
+    experts = 48 * 128 * 3 * 2048 * 768
+    maps = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512) + 2 * 151936 * 2048
+    routers, norms = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
+    assert experts + maps + routers + norms == plan.num_parameters
+    assert plan.weight_bytes == 2 * (experts // 8 + maps // 2 + routers // 4 + norms)
+    # Of an expert's map the dim 768 is cut by tp; 2048 is whole, as fsdp is 1.
+    of_experts = 48 * 128 // 4 * (3 * 2048 + 3 * 768 // 2)
+    of_attention = 48 * (2 * (2048 + 4096 // 2) + 2 * (2048 + 512 // 2))
+    of_unembedding = 2048 + 151936 // 2
+    assert plan.model_bytes == 4 * 4 * 8 * (of_experts + of_attention + of_unembedding)
+    assert plan.kv_bytes == plan.samples.tokens // 4 * 48 * 2 * 4 * 128 * 2 // 2
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 3}, {"fsdp": 5}])
+def test_a_mesh_without_devices_is_checked(sizes: dict[str, int]) -> None:
+    with pytest.raises(mesh.MeshError, match="does not divide"):
+        mesh.check_divides(layout_without_devices(MeshConfig(**sizes)), model_of(QWEN3_8B))
+
+
+def test_planned_arrays_have_the_sizes_of_arrays() -> None:
+    planned = _PlannedArray(models.describe_params(model_of(QWEN3_8B)).embed, jnp.dtype("float32"), frozenset())
+    assert (planned.size, planned.nbytes) == (151936 * 4096, 151936 * 4096 * 4)
