@@ -44,8 +44,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
 from skyrl_tx.engine.prepare import pass_examples, pass_output
-from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.models.arithmetic import adapter_macs, frozen_macs, mixing_macs
 from skyrl_tx.process_setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
@@ -146,25 +145,10 @@ def example(request: RequestId, model: ModelId, length: int, vocab_size: int, dr
 
 
 def least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
-    """Return the least FLOPs of forward and backward for these sequences.
-
-    In a mixture of experts, a token counts the router and the experts that are chosen for it, and once the factors that
-    these share.
-    """
-    frozen, lora, per_pair = 0, 0, 0
-    for block in shape.blocks:
-        routing = block.feed_forward.routing if isinstance(block.feed_forward, Mixture) else None
-        frozen += 0 if routing is None else shape.hidden_size * routing.num_experts
-        for target in (*block.mixer.targets().values(), *block.feed_forward.targets().values()):
-            repeats = 1 if routing is None or target.num_experts is None else routing.num_chosen
-            frozen += repeats * target.inputs * target.outputs
-            for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True):
-                lora += rank * size * (1 if shape.expert_lora == "shared" and axis == "embed" else repeats)
-        assert isinstance(block.mixer, Attention)
-        per_pair += 12 * block.mixer.num_heads * block.mixer.head_dim  # 2 products forward, 4 backward
-    frozen += shape.hidden_size * shape.vocab_size
-    lora += rank * (shape.hidden_size + shape.vocab_size) if train_unembed else 0
-    return sum((4 * frozen + 6 * lora) * length + per_pair * length * (length + 1) / 2 for length in lengths)
+    """Return the least FLOPs of forward and backward for these sequences."""
+    frozen, lora = frozen_macs(shape), adapter_macs(shape, rank, with_unembed=train_unembed)
+    # The backward pass has no product for frozen weights, and two for each other product.
+    return sum((4 * frozen + 6 * lora) * length + 6 * mixing_macs(shape, length) for length in lengths)
 
 
 def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCounter) -> dict[str, Any]:

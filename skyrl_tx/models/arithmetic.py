@@ -1,0 +1,77 @@
+"""The least arithmetic of a model, in multiply-adds of one token: two FLOPs each.
+
+In a mixture of experts, a token counts the router and the experts that are chosen for it. Norms, ropes, activations and
+the look-up of embeddings count nothing.
+"""
+
+from skyrl_tx.models.adapters import UNEMBED, target_layers, targets
+from skyrl_tx.models.config import Block, ModelConfig
+from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.base import Target
+from skyrl_tx.models.parts.delta_net import DeltaNet
+from skyrl_tx.models.parts.mixture import Mixture
+
+
+def frozen_macs(config: ModelConfig) -> int:
+    """Return the multiply-adds of a token with the base weights, those of the unembedding included."""
+    found = config.hidden_size * config.vocab_size
+    for block in config.blocks:
+        for target in (*block.mixer.targets().values(), *block.feed_forward.targets().values()):
+            found += _repeats(block, target) * target.inputs * target.outputs
+        if isinstance(block.feed_forward, Mixture):
+            found += config.hidden_size * block.feed_forward.routing.num_experts
+        if isinstance(block.mixer, DeltaNet):  # decays and learning rates
+            found += 2 * config.hidden_size * block.mixer.num_value_heads
+    return found
+
+
+def adapter_macs(config: ModelConfig, rank: int, *, with_unembed: bool = True) -> int:
+    """Return the multiply-adds of a token with an adapter; factors that all experts share count once."""
+    found = 0
+    for block in config.blocks:
+        for target in (*block.mixer.targets().values(), *block.feed_forward.targets().values()):
+            for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True):
+                is_shared = config.expert_lora == "shared" and axis == "embed"
+                found += rank * size * (1 if is_shared else _repeats(block, target))
+    return found + (rank * (config.hidden_size + config.vocab_size) if with_unembed else 0)
+
+
+def mixing_macs(config: ModelConfig, length: int) -> int:
+    """Return the multiply-adds by which the positions of a sequence of `length` tokens read each other, in all."""
+    found = 0
+    for block in config.blocks:
+        match block.mixer:
+            case Attention(num_heads=heads, head_dim=dim, window=window):
+                seen = min(window or length, length)
+                pairs = seen * (seen + 1) // 2 + (length - seen) * seen
+                found += 2 * heads * dim * pairs  # queries by keys, scores by values
+            case DeltaNet(num_value_heads=heads, key_dim=keys, value_dim=values):
+                found += 3 * heads * keys * values * length  # the state is read, changed, and read by the query
+            case mixer:
+                raise TypeError(f"the arithmetic of {type(mixer).__name__} is not known")
+    return found
+
+
+def experts_read(config: ModelConfig, num_tokens: int) -> float:
+    """Return the expected share of the experts' weights that a step of `num_tokens` reads; 1 without experts."""
+    shares = [
+        1 - (1 - block.feed_forward.routing.num_chosen / block.feed_forward.routing.num_experts) ** num_tokens
+        for block in config.blocks
+        if isinstance(block.feed_forward, Mixture)
+    ]
+    return sum(shares) / len(shares) if shares else 1.0
+
+
+def expert_parameters(config: ModelConfig) -> int:
+    """Return how many of the base weights belong to experts among which a router chooses."""
+    return sum(
+        len(target_layers(config, name)) * target.num_experts * target.inputs * target.outputs
+        for name, target in targets(config).items()
+        if name != UNEMBED and target.num_experts is not None
+    )
+
+
+def _repeats(block: Block, target: Target) -> int:
+    """Return how often a token meets a linear map of a block."""
+    feed_forward = block.feed_forward
+    return feed_forward.routing.num_chosen if target.num_experts and isinstance(feed_forward, Mixture) else 1
