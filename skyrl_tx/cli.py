@@ -48,6 +48,7 @@ _COMMANDS = {
     "export": "write a checkpoint as a PEFT adapter, or merged into its base model",
     "import": "create a checkpoint from a PEFT adapter",
     "doctor": "examine machine, settings, model and data, and say what to do",
+    "plan": "say whether a model fits devices that are not here, and how fast it can be",
     "recover": "restore checkpoints that the database lost, or that are in the trash",
     "backup": "copy the database and the weights, also while a server runs",
     "restore": "create a data directory from a backup",
@@ -110,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_quickstart(rest)
         if command == "doctor":
             return _run_doctor(rest)
+        if command == "plan":
+            return _run_plan(rest)
         if command == "completion":
             return _run_completion(rest)
         if command in _DATA_COMMANDS:
@@ -184,6 +187,15 @@ def _run_doctor(arguments: Sequence[str]) -> int:
     return command.run(chosen, read_settings("doctor", flags, {"base_model": ""}))
 
 
+def _run_plan(arguments: Sequence[str]) -> int:
+    from skyrl_tx.plan import command
+
+    parser = _parser("plan", usage="--base-model MODEL --device DEVICE [flags]")
+    command.add_arguments(parser)
+    chosen, flags = parser.parse_known_args(arguments)
+    return command.run(chosen, read_settings("plan", flags))
+
+
 def _run_completion(arguments: Sequence[str]) -> int:
     parser = _parser("completion", usage=None)
     parser.add_argument("shell", choices=completion.SHELLS, help="the shell")
@@ -199,6 +211,7 @@ def _full_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command with all its flags."""
     from skyrl_tx import commands
     from skyrl_tx.doctor import command as doctor
+    from skyrl_tx.plan import command as plan
 
     parser = _parser(command, usage=None)
     if command in _DATA_COMMANDS:
@@ -206,6 +219,8 @@ def _full_parser(command: str) -> argparse.ArgumentParser:
         return parser
     if command == "doctor":
         doctor.add_arguments(parser)
+    if command == "plan":
+        plan.add_arguments(parser)
     if command != "completion":
         settings = QuickstartSettings if command == "quickstart" else settings_class(find_backend(DEFAULT_BACKEND), {})
         CliSettingsSource[argparse.ArgumentParser](settings, root_parser=parser)

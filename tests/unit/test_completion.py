@@ -59,6 +59,7 @@ def test_bash_offers_all_commands(scripts: Path) -> None:
         (("serve", "--backend-config.mesh.t"), {"--backend-config.mesh.tp"}),
         (("doctor", "--no-h"), {"--no-hashes"}),
         (("doctor", "--ssl-c"), {"--ssl-certfile"}),
+        (("plan", "--dev"), {"--device"}),
         (("serve", "--data-dir", ""), set(SHELLS)),
         (("backup", "ba"), {"bash"}),
         (("completion", ""), {*SHELLS, "--help", "-h"}),

@@ -1,0 +1,179 @@
+"""The plan of a model on devices that are not here: memory by item, what fits, the most tokens per second, warnings."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.memory import MIN_TOKENS, RANK
+from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
+from skyrl_tx.commands.common import in_units
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.models.arithmetic import frozen_macs
+from skyrl_tx.plan.hardware import GPU_SHARE, Devices
+from skyrl_tx.plan.meshes import ROOM, Candidate, candidates
+from skyrl_tx.plan.roofline import Bound, Work, decoding, training
+from skyrl_tx.weights import hf
+
+_SHORT_TOKENS = 4096
+"""A KV cache with fewer tokens holds less than one usual sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A part of each device's memory."""
+
+    item: str
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The most tokens per second on all devices together."""
+
+    work: str
+    tokens_per_s: int
+    bound_by: str
+    detail: str
+    is_measured: bool = False
+    """Whether an efficiency that was measured on such devices is included: none has been."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """The plan of a model."""
+
+    base_model: str
+    model: models.ModelConfig
+    devices: Devices
+    plan: StartPlan
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+    """The other meshes, the best first; none if the mesh was given."""
+    items: tuple[Item, ...]
+    rates: tuple[Rate, ...]
+    num_active: int
+    """Parameters that a token is multiplied with."""
+    samples_at_context: int
+    """KV cache slots when each is as long as the longest sample."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all items on each device."""
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all items fit together."""
+        return self.used_bytes <= self.devices.limit_bytes
+
+
+def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_given: bool) -> Account:
+    """Return the plan. Raises UserError, naming the flag, for what cannot be planned."""
+    try:
+        content = hf.read_json(hf.resolve(base_model, with_weights=False), "config.json")
+        model = models.in_form(models.find_family(content).config_from_hf(content), config.expert_lora)
+    except (models.UnsupportedModel, hf.CheckpointError) as error:
+        raise UserError(f"--base-model: {error}") from error
+    dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
+    found = candidates(model, config, devices, dtype)
+    if is_mesh_given:
+        found = [_given(config.mesh, model, devices, found)]
+    if not found:
+        raise UserError(f"--device {devices}: no mesh of {devices.number} devices divides the sizes of the model")
+    chosen, *others = found
+    plan = plan_start(config, layout_without_devices(chosen.mesh), model, dtype, limit_bytes=devices.limit_bytes)
+    account = Account(
+        base_model=base_model,
+        model=model,
+        devices=devices,
+        plan=plan,
+        chosen=chosen,
+        others=tuple(others),
+        items=tuple(_items(plan, config)),
+        rates=tuple(_rates(model, devices, chosen.mesh, plan, dtype.itemsize)),
+        num_active=frozen_macs(model),
+        samples_at_context=plan.samples.layout_for(plan.samples.max_length).num_slots,
+    )
+    return replace(account, warnings=tuple(_warnings(account, config)))
+
+
+def _given(given: MeshConfig, model: models.ModelConfig, devices: Devices, found: list[Candidate]) -> Candidate:
+    if given.num_devices != devices.number:
+        raise UserError(f"--mesh {given} has {given.num_devices} devices, and --device {devices} {devices.number}")
+    try:
+        mesh.check_divides(layout_without_devices(given), model)
+    except mesh.MeshError as error:
+        raise UserError(f"--mesh: {error}") from error
+    return next(each for each in found if each.mesh == given)
+
+
+def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
+    samples, models_bytes = plan.samples, plan.max_models * plan.model_bytes
+    training = f"{plan.max_models} models of rank {config.max_lora_rank}"
+    remat = "layers rematerialized" if plan.passes.remat else "results of matrix products kept"
+    yield Item("base weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters in {plan.dtype}, on all devices")
+    yield Item("sampler adapters", plan.pool_bytes, f"{plan.num_adapter_slots} slots of the lowest rank, at the start")
+    yield Item("KV cache", plan.kv_bytes, f"{samples.tokens} tokens, on all devices")
+    yield Item("prompts", samples.prompt_bytes, f"{samples.prompt_tokens} tokens, with the prefix cache")
+    yield Item("adapters in training", models_bytes // 2, f"weights and gradients of {training}")
+    yield Item("optimizer", models_bytes // 2, f"two moments of {training}")
+    yield Item("temporary", plan.pass_bytes, f"micro-batch of {plan.passes.micro_batch_tokens} tokens, {remat}")
+
+
+def _rates(
+    model: models.ModelConfig, devices: Devices, chosen: MeshConfig, plan: StartPlan, itemsize: int
+) -> Iterator[Rate]:
+    samples, passes = plan.samples, plan.passes
+    layout = samples.layout_for(1)  # that with the most slots
+    work = Work(
+        micro_batch_tokens=passes.micro_batch_tokens,
+        sequence_tokens=min(passes.micro_batch_tokens, samples.max_length),
+        is_remat=passes.remat,
+        rank=RANK,
+        num_slots=layout.num_slots,
+        sample_tokens=layout.length,
+    )
+    size = {"num_parameters": plan.num_parameters, "itemsize": itemsize}
+    cache_bytes = plan.kv_bytes * layout.num_slots * layout.length // samples.tokens
+    trained = training(model, devices, chosen, work, **size)
+    yield _rate("training", trained, f"rank {RANK}, sequences of {work.sequence_tokens} tokens")
+    decoded = decoding(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
+    yield _rate("sampling", decoded, f"{layout.num_slots} samples of {layout.length} tokens, base model")
+
+
+def _rate(work: str, bound: Bound, detail: str) -> Rate:
+    return Rate(work, int(bound.tokens_per_s), bound.by, detail)
+
+
+def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
+    plan, devices, kind = account.plan, account.devices, account.devices.kind
+    if not account.fits:
+        needed = -(-plan.weight_bytes * devices.number // int(ROOM * devices.limit_bytes))
+        yield (
+            f"it does not fit: {in_units(account.used_bytes)} of {in_units(devices.limit_bytes)} on each device. Use "
+            f"more devices (the weights need at least {needed}), a lower --context, --adapters or --rank"
+        )
+    if devices.number > kind.per_host:
+        yield f"{devices} is more than one host, which has up to {kind.per_host}; a server uses the devices of one host"
+    wanted = min(config.max_context_length or account.model.max_context_length, account.model.max_context_length)
+    if plan.samples.max_length < wanted and (config.max_context_length or plan.samples.max_length < _SHORT_TOKENS):
+        yield f"the longest sample has {plan.samples.max_length} tokens, not {wanted}: the KV cache has no more"
+    if plan.max_models == 1 and config.max_lora_adapters is None:
+        yield f"only one model of rank {config.max_lora_rank} is in training at a time; lower --rank takes less memory"
+    if plan.passes.micro_batch_tokens <= MIN_TOKENS * account.chosen.mesh.fsdp * account.chosen.mesh.ep:
+        yield f"micro-batches of {MIN_TOKENS} tokens on each device cannot keep it busy"
+    if account.chosen.mesh.ep > 1:
+        yield "with ep the temporary memory of experts is underestimated: passes are halved where they do not fit"
+    if plan.dtype != "bfloat16":
+        yield f"rates are of products in bfloat16; in {plan.dtype} they are lower"
+    if kind.family == "gpu" and devices.limit_bytes < kind.memory_bytes * (GPU_SHARE + 0.1):
+        yield (
+            f"JAX takes {in_units(devices.limit_bytes)} of the {in_units(kind.memory_bytes)} of a GPU unless "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+        )

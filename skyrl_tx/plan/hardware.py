@@ -1,0 +1,134 @@
+"""Devices by name: memory, arithmetic, bandwidths, and how many of them one host has.
+
+Sources, as published in 2025. NVIDIA: the data sheets "H200 Tensor Core GPU", "H100 Tensor Core GPU", "A100 Tensor Core
+GPU", "L40S GPU", "L4 Tensor Core GPU" and "DGX B200", which give rates with sparsity for all but A100: half of them is
+here. GeForce: the appendices of the white papers "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU
+Architecture", bfloat16 with sums in float32. Google: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of the
+Cloud TPU documentation.
+"""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+GPU_SHARE = 0.75
+"""Share of a GPU's memory that JAX takes (docs.jax.dev, GPU memory allocation)."""
+_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_TPU_RESERVED_BYTES = GIB // 4
+"""Memory that the TPU runtime keeps: the compiler reports 15.75 of 16 GiB on v5e."""
+
+
+class DeviceError(ValueError):
+    """A device or topology that is not known. The message names what is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of device."""
+
+    name: str
+    family: Literal["gpu", "tpu"]
+    memory_bytes: int
+    flops: float
+    """Dense products in bfloat16, FLOPs per second."""
+    bytes_per_s: float
+    """Bandwidth of the memory."""
+    link_bytes_per_s: float
+    """Bandwidth to other devices of the host, in one direction, over all links of a device."""
+    per_host: int
+    """Devices of the largest usual host."""
+    dims: int = 1
+    """Dims of a topology: 1 for a number of devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """A kind of device, and how many are used."""
+
+    kind: Kind
+    topology: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """The number of devices."""
+        return math.prod(self.topology)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory of each device that JAX may take."""
+        if self.kind.family == "gpu":
+            return int(float(os.environ.get(_SHARE_VARIABLE) or GPU_SHARE) * self.kind.memory_bytes)
+        return self.kind.memory_bytes - _TPU_RESERVED_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}:{'x'.join(map(str, self.topology))}"
+
+
+def _gpu(name: str, gigabytes: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> Kind:
+    return Kind(
+        name=name,
+        family="gpu",
+        memory_bytes=int(gigabytes * 1e9),
+        flops=tflops * 1e12,
+        bytes_per_s=gb_per_s * 1e9,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        per_host=8,
+    )
+
+
+def _tpu(
+    name: str, gibibytes: int, tflops: float, gb_per_s: float, link_gb_per_s: float, *, per_host: int, dims: int
+) -> Kind:
+    return Kind(
+        name=name,
+        family="tpu",
+        memory_bytes=gibibytes * GIB,
+        flops=tflops * 1e12,
+        bytes_per_s=gb_per_s * 1e9,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        per_host=per_host,
+        dims=dims,
+    )
+
+
+# Links: NVLink in one direction, half of what data sheets give; else PCIe x16. TPU: all links together.
+KINDS = {
+    each.name: each
+    for each in (
+        _gpu("b200", 180, 2250, 8000, 900),
+        _gpu("h200", 141, 989.5, 4800, 450),
+        _gpu("h100", 80, 989.5, 3350, 450),  # SXM
+        _gpu("h100-nvl", 94, 835.5, 3900, 300),
+        _gpu("h100-pcie", 80, 756.5, 2000, 64),
+        _gpu("a100-80", 80, 312, 2039, 300),  # SXM
+        _gpu("a100-40", 40, 312, 1555, 300),
+        _gpu("l40s", 48, 362, 864, 32),
+        _gpu("l4", 24, 121, 300, 32),
+        _gpu("rtx5090", 32, 209.5, 1792, 64),
+        _gpu("rtx4090", 24, 165.2, 1008, 32),
+        _tpu("v4", 32, 275, 1200, 300, per_host=4, dims=3),
+        _tpu("v5e", 16, 197, 800, 200, per_host=8, dims=2),
+        _tpu("v5p", 95, 459, 2765, 600, per_host=4, dims=3),
+        _tpu("v6e", 32, 918, 1600, 400, per_host=8, dims=2),
+    )
+}
+
+
+def parse_devices(text: str) -> Devices:
+    """Return the devices that `h200`, `h200:8`, `v5e:2x4` or `v5p:2x2x1` name. Raises DeviceError."""
+    name, colon, topology = text.lower().partition(":")
+    kind = KINDS.get(name)
+    if kind is None:
+        raise DeviceError(f"{name!r} is not known; known are {', '.join(KINDS)}")
+    if not colon:
+        return Devices(kind, (1,) * kind.dims)
+    form, example = ("a number of devices", "8") if kind.dims == 1 else _FORMS[kind.dims]
+    if re.fullmatch(r"x".join([r"[1-9]\d{0,3}"] * kind.dims), topology) is None:
+        raise DeviceError(f"{topology!r} must be {form}, such as {name}:{example}")
+    return Devices(kind, tuple(map(int, topology.split("x"))))
+
+
+_FORMS = {2: ("a topology of two sizes", "2x4"), 3: ("a topology of three sizes", "2x2x1")}

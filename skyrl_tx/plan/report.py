@@ -1,0 +1,109 @@
+"""An account as text and as JSON."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.commands.common import Record, in_units, table
+from skyrl_tx.plan.account import Account
+from skyrl_tx.plan.meshes import Candidate
+
+_SHOWN_MESHES = 4
+
+
+def record(account: Account) -> Record:
+    """Return the account as a JSON object. Bytes are of each device, tokens per second of all together."""
+    devices, plan, samples = account.devices, account.plan, account.plan.samples
+    return {
+        "base_model": account.base_model,
+        "architecture": account.model.architecture,
+        "num_parameters": plan.num_parameters,
+        "num_active_parameters": account.num_active,
+        "dtype": plan.dtype,
+        "device": {
+            "name": devices.kind.name,
+            "topology": list(devices.topology),
+            "number": devices.number,
+            "memory_bytes": devices.kind.memory_bytes,
+            "usable_bytes": devices.limit_bytes,
+            "flops": devices.kind.flops,
+            "bytes_per_s": devices.kind.bytes_per_s,
+            "link_bytes_per_s": devices.kind.link_bytes_per_s,
+        },
+        "mesh": account.chosen.mesh.model_dump(),
+        "meshes": [_candidate(each) for each in (account.chosen, *account.others)],
+        "fits": account.fits,
+        "memory": [asdict(item) for item in account.items],
+        "free_bytes": devices.limit_bytes - account.used_bytes,
+        "limits": {
+            "context_tokens": samples.max_length,
+            "kv_tokens": samples.tokens,
+            "sample_slots": samples.layout_for(1).num_slots,
+            "samples_of_longest_context": account.samples_at_context,
+            "models": plan.max_models,
+            "micro_batch_tokens": plan.passes.micro_batch_tokens,
+            "is_rematerialized": plan.passes.remat,
+        },
+        "rates": [asdict(rate) for rate in account.rates],
+        "warnings": list(account.warnings),
+    }
+
+
+def lines(account: Account) -> Iterator[str]:
+    """Yield the account as text."""
+    devices, plan, samples = account.devices, account.plan, account.plan.samples
+    verdict = "fits" if account.fits else "does not fit"
+    yield (
+        f"{account.base_model} ({account.model.architecture}, {plan.num_parameters / 1e9:.2f} billion parameters, "
+        f"{account.num_active / 1e9:.2f} active) {verdict} on {devices} with mesh {account.chosen.mesh}."
+    )
+    limit = devices.limit_bytes
+    yield from ("", f"Memory of each device, {in_units(limit)} of which the server may take:")
+    rows = [_row(item.item, item.bytes, item.detail, limit) for item in account.items]
+    rows.append(_row("free", limit - account.used_bytes, "", limit))
+    yield from table(rows)
+    yield from ("", "What fits:")
+    yield f"  context       {samples.max_length} tokens, prompt and new ones"
+    slots = samples.layout_for(1)
+    at_most = f"{slots.num_slots} of {slots.length} tokens, {account.samples_at_context} of {samples.max_length}"
+    yield f"  samples       {at_most}"
+    yield f"  models        {plan.max_models} in training at the same time; others are evicted to disk"
+    yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"
+    yield from ("", "Tokens per second on all devices, at most (a roofline; no efficiency has been measured there):")
+    for rate in account.rates:
+        yield f"  {rate.work:<13} {rate.tokens_per_s:,}, bound by {rate.bound_by}: {rate.detail}"
+    if account.others:
+        yield from ("", "Meshes, by the least time to sample a token and train on it:")
+        candidates = (account.chosen, *account.others)[:_SHOWN_MESHES]
+        yield from table([_mesh_row(each) for each in candidates])
+    for warning in account.warnings:
+        yield from ("", f"warning: {warning}")
+    yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_flags(account.chosen.mesh)}")
+
+
+def _row(item: str, size: int, detail: str, limit: int) -> Record:
+    shown = f"-{in_units(-size)}" if size < 0 else in_units(size)
+    return {"item": item, "bytes": shown, "share": f"{100 * size / limit:.1f} %", "what": detail}
+
+
+def _candidate(each: Candidate) -> Record:
+    return {
+        "mesh": each.mesh.model_dump(),
+        "weight_bytes": each.weight_bytes,
+        "has_room": each.has_room,
+        "training_tokens_per_s": int(each.training.tokens_per_s),
+        "sampling_tokens_per_s": int(each.decoding.tokens_per_s),
+    }
+
+
+def _mesh_row(each: Candidate) -> Record:
+    return {
+        "mesh": str(each.mesh),
+        "weights": in_units(each.weight_bytes) + ("" if each.has_room else ", too much"),
+        "training": f"{each.training.tokens_per_s:,.0f} ({each.training.by})",
+        "sampling": f"{each.decoding.tokens_per_s:,.0f} ({each.decoding.by})",
+    }
+
+
+def _flags(mesh: MeshConfig) -> str:
+    return "".join(f" --backend-config.mesh.{axis} {size}" for axis, size in mesh.model_dump().items() if size > 1)

@@ -1,0 +1,55 @@
+"""Multiply-adds of a token, against figures computed by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.models import ModelConfig, find_family, in_form
+from skyrl_tx.models.arithmetic import adapter_macs, expert_parameters, experts_read, frozen_macs, mixing_macs
+from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+
+
+def model_of(content: dict[str, object]) -> ModelConfig:
+    return find_family(content).config_from_hf(content)
+
+
+def hub_model(name: str) -> ModelConfig:
+    return model_of(json.loads((Path(__file__).parent / "hub_configs" / f"{name}.json").read_text()))
+
+
+def test_a_dense_model() -> None:
+    model = model_of(QWEN3_8B)
+    of_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288
+    assert frozen_macs(model) == 36 * of_layer + 4096 * 151936 == 7_568_097_280
+    of_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)
+    assert adapter_macs(model, 8, with_unembed=False) == 8 * 36 * of_layer
+    assert adapter_macs(model, 8) == 8 * (36 * of_layer + 4096 + 151936)
+    assert mixing_macs(model, 3) == 36 * 2 * 32 * 128 * (1 + 2 + 3)
+    assert expert_parameters(model) == 0 and experts_read(model, 1) == 1
+
+
+def test_a_mixture_counts_the_chosen_experts() -> None:
+    model = model_of(QWEN3_30B_A3B)
+    attention, expert, router = 2 * 2048 * 4096 + 2 * 2048 * 512, 3 * 2048 * 768, 2048 * 128
+    assert frozen_macs(model) == 48 * (attention + 8 * expert + router) + 2048 * 151936
+    assert frozen_macs(model) == pytest.approx(3.0e9, rel=0.02), "3.3 billion with the embeddings, says its card"
+    assert expert_parameters(model) == 48 * 128 * expert
+    assert experts_read(model, 1) == pytest.approx(8 / 128)
+    assert experts_read(model, 10_000) == pytest.approx(1)
+    own, shared = (adapter_macs(in_form(model, form), 1) for form in ("own", "shared"))
+    assert own - shared == 48 * 7 * 3 * 2048, "seven of eight experts have no factor next to the hidden size"
+
+
+def test_windows_bound_what_positions_read() -> None:
+    layers = 32
+    model = hub_model("Mistral-7B-v0.1")
+    of_pair = layers * 2 * 32 * 128
+    assert mixing_macs(model, 4096) == of_pair * 4096 * 4097 // 2
+    assert mixing_macs(model, 5000) - mixing_macs(model, 4999) == of_pair * 4096
+
+
+def test_the_delta_rule_takes_the_same_for_each_position() -> None:
+    of_states = 24 * 3 * 32 * 128 * 128  # layers, products, value heads, key dim, value dim
+    of_pair = 8 * 2 * 16 * 256  # every fourth layer has softmax attention
+    assert mixing_macs(hub_model("Qwen3.5-9B"), 100) == 100 * of_states + of_pair * 100 * 101 // 2

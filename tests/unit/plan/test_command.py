@@ -1,0 +1,149 @@
+"""The command as a user calls it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.cli import main
+from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+
+CONFIGS = Path(__file__).parents[1] / "models" / "hub_configs"
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _default_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return str(tmp_path)
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict]:
+    status = main(["plan", "--json", *flags])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_the_plan_as_text(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--base-model", dense, "--device", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert "8.19 billion parameters, 7.57 active) fits on h200:1 with mesh fsdp=1,tp=1,ep=1" in out
+    for text in (
+        "base weights",
+        "15.3 GiB",
+        "optimizer",
+        "temporary",
+        "at most",
+        "bound by arithmetic",
+        "40960 tokens",
+    ):
+        assert text in out, text
+    assert out.endswith(f"skyrl-tx serve --base-model {dense}\n")
+
+
+def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--device", "v5e:2x4", "--rank", "8", "--adapters", "2", "--context", "8192")
+    status, found = as_json(capsys, "--base-model", dense, *flags)
+    assert status == 0 and found["fits"]
+    assert {name: type(value).__name__ for name, value in found.items()} == {
+        **dict.fromkeys(("base_model", "architecture", "dtype"), "str"),
+        **dict.fromkeys(("num_parameters", "num_active_parameters", "free_bytes"), "int"),
+        **dict.fromkeys(("device", "mesh", "limits"), "dict"),
+        **dict.fromkeys(("meshes", "memory", "rates", "warnings"), "list"),
+        "fits": "bool",
+    }
+    assert found["num_parameters"] == 8_190_735_360 and found["mesh"] == {"fsdp": 1, "tp": 8, "ep": 1}
+    assert [item["item"] for item in found["memory"]] == [
+        *("base weights", "sampler adapters", "KV cache", "prompts"),
+        *("adapters in training", "optimizer", "temporary"),
+    ]
+    used = sum(item["bytes"] for item in found["memory"])
+    assert used + found["free_bytes"] == found["device"]["usable_bytes"] == 15.75 * GIB
+    of_rank_1 = 36 * (2 * (4096 + 4096 // 8) + 2 * (4096 + 1024 // 8) + 3 * (4096 + 12288 // 8)) + 4096 + 151936 // 8
+    assert found["memory"][5]["bytes"] == 2 * 2 * 4 * 8 * of_rank_1, "two moments of two models in float32"
+    assert found["limits"]["context_tokens"] == 8192 and found["limits"]["models"] == 2
+    assert found["limits"].keys() == {
+        *("context_tokens", "kv_tokens", "sample_slots", "samples_of_longest_context", "models"),
+        *("micro_batch_tokens", "is_rematerialized"),
+    }
+    assert [(rate["work"], rate["is_measured"]) for rate in found["rates"]] == [
+        ("training", False),
+        ("sampling", False),
+    ]
+    assert found["meshes"][0].keys() == {
+        *("mesh", "weight_bytes", "has_room", "training_tokens_per_s", "sampling_tokens_per_s")
+    }
+
+
+def test_a_model_that_does_not_fit(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = as_json(capsys, "--base-model", dense, "--device", "v5e:1x1")
+    assert status == 1 and not found["fits"] and found["free_bytes"] < 0
+    assert "the weights need at least 2" in found["warnings"][0]
+
+
+def test_warnings(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--device", "v5e:4x4", "--mesh", "fsdp=2,tp=8", "--backend-config.dtype", "float32")
+    _, found = as_json(capsys, "--base-model", dense, *flags)
+    text = "\n".join(found["warnings"])
+    assert "more than one host" in text and "in float32 they are lower" in text
+    assert found["mesh"] == {"fsdp": 2, "tp": 8, "ep": 1} and len(found["meshes"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--device", "h300"), "argument --device: 'h300' is not known"),
+        (("--device", "v5e:8"), "argument --device: '8' must be a topology"),
+        (("--device", "h200", "--mesh", "dp=2"), "argument --mesh: 'dp=2' must be one of fsdp, tp, ep"),
+        (("--device", "h200", "--mesh", "tp=0"), "argument --mesh: 'tp=0'"),
+        (("--device", "h200", "--context", "0"), "argument --context: '0' must be a whole number above 0"),
+        (("--device", "h200", "--adapters", "many"), "argument --adapters: 'many'"),
+        ((), "arguments are required: --device"),
+    ],
+)
+def test_wrong_flags_are_named(
+    dense: str, flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--base-model", dense, *flags])
+    assert ended.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--device", "h200:8", "--mesh", "tp=4"), "--mesh fsdp=1,tp=4,ep=1 has 4 devices, and --device h200:8 8"),
+        (("--device", "h200:3"), "--device h200:3: no mesh of 3 devices divides"),
+        (("--device", "h200:3", "--mesh", "tp=3"), "--mesh: tp=3 does not divide vocab_size = 151936"),
+        (("--device", "h200:2", "--mesh", "ep=2"), "--mesh: ep=2: the model has no experts"),
+        (("--device", "h200", "--backend", "fake"), "--backend fake"),
+    ],
+)
+def test_what_does_not_go_together_is_named(
+    dense: str, flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--base-model", dense, *flags]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--base-model", str(tmp_path / "none"), "--device", "h200"]) == 2
+    assert "--base-model: " in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    assert main(["plan", "--base-model", str(tmp_path), "--device", "h200"]) == 2
+    assert "GPT2LMHeadModel" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", *sorted(path.stem for path in CONFIGS.glob("*.json"))])
+def test_published_models_are_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.dumps(QWEN3_30B_A3B) if name == "Qwen3-30B-A3B" else (CONFIGS / f"{name}.json").read_text()
+    (tmp_path / "config.json").write_text(content)
+    status, found = as_json(capsys, "--base-model", str(tmp_path), "--device", "b200:8", "--rank", "8")
+    assert status == (0 if found["fits"] else 1)
+    assert found["fits"] or name == "Qwen3.5-397B-A17B", found["memory"]
+    assert all(rate["tokens_per_s"] > 100 for rate in found["rates"])

@@ -1,0 +1,83 @@
+"""Bounds and the choice of a mesh, against figures computed by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.plan.hardware import parse_devices
+from skyrl_tx.plan.meshes import candidates
+from skyrl_tx.plan.roofline import Work, decoding, training
+from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+
+CONFIGS = Path(__file__).parents[1] / "models" / "hub_configs"
+BFLOAT16 = jnp.dtype("bfloat16")
+WORK = Work(micro_batch_tokens=4096, sequence_tokens=1024, is_remat=True, rank=8, num_slots=32, sample_tokens=1024)
+DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
+MIXTURE = models.find_family(QWEN3_30B_A3B).config_from_hf(QWEN3_30B_A3B)
+FROZEN, PARAMETERS = 7_568_097_280, 8_190_735_360
+
+
+def test_training_of_a_dense_model() -> None:
+    size = {"num_parameters": PARAMETERS, "itemsize": 2}
+    bound = training(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    lora = 8 * (36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936)
+    mixing = 36 * 2 * 32 * 128 * 1025 / 2  # the mean position of 1,024 reads 512.5
+    assert bound.arithmetic_s == pytest.approx(2 * 4096 * (3 * FROZEN + 4 * (lora + mixing)) / 989.5e12)
+    assert bound.memory_s == pytest.approx(3 * 2 * (PARAMETERS - 151936 * 4096) / 4.8e12)
+    assert bound.links_s == 0 and bound.by == "arithmetic"
+    assert bound.tokens_per_s == pytest.approx(4096 / bound.arithmetic_s)
+    kept = training(DENSE, parse_devices("h200:1"), MeshConfig(), replace(WORK, is_remat=False), **size)
+    assert kept.arithmetic_s == pytest.approx(2 * 4096 * (2 * FROZEN + 3 * (lora + mixing)) / 989.5e12)
+
+
+def test_decoding_of_a_dense_model_reads_weights_and_cache() -> None:
+    cache = 32 * 1024 * 36 * 2 * 8 * 128 * 2
+    size = {"num_parameters": PARAMETERS, "itemsize": 2, "cache_bytes": cache}
+    bound = decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    assert bound.by == "memory"
+    assert bound.memory_s == pytest.approx((2 * (PARAMETERS - 151936 * 4096) + cache) / 4.8e12)
+    position = 36 * 2 * 32 * 128 * 1024
+    assert bound.arithmetic_s == pytest.approx(2 * 32 * (FROZEN + position) / 989.5e12)
+
+
+def test_decoding_of_a_mixture_reads_the_experts_that_are_met() -> None:
+    experts, rest = 48 * 128 * 3 * 2048 * 768, 30_532_122_624 - 48 * 128 * 3 * 2048 * 768 - 151936 * 2048
+    size = {"num_parameters": 30_532_122_624, "itemsize": 2, "cache_bytes": 0}
+    met = 1 - (120 / 128) ** 32
+    whole = decoding(MIXTURE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    assert whole.memory_s == pytest.approx(2 * (rest + met * experts) / 4.8e12)
+    cut = decoding(MIXTURE, parse_devices("h200:8"), MeshConfig(tp=2, ep=4), WORK, **size)
+    assert cut.memory_s == pytest.approx(2 * (rest / 2 + met * experts / 8) / 4.8e12)
+
+
+def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
+    devices, size = parse_devices("h200:4"), {"num_parameters": PARAMETERS, "itemsize": 2}
+    weights = 2 * (PARAMETERS - 151936 * 4096)
+    over_fsdp = training(DENSE, devices, MeshConfig(fsdp=4), WORK, **size)
+    assert over_fsdp.links_s == pytest.approx(3 * weights * 3 / 4 / 450e9)
+    over_tp = training(DENSE, devices, MeshConfig(tp=4), WORK, **size)
+    assert over_tp.links_s == pytest.approx(3 * 36 * 2 * 2 * 3 / 4 * 4096 * 4096 * 4 / 450e9)
+    assert over_fsdp.arithmetic_s == over_tp.arithmetic_s
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_published_models_have_a_mesh(name: str) -> None:
+    content = json.loads((CONFIGS / f"{name}.json").read_text())
+    model = models.find_family(content).config_from_hf(content)
+    found = candidates(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16)
+    assert found and all(each.mesh.num_devices == 8 for each in found)
+    assert [each.has_room for each in found] == sorted((each.has_room for each in found), reverse=True)
+    roomy = [each.seconds_per_token for each in found if each.has_room]
+    assert roomy == sorted(roomy)
+
+
+def test_tp_is_best_for_decoding_and_experts_are_cut_once() -> None:
+    best = candidates(DENSE, JaxConfig(), parse_devices("v5e:2x4"), BFLOAT16)[0]
+    assert best.mesh == MeshConfig(tp=8), "fsdp would send all weights in each decode step"
+    meshes = [each.mesh for each in candidates(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16)]
+    assert MeshConfig(tp=8) not in meshes, "8 does not divide 4 key heads"
