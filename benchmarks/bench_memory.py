@@ -15,7 +15,7 @@ from benchmarks.common import report
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import configure_jax
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import RANK, costs_of
+from skyrl_tx.backends.jax.costs import RANK, costs_of
 from skyrl_tx.backends.jax.train import packing
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.backends.jax.train.adapters import zero_gradient

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from skyrl_tx.layers.lora import Adapter, ExpertMap, LoraPair, RowAdapter, multiply, multiply_factor
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.sharding import WHOLE, Layout
-from skyrl_tx.layers.tiles import Tiling, arrange, each_tile, sum_by_index
+from skyrl_tx.layers.tiles import TOGETHER, Tiling, arrange, each_tile, sum_by_index, tile_shape
 
 MAPS = ("gate_proj", "up_proj", "down_proj")
 ENDS: Mapping[str, tuple[Axis | None, Axis | None]] = {
@@ -363,3 +363,19 @@ def _experts_backward(kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
 
 
 _experts.defvjp(_experts_forward, _experts_backward)
+
+
+def backward_bytes(
+    *, num_visits: int, num_experts: int, hidden_size: int, mlp_size: int, rank: int, itemsize: int
+) -> int:
+    """Return the bytes of the arrays that `_experts_backward` has at the same time on an accelerator.
+
+    These are, in float32: inputs and both gradients in their places, of outputs and of inputs; both gradients by visit;
+    the gradients of the factors of each tile. Weights of `itemsize` are gathered for the tiles that are computed at
+    once. Compared with the TPU compiler's account: see tests/unit/backends/jax/test_memory.py.
+    """
+    num_tiles, places = tile_shape(num_visits, num_experts)
+    rows = (3 * num_tiles * places + 2 * num_visits) * hidden_size
+    factors = num_tiles * rank * len(MAPS) * (hidden_size + mlp_size)
+    weights = min(TOGETHER, num_tiles) * len(MAPS) * hidden_size * mlp_size
+    return 4 * (rows + factors) + itemsize * weights

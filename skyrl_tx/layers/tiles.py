@@ -42,8 +42,7 @@ class Tiling:
 def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
     """Sort visits by group, in order of rows within one. A visit to group `num_groups` is left out."""
     num_visits = group_MK.size
-    places = tile_size(num_visits, num_groups)
-    num_tiles = (num_visits + min(num_groups, num_visits) * (places - 1)) // places
+    num_tiles, places = tile_shape(num_visits, num_groups)
     group_J = group_MK.reshape(-1)
     order_J = jnp.argsort(group_J, stable=True)
     sorted_J = group_J[order_J]
@@ -63,6 +62,12 @@ def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
         group_W=jnp.minimum(group_W, num_groups - 1),
         num_used=until_G[-1],
     )
+
+
+def tile_shape(num_visits: int, num_groups: int) -> tuple[int, int]:
+    """Return how many tiles the worst case needs, and the places of each."""
+    places = tile_size(num_visits, num_groups)
+    return (num_visits + min(num_groups, num_visits) * (places - 1)) // places, places
 
 
 def tile_size(num_visits: int, num_groups: int) -> int:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.memory import MIN_TOKENS, RANK
+from skyrl_tx.backends.jax.costs import RANK
+from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
 from skyrl_tx.commands.common import in_units
 from skyrl_tx.contract.errors import UserError
@@ -168,8 +169,6 @@ def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
         yield f"only one model of rank {config.max_lora_rank} is in training at a time; lower --rank takes less memory"
     if plan.passes.micro_batch_tokens <= MIN_TOKENS * account.chosen.mesh.fsdp * account.chosen.mesh.ep:
         yield f"micro-batches of {MIN_TOKENS} tokens on each device cannot keep it busy"
-    if account.chosen.mesh.ep > 1:
-        yield "with ep the temporary memory of experts is underestimated: passes are halved where they do not fit"
     if plan.dtype != "bfloat16":
         yield f"rates are of products in bfloat16; in {plan.dtype} they are lower"
     if kind.family == "gpu" and devices.limit_bytes < kind.memory_bytes * (GPU_SHARE + 0.1):

@@ -7,7 +7,8 @@ import numpy as np
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.memory import RANK, SUFFICIENT_TOKENS, RoomBytes
+from skyrl_tx.backends.jax.costs import RANK
+from skyrl_tx.backends.jax.memory import SUFFICIENT_TOKENS, RoomBytes
 from skyrl_tx.backends.jax.start_plan import bytes_on_each_device, layout_without_devices
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, describe_params

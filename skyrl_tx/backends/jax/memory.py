@@ -1,9 +1,4 @@
-"""Plans memory: the size of micro-batches, the KV cache, the adapter pool, and the number of models in training.
-
-The memory that the backward pass needs is measured, not guessed: the forward pass is traced without being run, at two
-lengths, and the bytes of the arrays that it passes on are counted. The difference is the cost of a token; weights,
-which both traces pass on whole, cancel out.
-"""
+"""Plans memory: the size of micro-batches, the KV cache, the adapter pool, and the number of models in training."""
 
 import logging
 import math
@@ -13,18 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.costs import RANK, Costs, costs_of
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.meters import DeviceMemory
-from skyrl_tx.layers.logprobs import CHUNK
-from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.layers.parameter import Axis, Parameter
-from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import WHOLE, Layout
 
 TRAINING_SHARE = 0.5
@@ -48,8 +40,6 @@ MIN_TOKENS, MAX_TOKENS = 256, 16384
 """Bounds of the tokens of each device in a micro-batch."""
 SUFFICIENT_TOKENS = 4096
 """Tokens without rematerialization that keep a device busy; with fewer, layers are rematerialized."""
-RANK = 32
-"""The SDK's default rank (tinker/lib/public_interfaces/service_client.py, create_lora_training_client)."""
 
 log = logging.getLogger(__name__)
 
@@ -87,20 +77,6 @@ class Memory:
             self.plan.micro_batch_tokens,
             "" if self.plan.remat else "no-",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Bytes that training needs on each device, by trace."""
-
-    fixed: int
-    token: int  # with the results of matrix products kept for the backward pass
-    token_with_remat: int
-
-    def of_pass(self, plan: MemoryPlan, *, num_shards: int) -> int:
-        """Return the bytes that a micro-batch takes on each device; the batch has `num_shards` shards."""
-        cost = self.token_with_remat if plan.remat else self.token
-        return self.fixed + cost * -(-plan.micro_batch_tokens // num_shards)
 
 
 def is_exhausted(error: Exception) -> bool:
@@ -338,36 +314,3 @@ def _rounded_down(size: int) -> int:
     """Return `size` rounded down to three bits, so that slightly less memory at a restart changes no shapes."""
     step = 1 << max(size.bit_length() - 3, 0)
     return size // step * step
-
-
-def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
-    """Return the bytes that training needs on each device in addition to the weights; heads count as unsharded."""
-
-    def of_token(policy: RematPolicy) -> int:
-        short, long = (bytes_kept(params, config, length, policy) for length in (512, 1024))
-        return (long - short) // (512 * params.layout.num_shards("batch"))
-
-    one_layer = of_token(RematPolicy.NONE) // config.num_layers  # held during one layer's backward pass
-    logits = CHUNK * config.vocab_size * 4
-    merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
-    return Costs(
-        fixed=3 * logits + merged,
-        token=of_token(RematPolicy.SAVE_MATMULS) + one_layer,
-        token_with_remat=of_token(RematPolicy.FULL) + one_layer,
-    )
-
-
-def bytes_kept(params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy) -> int:
-    """Return the bytes that the forward pass keeps for the backward pass, weights included, for one row per shard."""
-
-    def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
-        def hidden_of(weights: AdapterWeights) -> jax.Array:
-            own, start_BT = Adapter(weights, scale), jnp.zeros_like(tokens_BT)
-            return models.forward(params, config, tokens_BT, own, start_BT=start_BT, remat=policy)
-
-        return jax.vjp(hidden_of, weights)
-
-    adapter = models.adapter_shapes(config, RANK)
-    tokens = jax.ShapeDtypeStruct((params.layout.num_shards("batch"), length), jnp.int32)
-    outputs = jax.eval_shape(run, adapter.weights, adapter.scale, params, tokens)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))

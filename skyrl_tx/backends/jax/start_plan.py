@@ -13,12 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.costs import Costs, costs_of
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
-    Costs,
     MemoryPlan,
     adapter_bytes,
-    costs_of,
     free_bytes,
     max_models,
     memory_layout,
@@ -97,7 +96,7 @@ def plan_start(
         num_shards = layout.num_shards("batch")
         costs = costs_of(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params), model)
         passes = plan_for(left - samples.prompt_bytes, costs, config, num_shards=num_shards)
-        pass_bytes = costs.of_pass(passes, num_shards=num_shards)
+        pass_bytes = costs.of_pass(-(-passes.micro_batch_tokens // num_shards), remat=passes.remat)
     return StartPlan(
         num_parameters=sum(int(np.prod(each.shape)) for each in flatten(described).values()),
         dtype=dtype.name,

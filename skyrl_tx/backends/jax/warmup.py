@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.memory import RANK
+from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes, ascending
 from skyrl_tx.backends.jax.train.packing import micro_batch_length

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, mixture
+from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, backward_bytes, mixture
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target, UnsupportedModel
@@ -99,6 +99,20 @@ class Mixture:
         # The weight is multiplied in before the last map. A product next to the sum would be rounded apart from it or
         # not, as XLA fuses them: a pass with a gradient would differ from one without.
         return y + apply_gated(x, params, adapters, SHARED_PREFIX, _gate(x, params["shared_gate"]))
+
+    def backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
+        """Return the bytes that the backward pass of one layer takes on a device through which `num_tokens` pass.
+
+        See `skyrl_tx.layers.moe.backward_bytes`; weights have `itemsize`.
+        """
+        return backward_bytes(
+            num_visits=num_tokens * self.routing.num_chosen,
+            num_experts=self.routing.num_experts // ep,
+            hidden_size=self.hidden_size,
+            mlp_size=self.mlp_size // tp,
+            rank=rank,
+            itemsize=itemsize,
+        )
 
     @property
     def _shared(self) -> Dense | None:

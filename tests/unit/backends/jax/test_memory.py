@@ -11,33 +11,26 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.costs import Costs
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MAX_MODELS,
-    RANK,
-    Costs,
     MemoryPlan,
-    bytes_kept,
-    costs_of,
     max_models,
     plan_for,
     plan_sample_memory,
     plan_training_memory,
 )
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
-from skyrl_tx.backends.jax.train import adapters, packing, passes
+from skyrl_tx.backends.jax.train import adapters, passes
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
-from skyrl_tx.layers.lora import Adapter
-from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.models.config import group_blocks
 from skyrl_tx.testing.backend_driver import drawn_examples
-from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.weights import hf
 from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 MIB = 2**20
@@ -72,20 +65,6 @@ def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog)
             DEFAULT_MICRO_BATCH_TOKENS, remat=False
         )
     assert "1024 tokens, results of matrix products kept: the device does not report its memory" in caplog.text
-
-
-def test_remat_keeps_less(tiny):
-    costs = costs_of(tiny.params, tiny.config)
-    hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
-    assert hidden < costs.token_with_remat < costs.token
-
-
-def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
-    def of_a_token(policy: RematPolicy) -> float:
-        short, long = (bytes_kept(tiny.params, tiny.config, length, policy) for length in (512, 1024))
-        return (long - short) / 512
-
-    assert of_a_token(RematPolicy.FULL) < of_a_token(RematPolicy.SAVE_MATMULS) < 0.5 * of_a_token(RematPolicy.NONE)
 
 
 def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(tiny, monkeypatch):
@@ -147,24 +126,6 @@ def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(ti
     with caplog.at_level("INFO"):
         assert found(100 * cost(64), max_lora_rank=32) > 60
     assert "models in training at the same time" in caplog.text and "a model of rank 32" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_the_estimate_matches_the_compiled_program(tmp_path, remat):
-    directory = write_model(tmp_path, vocab_size=1024, hidden_size=256, num_layers=4, head_dim=64, mlp_size=768)
-    content = hf.read_json(directory, "config.json")
-    family = models.find_family(content)
-    config = family.config_from_hf(content)
-    params = hf.load(directory, models.describe_params(config), family.weights)
-    adapter: Adapter = models.adapter_shapes(config, RANK)
-    [example] = request("r", 1024)
-    batch = packing.fill(packing.plan_micro_batches([example], 1024)[0], [example])
-    lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
-    taken = lowered.compile().memory_analysis().temp_size_in_bytes
-    costs = costs_of(params, config)
-    estimate = costs.fixed + 1024 * (costs.token_with_remat if remat else costs.token)
-    assert taken <= 1.1 * estimate <= 2.5 * taken
 
 
 def request(name: str, *lengths: int) -> tuple[PassExample, ...]:

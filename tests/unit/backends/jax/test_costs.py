@@ -1,0 +1,89 @@
+"""The memory of a micro-batch, against compiled programs."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import costs
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.costs import RANK, bytes_kept, costs_of
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
+from skyrl_tx.backends.jax.train import packing
+from skyrl_tx.backends.jax.train import step as training
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.testing.backend_driver import drawn_examples
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights import hf
+from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+
+GIB = 2**30
+
+
+def test_remat_keeps_less(tiny):
+    found = costs_of(tiny.params, tiny.config)
+    hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
+    assert hidden < found.token_with_remat < found.token
+
+
+def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
+    def of_a_token(policy: RematPolicy) -> float:
+        short, long = (bytes_kept(tiny.params, tiny.config, length, policy) for length in (512, 1024))
+        return (long - short) / 512
+
+    assert of_a_token(RematPolicy.FULL) < of_a_token(RematPolicy.SAVE_MATMULS) < 0.5 * of_a_token(RematPolicy.NONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_estimate_matches_the_compiled_program(tmp_path, remat):
+    directory = write_model(tmp_path, vocab_size=1024, hidden_size=256, num_layers=4, head_dim=64, mlp_size=768)
+    content = hf.read_json(directory, "config.json")
+    family = models.find_family(content)
+    config = family.config_from_hf(content)
+    params = hf.load(directory, models.describe_params(config), family.weights)
+    adapter: Adapter = models.adapter_shapes(config, RANK)
+    [example] = drawn_examples(ModelId("m"), (1024,), seed=1, request="r")
+    batch = packing.fill(packing.plan_micro_batches([example], 1024)[0], [example])
+    lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
+    taken = lowered.compile().memory_analysis().temp_size_in_bytes
+    estimate = costs_of(params, config).of_pass(1024, remat=remat)
+    assert taken <= 1.1 * estimate <= 2.5 * taken
+
+
+@pytest.mark.parametrize(
+    ("content", "num_layers", "rank", "mesh", "compiled_gib", "tolerance"),
+    [
+        (QWEN3_8B, 36, 32, {"tp": 8}, 1.536, 0.15),  # v5e
+        (QWEN3_8B, 36, 32, {"fsdp": 8}, 2.667, 0.15),  # v5e
+        (QWEN3_30B_A3B, 2, 8, {}, 2.583, 0.15),  # v5e
+        (QWEN3_30B_A3B, 2, 8, {"ep": 8}, 7.236, 0.15),  # v5e
+        (QWEN3_30B_A3B, 48, 8, {"ep": 8}, 6.558, 0.36),  # v6e, for which the compiler needs less for experts
+    ],
+)
+def test_the_estimate_is_near_the_account_of_the_tpu_compiler(
+    content, num_layers, rank, mesh, compiled_gib, tolerance, monkeypatch
+) -> None:
+    """Temporary memory of `accumulate` with 2,048 tokens on each device and rematerialization, by libtpu 0.0.52."""
+    monkeypatch.setattr(costs, "RANK", rank)
+    content = {**content, "num_hidden_layers": num_layers}
+    model = models.find_family(content).config_from_hf(content)
+    shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
+    params = replace(shapes, layout=layout_without_devices(MeshConfig(**mesh)))
+    estimate = costs_of(params, model).of_pass(2048, remat=True)
+    assert estimate == pytest.approx(compiled_gib * GIB, rel=tolerance)
+
+
+def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:
+    model = models.find_family(QWEN3_30B_A3B).config_from_hf(QWEN3_30B_A3B)
+    mixture = model.blocks[0].feed_forward
+    assert isinstance(mixture, Mixture)
+    tiles, places = (131072 + 16 * 127) // 128, 128  # of 16 experts, each with at most one tile that is not full
+    rows = (3 * tiles * places + 2 * 131072) * 2048
+    factors, weights = tiles * 8 * 3 * (2048 + 768), 32 * 3 * 2048 * 768
+    assert mixture.backward_bytes(8 * 2048, rank=8, ep=8, tp=1, itemsize=2) == 4 * (rows + factors) + 2 * weights
