@@ -380,6 +380,7 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
     biases = "biases" if "o_bias" in has else "QKV biases"
     names = (("QK norm", "q_norm"), (biases, "q_bias"), ("sinks", "sinks"))
     attention = [name for name, path in names if path in has]
+    attention += ["latents"] if "kv_a_proj" in has else []
     attention += ["gated", "delta nets in most layers"] if "decay_log" in has else []
     attention += ["sliding windows"] if "sliding_window" in family.defaults else []
     return (
@@ -393,7 +394,7 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
 def _feed_forward(has: set[str]) -> str:
     if "router" not in has:
         return "dense"
-    return "mixture of experts" + (", one of them shared" if "shared_gate" in has else "")
+    return "mixture of experts" + (", one of them shared" if "shared_gate_proj" in has else "")
 
 
 # Metrics

@@ -1,7 +1,7 @@
 """Causal attention with grouped heads, over whole rows and over a cache.
 
-Legend: B batch, T query and U key tokens, N heads, K kv heads, G query heads per kv head (N = K * G), H head dim,
-S decode slots, C cache positions.
+Legend: B batch, T query and U key tokens, N heads, K kv heads, G query heads per kv head (N = K * G), S decode slots, C
+cache positions, H head dim, which may be another for values.
 """
 
 import math
@@ -46,7 +46,7 @@ def causal_attention(
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     attend = dense_attention if T <= DENSE_LENGTH else flash_attention
     out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT, _by_group(sinks_N, K))
-    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
+    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, v_BTKH.shape[3])
 
 
 def dense_attention(
@@ -73,7 +73,7 @@ def dense_attention(
 def extending_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
+    v_BTKH: jax.Array | None,
     past: KeyValues,
     layer: jax.Array,
     start: jax.Array,
@@ -86,6 +86,7 @@ def extending_attention(
     `past` is a stack of layers [n, B, K, C, H], of which positions < `start` are visible; the keys and values of
     the tokens are passed separately. The past is read in blocks up to `start`, without copies, whatever C is, and from
     the block of the first position that is in the window of any token. Windows and sinks are as in `causal_attention`.
+    Without values, the keys are the values too.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -97,7 +98,7 @@ def extending_attention(
 
     def past_block(j: jax.Array, carry: Stats) -> Stats:
         k_BKUH, v_BKUH = (
-            jax.lax.dynamic_slice(x, (layer, 0, 0, j * size, 0), (1, B, K, size, H))[0] for x in (past.k, past.v)
+            jax.lax.dynamic_slice(x, (layer, 0, 0, j * size, 0), (1, B, K, size, H))[0] for x in (past.k, past.values)
         )
         seen_U = j * size + jnp.arange(size) < start
         visible_TU = seen_U[None]
@@ -107,9 +108,9 @@ def extending_attention(
         return fold(carry, scores(k_BKUH, visible_TU), jnp.where(seen_U[:, None], v_BKUH, 0))
 
     first = 0 if window is None else jnp.maximum(start - (window - 1), 0) // size
-    carry = no_keys(q_BKGTH, _by_group(sinks_N, K))
+    carry = no_keys(q_BKGTH, H, _by_group(sinks_N, K))
     carry = jax.lax.fori_loop(first, (start + size - 1) // size, past_block, carry)
-    k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
+    k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, k_BTKH if v_BTKH is None else v_BTKH))
     visible_TT = jnp.tri(T, dtype=jnp.bool_)
     if window is not None:
         visible_TT &= ~jnp.tri(T, k=-window, dtype=jnp.bool_)
@@ -129,26 +130,26 @@ def cached_attention(
 ) -> jax.Array:
     """Return attention of one new token per slot over its cached past and the recent tokens, [S, N, H].
 
-    The arrays are those of one layer. The past has consecutive segments, values [S, K, C, H] and keys [S, K, H, C], of
-    which slot s attends to positions < `start_S[s]`. Of `recent` [S, K, T, H] every slot attends to the first
+    The arrays are those of one layer. The past has consecutive segments (see `Segments`), of which slot s attends to
+    positions < `start_S[s]`. Of `recent` [S, K, T, H] every slot attends to the first
     `num_recent`, which include the new token. With a window it attends to at most that many positions, the new token
     included. Segments that a slot does not attend to change none of its bits.
     """
     S, N, H = q_SNH.shape
     K = recent.k.shape[1]
     q_SKGH = q_SNH.reshape(S, K, N // K, H)
-    seen_T = jnp.arange(recent.v.shape[2]) < num_recent
+    seen_T = jnp.arange(recent.values.shape[2]) < num_recent
     if window is not None:
-        seen_T &= jnp.arange(recent.v.shape[2]) >= num_recent - window
-    scored = [(jnp.where(seen_T, _scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf), recent.v)]
+        seen_T &= jnp.arange(recent.values.shape[2]) >= num_recent - window
+    scored = [(jnp.where(seen_T, _scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf), recent.values)]
     first = 0
     for segment in past:
-        seen_SC = first + jnp.arange(segment.v.shape[2]) < start_S[:, None]
+        seen_SC = first + jnp.arange(segment.values.shape[2]) < start_S[:, None]
         if window is not None:
-            seen_SC &= first + jnp.arange(segment.v.shape[2]) >= start_S[:, None] + num_recent - window
-        scores = _scores("skgh,skhc->skgc", q_SKGH, segment.k)
-        scored.append((jnp.where(seen_SC[:, None, None], scores, -jnp.inf), segment.v))
-        first += segment.v.shape[2]
+            seen_SC &= first + jnp.arange(segment.values.shape[2]) >= start_S[:, None] + num_recent - window
+        scores = _scores("skgh,skch->skgc" if segment.v is None else "skgh,skhc->skgc", q_SKGH, segment.k)
+        scored.append((jnp.where(seen_SC[:, None, None], scores, -jnp.inf), segment.values))
+        first += segment.values.shape[2]
     highest = reduce(jnp.maximum, [scores.max(-1, keepdims=True) for scores, _ in scored])
     out, total = jnp.float32(0), jnp.float32(0)
     if (sinks_KG := _by_group(sinks_N, K)) is not None:

@@ -2,7 +2,8 @@
 
 Dao et al. 2022, arXiv:2205.14135, written as loops of XLA. Blocks wholly in the future are never visited.
 
-Legend: B batch, K kv heads, G query heads per kv head, T tokens, H head dim, Q queries and U keys of a block.
+Legend: B batch, K kv heads, G query heads per kv head, T tokens, H head dim (that of values may be another), Q queries
+and U keys of a block.
 """
 
 import math
@@ -55,13 +56,13 @@ def flash_attention(
     return out[:, :, :, :T]
 
 
-def no_keys(q_BKGQH: jax.Array, sinks_KG: jax.Array | None) -> Stats:
+def no_keys(q_BKGQH: jax.Array, value_dim: int, sinks_KG: jax.Array | None) -> Stats:
     """Return the statistics before any key. A sink of a head is the score of one more key, whose value is 0.
 
     Without sinks the highest score is finite, because a query may attend to nothing in the first blocks: its first real
     score scales that sum to 0.
     """
-    zeros = jnp.zeros(q_BKGQH.shape, jnp.float32)
+    zeros = jnp.zeros((*q_BKGQH.shape[:-1], value_dim), jnp.float32)
     if sinks_KG is None:
         return jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros
     highest = jnp.broadcast_to(sinks_KG[:, :, None].astype(jnp.float32), zeros.shape[:-1])
@@ -111,12 +112,12 @@ def _forward(
 
         first = start_BQ[:, 0].min() // key_block
         last = _num_key_blocks(start, query_block, key_block)
-        highest, total, out = jax.lax.fori_loop(first, last, one_key_block, no_keys(q_BKGQH, sinks_KG))
+        highest, total, out = jax.lax.fori_loop(first, last, one_key_block, no_keys(q_BKGQH, v.shape[-1], sinks_KG))
         return None, (out / total[..., None], highest + jnp.log(total))
 
     starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
     _, (outs, logsumexps) = jax.lax.scan(one_query_block, None, starts)
-    out = mark_matmul(jnp.moveaxis(outs, 0, 3).reshape(q.shape))
+    out = mark_matmul(jnp.moveaxis(outs, 0, 3).reshape(*q.shape[:-1], v.shape[-1]))
     logsumexp = mark_matmul(jnp.moveaxis(logsumexps, 0, 3).reshape(q.shape[:-1]))
     return out, (q, k, v, start_BT, out, logsumexp)
 

@@ -15,10 +15,13 @@ from flax import struct
 
 from skyrl_tx.layers.attention import cached_attention, extending_attention
 from skyrl_tx.layers.kv_cache import KeyValues, Segments, append, read_segments
-from skyrl_tx.layers.parameter import Axis
+from skyrl_tx.layers.parameter import Axis, Parameter
 
-AXES: tuple[Axis | None, ...] = ("layers", "batch", "kv_heads", None, "head_dim")
-"""The logical axes of positions."""
+
+def position_axes(each: Parameter) -> tuple[Axis | None, ...]:
+    """Return the logical axes of an array of positions, given what `Room` says of one position."""
+    heads, dim = each.axes
+    return "layers", "batch", heads, None, dim
 
 
 @struct.dataclass
@@ -46,15 +49,18 @@ class ChunkHeld:
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
         sinks_N: jax.Array | None = None,
         *,
         window: int | None = None,
     ) -> tuple[jax.Array, KeyValues]:
-        """Return attention over the past and the chunk, [B, T, N, H], and the chunk's keys and values."""
+        """Return attention over the past and the chunk, [B, T, N, H], and the chunk's keys and values.
+
+        Without values, the keys are the values too.
+        """
         past, layer, start = self.past, self.layer, self.start
         mixed_BTNH = extending_attention(q_BTNH, k_BTKH, v_BTKH, past, layer, start, sinks_N, window=window)
-        return mixed_BTNH, KeyValues(k=jnp.swapaxes(k_BTKH, 1, 2), v=jnp.swapaxes(v_BTKH, 1, 2))
+        return mixed_BTNH, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 1, 2), KeyValues(k=k_BTKH, v=v_BTKH))
 
 
 @struct.dataclass
@@ -71,7 +77,7 @@ class StepHeld:
         self,
         q_SNH: jax.Array,
         k_SKH: jax.Array,
-        v_SKH: jax.Array,
+        v_SKH: jax.Array | None,
         sinks_N: jax.Array | None = None,
         *,
         window: int | None = None,

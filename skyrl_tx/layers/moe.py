@@ -12,7 +12,7 @@ tokens of one expert *and one adapter*, so that tenants do not meet even inside 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,10 @@ class Routing:
     num_experts: int
     num_chosen: int  # of each token
     renormalizes: bool  # whether the weights of the chosen sum to 1
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1  # of equally many neighbouring experts
+    num_chosen_groups: int = 1  # of each token: those whose two best experts have the highest sum of scores
+    factor: float = 1.0  # of the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,7 @@ def mixture(
     routing: Routing,
     layout: Layout = WHOLE,
     router_bias_E: jax.Array | None = None,
+    correction_E: jax.Array | None = None,
 ) -> jax.Array:
     """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D]."""
     x_MD = x.reshape(-1, x.shape[-1])
@@ -123,7 +128,7 @@ def mixture(
             place_M = jnp.repeat(place_G, x_MD.shape[0] // place_G.shape[0])
             adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
     inner = {name: _multiply_rows(x_MD, factor, dtype) for name, factor in shared_a.items()}
-    visits = _Visits(x_MD, *route(x_MD, router_ED, routing, router_bias_E), place_M, inner)
+    visits = _Visits(x_MD, *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner)
     sums = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
     y_MD, outer_MR = sums
     if outer_MR is not None:
@@ -238,17 +243,40 @@ def _sum(
 
 
 def route(
-    x_MD: jax.Array, router_ED: jax.Array, routing: Routing, bias_E: jax.Array | None = None
+    x_MD: jax.Array,
+    router_ED: jax.Array,
+    routing: Routing,
+    bias_E: jax.Array | None = None,
+    correction_E: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the share and the number of each chosen expert, [M, K], the largest share first."""
+    """Return the share and the number of each chosen expert, [M, K], the first choice first.
+
+    The correction is added to scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); shares lack it.
+    """
     score_ME = multiply(x_MD, router_ED.T)
     if bias_E is not None:
         score_ME += bias_E.astype(jnp.float32)
-    share_ME = jax.nn.softmax(score_ME, axis=-1)
-    share_MK, expert_MK = jax.lax.top_k(share_ME, routing.num_chosen)
+    share_ME = jax.nn.softmax(score_ME, axis=-1) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)
+    if correction_E is None and routing.num_groups == 1:
+        share_MK, expert_MK = jax.lax.top_k(share_ME, routing.num_chosen)
+    else:
+        choice_ME = jax.lax.stop_gradient(share_ME if correction_E is None else share_ME + correction_E)
+        _, expert_MK = jax.lax.top_k(_in_best_groups(choice_ME, routing), routing.num_chosen)
+        share_MK = jnp.take_along_axis(share_ME, expert_MK, axis=-1)
     if routing.renormalizes:
         share_MK = share_MK / share_MK.sum(axis=-1, keepdims=True)
-    return share_MK, expert_MK
+    return share_MK if routing.factor == 1 else share_MK * routing.factor, expert_MK
+
+
+def _in_best_groups(score_ME: jax.Array, routing: Routing) -> jax.Array:
+    """Return the scores, with those of experts outside a token's groups at minus infinity."""
+    if routing.num_groups == 1:
+        return score_ME
+    score_MGE = score_ME.reshape(score_ME.shape[0], routing.num_groups, -1)
+    best_MG2, _ = jax.lax.top_k(score_MGE, 2)
+    _, group_MK = jax.lax.top_k(best_MG2.sum(axis=-1), routing.num_chosen_groups)
+    is_chosen_MG = (group_MK[:, :, None] == jnp.arange(routing.num_groups)).any(axis=1)
+    return jnp.where(is_chosen_MG[:, :, None], score_MGE, -jnp.inf).reshape(score_ME.shape)
 
 
 @struct.dataclass

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the two-halves layout of Hugging Face checkpoints.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), mostly in the two-halves layout of Hugging Face.
 
 Legend: B batch, T tokens, N heads, H head dim.
 """
@@ -75,10 +75,17 @@ class Rope:
         if self.attention_factor is not None:
             return self.attention_factor
 
-        def grown(scale: float) -> float:
-            return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
 
-        return grown(self.mscale) / grown(self.mscale_all_dim) if self.mscale and self.mscale_all_dim else grown(1.0)
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores in DeepSeek's models, which grow with the whole head, not its rotated dims."""
+        return self._grown(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
+
+    def _grown(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
         """Return cosine and sine for each position times the amplitude, float32 `positions.shape + [H / 2]`."""
@@ -86,6 +93,14 @@ class Rope:
         if self.amplitude == 1.0:
             return jnp.cos(angle), jnp.sin(angle)
         return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
+
+
+def rotate_pairs(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+    """Return `x` [..., N, H], whose pairs are neighbouring dims, rotated by H / 2 angles that its heads share.
+
+    The first dims of all pairs come before the second ones: products with other such heads do not depend on the order.
+    """
+    return rotate(jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1), cosine, sine)
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:

@@ -114,11 +114,17 @@ class ModelConfig:
         return sum(len(stack.layers) for stack in self.stacks)
 
 
-def read_size(hf: HfConfig, key: str) -> int:
-    """Return a size of a `config.json`. Raises UnsupportedModel if it is absent or not a whole number above 0."""
+def read_given(hf: HfConfig, key: str) -> Any:
+    """Return a value of a `config.json`. Raises UnsupportedModel if it is absent."""
     value = hf.get(key)
     if value is None:
         raise UnsupportedModel(f"config.json of a {(hf.get('architectures') or ['model'])[0]} lacks {key!r}")
+    return value
+
+
+def read_size(hf: HfConfig, key: str) -> int:
+    """Return a size of a `config.json`. Raises UnsupportedModel if it is absent or not a whole number above 0."""
+    value = read_given(hf, key)
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"config.json has {key} = {value!r}, not a whole number above 0")
     return value

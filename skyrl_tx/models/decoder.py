@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers import logprobs
-from skyrl_tx.layers.held import AXES, Cache, ChunkHeld, Held, SliceCache, write_chunk
+from skyrl_tx.layers.held import Cache, ChunkHeld, Held, SliceCache, position_axes, write_chunk
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, select_rows
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
@@ -151,12 +151,15 @@ def _place(params: DecoderParams, config: ModelConfig, position: jax.Array) -> P
 def constrain_cache(layout: Layout, config: ModelConfig, cache: Cache) -> Cache:
     """Constrain the cache, or what a slice changed of it, to its sharding."""
 
+    def positions(leaf: jax.Array, each: Parameter) -> jax.Array:
+        return layout.constrain(leaf, *position_axes(each))
+
     def fixed(leaf: jax.Array, each: Parameter) -> jax.Array:
         return layout.constrain(leaf, "layers", "batch", *each.axes)
 
     return tuple(
         Held(
-            positions=jax.tree.map(lambda leaf: layout.constrain(leaf, *AXES), held.positions),
+            positions=jax.tree.map(positions, held.positions, stack.block.mixer.room().positions),
             fixed=jax.tree.map(fixed, held.fixed, stack.block.mixer.room().fixed),
         )
         for stack, held in zip(config.stacks, cache, strict=True)

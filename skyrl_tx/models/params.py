@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from skyrl_tx.layers.held import Cache, Held
+from skyrl_tx.layers.held import Cache, Held, position_axes
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models.config import ModelConfig, Stack
@@ -81,8 +81,8 @@ def empty_cache(params: DecoderParams, config: ModelConfig, num_rows: int, lengt
         room, leading = stack.block.mixer.room(), (len(stack.layers), num_rows)
 
         def positions(each: Parameter) -> jax.Array:
-            (num_heads, dim), (heads, dim_axis) = each.shape, each.axes
-            return zeros(each, (*leading, num_heads, length, dim), ("layers", "batch", heads, None, dim_axis))
+            num_heads, dim = each.shape
+            return zeros(each, (*leading, num_heads, length, dim), position_axes(each))
 
         def fixed(each: Parameter) -> jax.Array:
             return zeros(each, (*leading, *each.shape), ("layers", "batch", *each.axes))

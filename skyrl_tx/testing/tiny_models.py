@@ -32,12 +32,41 @@ YARN = {
 }
 """The rope scaling of gpt-oss, with an original context so short that it changes tiny models."""
 
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+"""The rope scaling of DeepSeek-V3, whose two scales are equal there, so that cosine and sine are not scaled."""
+
 DELTA_NETS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,  # short queries and keys are often orthogonal, and a norm divides by their products
     "linear_value_head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+LATENTS = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,  # as transformers writes it: that of ropes
+    "num_key_value_heads": None,
+}
+ROUTED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -50,6 +79,14 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "swiglu_limit": 1.0,
         "rope_scaling": YARN,
+    },
+    "DeepseekV3ForCausalLM": {
+        **LATENTS,
+        **ROUTED_EXPERTS,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_scaling": DEEPSEEK_YARN,
+        "num_nextn_predict_layers": 0,
     },
     "Qwen3_5ForCausalLM": {
         **DELTA_NETS,

@@ -1,7 +1,7 @@
 """Base weights: a Hugging Face checkpoint streamed tensor by tensor into stacked arrays, or values of its shapes."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
 REDUNDANT_TENSORS = ("lm_head.weight",)
 # Of checkpoints that also predict further tokens, or read images.
 UNUSED_PREFIXES = ("mtp.", "model.visual.")
+FURTHER_LAYERS = "num_nextn_predict_layers"
+"""The config key with the number of layers that predict further tokens, which come after the others."""
 
 
 class CheckpointError(ValueError):
@@ -95,14 +97,12 @@ def load(
     """
     located = locate_tensors(directory)
     rules = {rule.path: rule for rule in bind_rows(of_checkpoint(weights, located), flatten(parameters))}
-    files = plain_names(located)
+    files, unused = plain_names(located), (*UNUSED_PREFIXES, *_further_layers(read_json(directory, "config.json")))
     expected = {name for path, each in flatten(parameters).items() for _, name in rules[rule_path(path)].tensors(each)}
     unexpected = sorted(
         name
         for name in files.keys() - expected
-        if name not in REDUNDANT_TENSORS
-        and not name.endswith(REDUNDANT_SUFFIXES)
-        and not name.startswith(UNUSED_PREFIXES)
+        if name not in REDUNDANT_TENSORS and not name.endswith(REDUNDANT_SUFFIXES) and not name.startswith(unused)
     )
     if unexpected:
         raise CheckpointError(f"{files[unexpected[0]]}: unexpected {_listed(unexpected)}")
@@ -130,6 +130,14 @@ def load(
             return _assemble(parameter.shape, placement(parameter), read)
 
         return map_named(fill, parameters)
+
+
+def _further_layers(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the prefixes of the layers that predict further tokens."""
+    config = config.get("text_config", config)
+    first = config.get("num_hidden_layers", 0)
+    for layer in range(first, first + (config.get(FURTHER_LAYERS) or 0)):
+        yield f"model.layers.{layer}."
 
 
 def _assemble(

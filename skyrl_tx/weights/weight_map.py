@@ -293,6 +293,22 @@ SHARED_EXPERT_WEIGHTS: WeightMap = (
     _layer("shared_down_proj", "mlp.shared_expert.down_proj.weight", transpose=True),
 )
 
+SHARED_EXPERTS_WEIGHTS: WeightMap = (  # of DeepSeek: without a gate, and next to corrected scores
+    _layer("router_correction", "mlp.gate.e_score_correction_bias"),
+    _layer("shared_gate_proj", "mlp.shared_experts.gate_proj.weight", transpose=True),
+    _layer("shared_up_proj", "mlp.shared_experts.up_proj.weight", transpose=True),
+    _layer("shared_down_proj", "mlp.shared_experts.down_proj.weight", transpose=True),
+)
+LATENT_WEIGHTS: WeightMap = (
+    _layer("q_a_proj", "self_attn.q_a_proj.weight", transpose=True),
+    _layer("q_a_norm", "self_attn.q_a_layernorm.weight"),
+    _layer("q_b_proj", "self_attn.q_b_proj.weight", transpose=True),
+    _layer("kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", transpose=True),
+    _layer("kv_a_norm", "self_attn.kv_a_layernorm.weight"),
+    replace(_layer("k_b", "self_attn.kv_b_proj.weight"), by_head=True),  # as they lie there: no maps of adapters
+    replace(_layer("v_b", "self_attn.kv_b_proj.weight"), by_head=True),
+)
+
 EVEN, ODD = (0, 2), (1, 2)
 FUSED_EXPERT_WEIGHTS: WeightMap = (  # [E, in, out] as here, with the columns of gate and up in turn
     _layer("router", "mlp.router.weight"),

@@ -52,6 +52,12 @@ VARIANTS = {
     },
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 16}},
     "gpt-oss-untied": {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "mlp_size": 24},
+    "deepseek-untied": {"architecture": "DeepseekV3ForCausalLM", "tied_embeddings": False, "num_layers": 3},
+    "deepseek-tied": {
+        "architecture": "DeepseekV3ForCausalLM",
+        "experts": {"norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        "keys": {"q_lora_rank": None, "rope_scaling": None, "rope_interleave": False},
+    },
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
 SHARED = ("qwen3-moe-mixed", "gpt-oss-untied")
@@ -64,6 +70,7 @@ DEFAULT = (
     "qwen3-moe-mixed",
     "mistral-untied",
     "gpt-oss-untied",
+    "deepseek-untied",
     "qwen3_5-untied",
     "qwen3_5-moe-untied",
 )

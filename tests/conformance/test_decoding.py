@@ -24,6 +24,7 @@ COPIES = "abc"  # of each request
         "qwen3-moe-mixed",
         "mistral-untied",
         "gpt-oss-untied",
+        "deepseek-untied",
         "qwen3_5-untied",
         "qwen3_5-moe-untied",
         "qwen3-next-untied",

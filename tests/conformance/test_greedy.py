@@ -26,6 +26,7 @@ VARIANTS = {
     "Qwen3_5ForCausalLM": {"num_layers": 4},
     "Qwen3_5MoeForCausalLM": {"num_layers": 4},
     "Qwen3NextForCausalLM": {"num_layers": 4},
+    "DeepseekV3ForCausalLM": {"num_layers": 3},
 }
 pytestmark = pytest.mark.slow
 

@@ -66,6 +66,7 @@ SLOW_VARIANTS = (
     "qwen3-moe-mixed",
     "mistral-untied",
     "gpt-oss-untied",
+    "deepseek-untied",
     "qwen3_5-moe-untied",
     "qwen3-next-untied",
 )

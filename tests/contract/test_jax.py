@@ -1,4 +1,4 @@
-"""The JAX backend passes the backend suite with tiny models: dense, with experts, with windows and sinks."""
+"""The JAX backend passes the backend suite with tiny models: dense, with experts, windows, sinks, latents, states."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
 from tests.support.lost_jax_device import lost_jax_device
-from tests.support.tiny import DENSE, HYBRID, HYBRID_MOE, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
+from tests.support.tiny import DENSE, HYBRID, HYBRID_MOE, LATENTS, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
 
 
 class TestJax(BackendSuite):
@@ -39,6 +39,11 @@ class TestJaxWithWindows(TestJax):
 @pytest.mark.slow
 class TestJaxWithSinks(TestJax):
     architecture = SINKS
+
+
+@pytest.mark.slow
+class TestJaxWithLatents(TestJax):
+    architecture = LATENTS
 
 
 @pytest.mark.slow

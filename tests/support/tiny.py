@@ -26,6 +26,7 @@ from skyrl_tx.weights import hf
 
 DENSE, MOE, WINDOWS, SINKS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM", "GptOssForCausalLM"
 HYBRID, HYBRID_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+LATENTS = "DeepseekV3ForCausalLM"
 VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
 """Arguments of `write_model` for all; the conformance tests compare the dense one with transformers."""

@@ -107,7 +107,7 @@ class Attention:
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See Mixer."""
         q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, params, adapters, at)
-        mixed_BTNH = _attend(q_BTNH, k_BTKH, v_BTKH, at.start_BT, params.get("sinks"), at.layout, self.window)
+        mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, at.start_BT, params.get("sinks"), at.layout, self.window)
         return _output(mixed_BTNH, gate, params, adapters)
 
     def extend(
@@ -147,7 +147,7 @@ def _output(mixed: jax.Array, gate: jax.Array | None, params: LayerParams, adapt
     return linear(x, params["o_proj"], adapters.maps.get("o_proj"), params.get("o_bias"))
 
 
-def _attend(
+def attend_rows(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,

@@ -30,8 +30,12 @@ class Mixture:
     """Whether the router and the experts' maps have a bias."""
     clamp: Clamp | None = None
     """The activation of the experts, if it is not silu(gate) * up."""
+    has_correction: bool = False
+    """Whether a correction of each expert's score takes part in the choice of experts. It is not trained."""
     shared_size: int | None = None
-    """The width of one more expert, to which all tokens go; a gate weights its output for each. None: there is none."""
+    """The width of one more expert, to which all tokens go. None: there is none."""
+    has_shared_gate: bool = True
+    """Whether a gate weights the output of that expert for each token."""
     config_keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
     """The names of the experts' width and number in config.json."""
 
@@ -39,6 +43,11 @@ class Mixture:
         chosen, experts = self.routing.num_chosen, self.routing.num_experts
         if not 1 <= chosen <= experts:
             raise UnsupportedModel(f"a token cannot go to {chosen!r} of {experts!r} experts")
+        groups, chosen_groups = self.routing.num_groups, self.routing.num_chosen_groups
+        if experts % groups or (groups > 1 and experts < 2 * groups):
+            raise UnsupportedModel(f"{experts} experts cannot be in {groups} groups of two or more each")
+        if not 1 <= chosen_groups <= groups or chosen > experts // groups * chosen_groups:
+            raise UnsupportedModel(f"a token cannot go to {chosen} experts in {chosen_groups!r} of {groups!r} groups")
 
     @property
     def marks_matmuls(self) -> bool:
@@ -65,12 +74,17 @@ class Mixture:
     def describe(self) -> dict[str, Parameter]:
         """See Part."""
         E = self.routing.num_experts
-        found = {"router": Parameter((E, self.hidden_size), ("expert", "embed"))}
+        # Models with sigmoid scores compute them in float32: rounded ones would often be equal, near 1.
+        is_float32 = self.routing.scores == "sigmoid"
+        found = {"router": Parameter((E, self.hidden_size), ("expert", "embed"), is_float32=is_float32)}
+        if self.has_correction:
+            found["router_correction"] = Parameter((E,), ("expert",), "zeros", is_float32=True)
         for name, each in self.targets().items():
             if each.num_experts is not None:
                 found[name] = Parameter((E, each.inputs, each.outputs), ("expert", *each.axes))
         if self._shared is not None:
             found |= {SHARED_PREFIX + name: each for name, each in self._shared.describe().items()}
+        if self._shared is not None and self.has_shared_gate:
             found["shared_gate"] = Parameter((1, self.hidden_size), ("head_dim", "embed"))
         if self.has_bias:
             found["router_bias"] = Parameter((E,), ("expert",), "zeros")
@@ -92,10 +106,12 @@ class Mixture:
         maps = (params[EXPERT_PREFIX + name] for name in MAPS)
         biases = (params.get(EXPERT_PREFIX + name) for name in BIASES)
         weights = ExpertWeights(*maps, *biases, clamp=self.clamp)
-        bias_E = params.get("router_bias")
-        y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, bias_E)
+        own = params.get("router_bias"), params.get("router_correction")
+        y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, *own)
         if self.shared_size is None:
             return y
+        if not self.has_shared_gate:
+            return y + apply_gated(x, params, adapters, SHARED_PREFIX)
         # The weight is multiplied in before the last map. A product next to the sum would be rounded apart from it or
         # not, as XLA fuses them: a pass with a gradient would differ from one without.
         return y + apply_gated(x, params, adapters, SHARED_PREFIX, _gate(x, params["shared_gate"]))

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 RANK, ALPHA = 4, 32
-NOT_ADAPTED = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
+NOT_ADAPTED = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "q_b_proj", "kv_b_proj")
 PROMPT, NEW = 20, 24  # tokens of greedy decoding
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1}
 STEPS = 3

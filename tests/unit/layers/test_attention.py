@@ -18,7 +18,7 @@ from skyrl_tx.layers.attention import (
 )
 from skyrl_tx.layers.flash_attention import flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues, read_segments
-from skyrl_tx.layers.rope import Rope, rotate
+from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from tests.support.fast_jit import fast_jit
 
 
@@ -162,6 +162,51 @@ def test_chunks_and_steps_have_the_same_windows_and_sinks(window, has_sinks):
     np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [50, 150])
+def test_values_may_be_narrower_than_keys(length):
+    """Covers all scores at once, and blocks with their gradient: as with values that end in zeros."""
+    q, k, v = heads(length)
+    wide = v * (np.arange(8) < 5)
+    target = np.random.default_rng(1).standard_normal((2, length, 4, 8)).astype(np.float32)
+
+    @fast_jit
+    def value_and_gradient(x, target):
+        return jax.value_and_grad(lambda x: (causal_attention(*x) * target).sum())(x)
+
+    value, gradient = value_and_gradient((q, k, v[..., :5]), target[..., :5])
+    expected, by_wide = value_and_gradient((q, k, wide), target)
+    assert causal_attention(q, k, v[..., :5]).shape == (2, length, 4, 5)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for found, wanted in zip(gradient, (*by_wide[:2], by_wide[2][..., :5]), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_keys_may_be_the_values_too():
+    """As latents: chunks and steps read one array. Positions that are not written hold NaN."""
+    length, chunk, held, recent = 150, 64, 128, 7
+    q, k, _ = heads(T=length, B=2, K=1)
+    whole = by_definition(q, k, k)
+    past = KeyValues(k=np.full((1, 2, 1, 256, 8), np.nan, np.float32), v=None)
+    extend = fast_jit(lambda q, k, past, start: extending_attention(q, k, None, past, np.int32(0), start))
+    for start in range(0, held, chunk):
+        here = slice(start, start + chunk)
+        np.testing.assert_allclose(extend(q[:, here], k[:, here], past, np.int32(start)), whole[:, here], atol=1e-5)
+        past.k[0, :, :, here] = k[:, here].swapaxes(1, 2)
+
+    start_S = np.array([held, held - 20], np.int32)
+    row_S1, token_ST = np.arange(2)[:, None], start_S[:, None] + np.arange(recent)
+    newest = KeyValues(k=k[row_S1, token_ST].swapaxes(1, 2), v=None)
+    past.k[:, :, :, held:] = 0  # what is not written in a slot is 0
+
+    @fast_jit
+    def step(q, past, newest):
+        return cached_attention(q, read_segments(past, 0, 200), newest, start_S, np.int32(recent))
+
+    position_S = start_S + recent - 1
+    got = step(q[np.arange(2), position_S], past, newest)
+    np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
+
+
 def test_long_rows_stay_within_memory():
     """With 16,384 tokens the scores of all pairs would take 4 GiB for four heads."""
     shapes = [jax.ShapeDtypeStruct((1, 16384, n, 8), jnp.float32) for n in (4, 1, 1)]
@@ -174,6 +219,15 @@ def test_rope_turns_pairs_by_position_times_frequency():
     x = np.random.default_rng(0).standard_normal((T, 3, H)).astype(np.float32)
     turned = fast_jit(lambda x, position: rotate(x, *rope.angles(position, H)))(x, np.arange(T))
     pairs = x[..., : H // 2] + 1j * x[..., H // 2 :]
+    expected = pairs * np.exp(1j * np.arange(T)[:, None, None] * 100.0 ** -(np.arange(0, H, 2) / H))
+    np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
+
+
+def test_paired_rope_turns_neighbouring_dims():
+    rope, T, H = Rope(theta=100.0), 6, 8
+    x = np.random.default_rng(0).standard_normal((T, 3, H)).astype(np.float32)
+    turned = fast_jit(lambda x, position: rotate_pairs(x, *rope.angles(position, H)))(x, np.arange(T))
+    pairs = x[..., ::2] + 1j * x[..., 1::2]
     expected = pairs * np.exp(1j * np.arange(T)[:, None, None] * 100.0 ** -(np.arange(0, H, 2) / H))
     np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
 

@@ -1,5 +1,7 @@
 """Experts: each token gets what its own experts and its own adapter make of it, and nothing of anybody else's."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,6 +221,38 @@ def test_the_shares_are_renormalized_where_the_model_says_so(router):
     again, same = choose(x, router, routing=ROUTING)
     np.testing.assert_array_equal(expert, same)
     np.testing.assert_allclose(again, share / share.sum(axis=-1, keepdims=True), rtol=1e-6)
+
+
+GROUPED = Routing(
+    num_experts=12,
+    num_chosen=3,
+    renormalizes=True,
+    scores="sigmoid",
+    num_groups=4,
+    num_chosen_groups=2,
+    factor=2.5,
+)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [GROUPED, replace(GROUPED, renormalizes=False), replace(GROUPED, num_groups=1, num_chosen_groups=1)],
+)
+def test_a_correction_changes_the_choice_in_the_best_groups_and_no_share(routing):
+    """As DeepSeek-V3 says: a group's score is the sum of its two best, and other groups take no part."""
+    x, own, correction = normal(3, 40, D), normal(4, 12, D), normal(5, 12)
+    share, expert = map(np.asarray, choose(x, own, routing=routing, correction_E=correction))
+    for m in range(len(x)):
+        scores = 1 / (1 + np.exp(-own.astype(np.float64) @ x[m]))
+        by_group = (scores + correction).reshape(routing.num_groups, -1)
+        best = np.argsort(-np.sort(by_group)[:, -2:].sum(-1))[: routing.num_chosen_groups]
+        allowed = [e for e in range(12) if e // by_group.shape[1] in best]
+        chosen = sorted(allowed, key=lambda e: -(scores + correction)[e])[:3]
+        shares = scores[chosen] / (scores[chosen].sum() if routing.renormalizes else 1)
+        np.testing.assert_array_equal(expert[m], chosen)
+        np.testing.assert_allclose(share[m], 2.5 * shares, rtol=1e-5)
+    plain = np.asarray(choose(x, own, routing=routing)[1])
+    assert (plain != expert).any(), "the correction acts"
 
 
 @BOTH_FORMS

@@ -41,6 +41,9 @@ HYBRID = "qwen3_5-untied"
 SHARED = "qwen3_5-moe-untied"
 """Linear attention, and mixtures with an expert to which all tokens go."""
 
+LATENTS = "deepseek"
+"""Attention whose cache has latents, a dense layer before sparse ones, and sigmoid scores of experts in groups."""
+
 BY_HEAD = "qwen3-next"
 """Maps of linear attention that are stored head by head."""
 
@@ -61,6 +64,7 @@ VARIANTS = {
     # With experts rounding grows with the weights: at 0.2 it reaches 1.4e-5 in some elements of up to 5.
     SHARED: {"architecture": "Qwen3_5MoeForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.1},
     BY_HEAD: {"architecture": "Qwen3NextForCausalLM", "num_layers": 4, "std": 0.1, "split_experts": True},
+    LATENTS: {"architecture": "DeepseekV3ForCausalLM", "tied_embeddings": False, "num_layers": 3, "std": 0.1},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
 
@@ -81,7 +85,7 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), CYCLE)
 
 
-@pytest.fixture(scope="module", params=[SINKS, SHARED, BY_HEAD])
+@pytest.fixture(scope="module", params=[SINKS, SHARED, BY_HEAD, LATENTS])
 def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Give models whose layers read sequences in other ways than whole."""
     return read_back(tmp_path_factory.mktemp("model"), request.param)

@@ -57,6 +57,8 @@ COUNTS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "meta-llama/Llama-3.1-70B": (llama(8192, 80, 64, 8, 128, width=28672), (8_847_360, 4_096_000, 136_448)),
     "meta-llama/Llama-3.2-1B": (llama(2048, 16, 32, 8, 64, width=8192), (491_520, 212_992, 130_304)),
     "meta-llama/Llama-3.2-3B": (llama(3072, 28, 24, 8, 128, width=8192), (946_176, 573_440, 131_328)),
+    "deepseek-ai/DeepSeek-V3.1": (hub("DeepSeek-V3.1"), (94_307_328, 2_440_000, 136_448)),
+    "moonshotai/Kimi-K2-Thinking": (hub("Kimi-K2-Thinking"), (144_583_680, 1_940_288, 171_008)),
     "openai/gpt-oss-20b": (hub("gpt-oss-20b"), (6_842_880, 497_664, 203_968)),
     "openai/gpt-oss-120b": (hub("gpt-oss-120b"), (40_124_160, 746_496, 203_968)),
 }
@@ -100,5 +102,6 @@ def test_the_form_changes_nothing_without_experts() -> None:
 def test_shared_factors_next_to_a_shared_expert_are_refused_by_name() -> None:
     config = read(hub("Qwen3.5-35B-A3B"), "own")
     assert in_form(config, "own") == config
-    with pytest.raises(UnsupportedModel, match=r"--backend-config\.expert-lora shared is not offered"):
-        in_form(config, "shared")
+    for name in ("Qwen3.5-35B-A3B", "DeepSeek-V3.1"):
+        with pytest.raises(UnsupportedModel, match=r"--backend-config\.expert-lora shared is not offered"):
+            in_form(read(hub(name), "own"), "shared")

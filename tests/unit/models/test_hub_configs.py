@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from skyrl_tx.layers.moe import Clamp, Routing
@@ -13,10 +14,13 @@ from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params, find
 from skyrl_tx.models.base import text_config
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.delta_net import DeltaNet
+from skyrl_tx.models.parts.dense import Dense
+from skyrl_tx.models.parts.latent_attention import LatentAttention
 from skyrl_tx.models.parts.mixture import Mixture
 
+MOONLIGHT = "Moonlight-16B-A3B"
 FOLDER = Path(__file__).parent / "hub_configs"
-"""Files as published, less what no model reads; of Qwen3.5 the published sizes, as transformers writes them."""
+"""Files as published, less what no model reads; of Qwen3.5 and DeepSeek's line the published sizes."""
 
 
 def content_of(name: str) -> dict[str, Any]:
@@ -90,6 +94,72 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
     for key in ("layer_types", "rope_scaling", "swiglu_limit", "attention_bias", "sliding_window", "rms_norm_eps"):
         content.pop(key)
     assert find_family(content).config_from_hf(content) == read("gpt-oss-20b")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "num_dense"),
+    [("DeepSeek-V3.1", 671.0, 3), ("Kimi-K2-Thinking", 1026.4, 1), (MOONLIGHT, 15.96, 1)],
+)
+def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: int) -> None:
+    config, content = read(name), content_of(name)
+    assert [len(group.stacks) for group in config.groups] == [1, 1], "one loop over dense layers, one over others"
+    kinds = [type(block.feed_forward) for block in config.blocks]
+    assert kinds == [Dense] * num_dense + [Mixture] * (content["num_hidden_layers"] - num_dense)
+    (attention,) = {block.mixer for block in config.blocks}
+    assert isinstance(attention, LatentAttention) and attention.has_paired_rope
+    assert [each.shape for each in jax.tree.leaves(attention.room().positions)] == [(1, 576)]
+    assert attention.query_latent_dim == content["q_lora_rank"]
+    mixture = config.blocks[-1].feed_forward
+    assert isinstance(mixture, Mixture) and mixture.has_correction and not mixture.has_shared_gate
+    assert mixture.routing == Routing(
+        num_experts=content["n_routed_experts"],
+        num_chosen=content["num_experts_per_tok"],
+        renormalizes=True,
+        scores="sigmoid",
+        num_groups=content["n_group"],
+        num_chosen_groups=content["topk_group"],
+        factor=content["routed_scaling_factor"],
+    )
+    leaves = flatten(describe_params(config)).values()
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "amplitude", "factor"),
+    [("DeepSeek-V3.1", 1.0, 1.3688879**2), ("Kimi-K2-Thinking", 1.0, 1.4158883**2), (MOONLIGHT, 1.0, 1.0)],
+)
+def test_scores_of_deepseek_grow_with_its_context(name: str, amplitude: float, factor: float) -> None:
+    """Covers mscale = 0.1 ln(factor) + 1, whose square multiplies scores, and not cosine and sine."""
+    mixer = read(name).blocks[0].mixer
+    assert isinstance(mixer, LatentAttention)
+    assert mixer.rope.amplitude == amplitude and mixer.rope.score_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"topk_method": "group_limited_greedy"}, "topk_method = 'group_limited_greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads = 8; supported: 16"),
+        ({"head_dim": 128}, "head_dim = 128; supported: 64"),
+        ({"qk_head_dim": 128}, "qk_head_dim = 128; supported: 192"),
+        ({"qk_rope_head_dim": 63}, "even number, not 63"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"n_shared_experts": 0}, "n_shared_experts = 0"),
+        ({"n_group": 7}, "64 experts cannot be in 7 groups"),
+        ({"n_group": 64, "topk_group": 6}, "64 experts cannot be in 64 groups"),
+        ({"n_group": 8, "topk_group": 9}, "6 experts in 9 of 8 groups"),
+        ({"n_group": 16, "topk_group": 1}, "6 experts in 1 of 16 groups"),
+        ({"routed_scaling_factor": None}, "lacks 'routed_scaling_factor'"),
+        ({"norm_topk_prob": None}, "lacks 'norm_topk_prob'"),
+        ({"first_k_dense_replace": None}, "lacks 'first_k_dense_replace'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ],
+)
+def test_keys_of_deepseek_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read(MOONLIGHT, **changes)
 
 
 WITH_EXPERTS = ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B", "Qwen3.5-397B-A17B")

@@ -73,6 +73,15 @@ def test_a_mesh_must_divide_the_heads_of_linear_attention(tmp_path):
         check_divides(layout_of(tp=4), config)
 
 
+def test_a_mesh_must_divide_the_heads_of_latent_attention_and_its_experts(tmp_path):
+    config = config_of(tmp_path, "DeepseekV3ForCausalLM")
+    check_divides(layout_of(fsdp=2, tp=4), config)
+    with pytest.raises(MeshError, match="tp=8 does not divide num_attention_heads = 4"):
+        check_divides(layout_of(tp=8), config)
+    with pytest.raises(MeshError, match="ep=3 does not divide n_routed_experts = 8"):
+        check_divides(layout_of(ep=3), config)
+
+
 def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():
     wanted = len(jax.devices()) + 1
     backend = JaxBackend("no-such-directory/either", JaxConfig(compile_cache_dir=None, mesh=MeshConfig(tp=wanted)))

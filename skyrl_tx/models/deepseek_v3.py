@@ -1,0 +1,82 @@
+"""DeepSeek-V3, and Kimi K2 and Moonlight, which have its architecture. DeepSeek-AI 2024, arXiv:2412.19437."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_tx.layers.moe import Routing
+from skyrl_tx.models.base import ModelFamily, read_dense
+from skyrl_tx.models.config import Block, HfConfig, read_given, read_rope, read_size, refuse_other_values
+from skyrl_tx.models.parts.base import FeedForward
+from skyrl_tx.models.parts.latent_attention import LatentAttention
+from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, LATENT_WEIGHTS, SHARED_EXPERTS_WEIGHTS
+
+ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+"""Keys that would change the maths, with the values that are implemented."""
+
+
+def read_latent_attention(hf: HfConfig) -> LatentAttention:
+    """Read the attention. The shared part of a key has the dims that transformers takes for those of a head."""
+    num_heads, rotary_dim = read_size(hf, "num_attention_heads"), read_size(hf, "qk_rope_head_dim")
+    plain_dim = read_size(hf, "qk_nope_head_dim")
+    sizes = {"num_key_value_heads": num_heads, "head_dim": rotary_dim, "qk_head_dim": plain_dim + rotary_dim}
+    refuse_other_values(hf, {key: (size,) for key, size in sizes.items()})
+    return LatentAttention(
+        hidden_size=read_size(hf, "hidden_size"),
+        num_heads=num_heads,
+        latent_dim=read_size(hf, "kv_lora_rank"),
+        query_latent_dim=None if hf.get("q_lora_rank") is None else read_size(hf, "q_lora_rank"),
+        plain_dim=plain_dim,
+        rotary_dim=rotary_dim,
+        value_dim=read_size(hf, "v_head_dim"),
+        rope=read_rope(hf),
+        has_paired_rope=bool(hf.get("rope_interleave", True)),
+    )
+
+
+def read_routed(hf: HfConfig) -> Mixture:
+    """Read the experts of a sparse layer, of which each token goes to all shared ones: as one, of their widths."""
+    width = read_size(hf, "moe_intermediate_size")
+    routing = Routing(
+        num_experts=read_size(hf, "n_routed_experts"),
+        num_chosen=read_size(hf, "num_experts_per_tok"),
+        renormalizes=bool(read_given(hf, "norm_topk_prob")),
+        scores="sigmoid",
+        num_groups=read_size(hf, "n_group"),
+        num_chosen_groups=read_size(hf, "topk_group"),
+        factor=float(read_given(hf, "routed_scaling_factor")),
+    )
+    return Mixture(
+        hidden_size=read_size(hf, "hidden_size"),
+        mlp_size=width,
+        routing=routing,
+        has_correction=True,
+        shared_size=width * read_size(hf, "n_shared_experts"),
+        has_shared_gate=False,
+        config_keys=("moe_intermediate_size", "n_routed_experts"),
+    )
+
+
+def read_feed_forwards(hf: HfConfig) -> tuple[FeedForward, ...]:
+    """Read the feed-forward of each layer: dense in the first ones."""
+    num_layers, num_dense = read_size(hf, "num_hidden_layers"), int(read_given(hf, "first_k_dense_replace"))
+    return tuple(read_dense(hf) if layer < num_dense else read_routed(hf) for layer in range(num_layers))
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers."""
+    refuse_other_values(hf, ACCEPTED)
+    attention = read_latent_attention(hf)
+    return tuple(Block(attention, each) for each in read_feed_forwards(hf))
+
+
+DEEPSEEK_V3 = ModelFamily(
+    architecture="DeepseekV3ForCausalLM",
+    weights=DENSE_WEIGHTS + LATENT_WEIGHTS + EXPERT_WEIGHTS + SHARED_EXPERTS_WEIGHTS,
+    read_blocks=read_blocks,
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096},
+)
