@@ -70,10 +70,10 @@ MODELS_INTRO = """\
 The server reads `architectures` in a checkpoint's `config.json`. A key of that file that would change the computation
 and is not implemented is refused by its name.
 
-Checkpoints are read as safetensors. Embeddings may be tied or untied. Experts in MXFP4 (gpt-oss) are unpacked at the
-start, so a device holds them as `bfloat16`: 42 GB for gpt-oss-20b. Tensors are `bfloat16` on accelerators and
-`float32` on CPU unless `--backend-config.dtype` says otherwise; adapters, gradients and optimizer moments are
-`float32` always."""
+Checkpoints are read as safetensors. Embeddings may be tied or untied. Tensors in FP8 blocks (DeepSeek-V3), INT4 groups
+(Kimi K2 Thinking) and MXFP4 (gpt-oss) are unpacked at the start, so a device holds them as `bfloat16`: 42 GB for
+gpt-oss-20b. Other forms of quantization are refused by name. Tensors are `bfloat16` on accelerators and `float32` on
+CPU unless `--backend-config.dtype` says otherwise; adapters, gradients and optimizer moments are `float32` always."""
 
 ADAPTERS = """\
 ## Adapters

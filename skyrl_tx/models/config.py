@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models.parts.base import FeedForward, Mixer, UnsupportedModel
+from skyrl_tx.models.quantization import refuse_other_quantization
 
 HfConfig = Mapping[str, Any]
 
@@ -135,7 +136,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "quantization_config": (None,),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1, 1.0, None),
     "final_logit_softcapping": (None,),
@@ -176,6 +176,8 @@ def refuse_what_changes_the_maths(hf: HfConfig, *, reads: frozenset[str]) -> Non
     for key, neutral in NEUTRAL.items():
         if key in hf and key not in reads and hf[key] not in neutral:
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
+    if "quantization_config" not in reads:
+        refuse_other_quantization(hf.get("quantization_config"))
     # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise; Llama knows no such key.
     if hf.get("use_sliding_window") and hf.get("sliding_window") is not None:
         raise UnsupportedModel(f"config.json has sliding_window = {hf['sliding_window']!r} in use; not supported")

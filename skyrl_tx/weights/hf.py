@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
-from skyrl_tx.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, plain_names
+from skyrl_tx.weights.packed import packing_of, plain_names
+from skyrl_tx.weights.tensor_file import Fp8Numbers, TensorFile
 from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, of_checkpoint, rule_path
 
 Tree = TypeVar("Tree")
@@ -92,7 +93,7 @@ def load(
     """Return the tree of `Parameter`s filled with the checkpoint's tensors.
 
     The host holds one device's part of one stacked array at a time, besides the mapped files, and reads no other part
-    of them, but for whole heads where those of several maps are stored head by head. Tensors in MXFP4 are unpacked.
+    of them, but for whole heads where those of several maps are stored head by head. Packed tensors are unpacked.
     Raises CheckpointError for a tensor that is missing, unexpected or of another shape.
     """
     located = locate_tensors(directory)
@@ -111,7 +112,7 @@ def load(
         raise CheckpointError(f"{directory}: lacks {_listed(missing)}")
 
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(_open(path)) for path in sorted(set(located.values()))}
+        opened = {path: stack.enter_context(open_file(path)) for path in sorted(set(located.values()))}
 
         def fill(path: str, parameter: Parameter) -> jax.Array:
             rule = rules[rule_path(path)]
@@ -193,21 +194,22 @@ def locate_tensors(directory: Path) -> Mapping[str, Path]:
     path = directory / SINGLE_FILE
     if not path.is_file():
         raise CheckpointError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    with _open(path) as file:
+    with open_file(path) as file:
         return dict.fromkeys(file.keys(), path)
 
 
-def _open(path: Path) -> Any:
+def open_file(path: Path) -> TensorFile:
+    """Open a file of a checkpoint; raises CheckpointError if it is none."""
     try:
-        return safe_open(path, framework="np")
+        return TensorFile(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def tensor_slice(opened: Mapping[Path, Any], files: Mapping[str, Path], name: str) -> Any:
+def tensor_slice(opened: Mapping[Path, TensorFile], files: Mapping[str, Path], name: str) -> Any:
     """Return a tensor by its plain name, to read parts of it; `files` are those of `locate_tensors`.
 
-    Raises CheckpointError if its file lacks it.
+    Raises CheckpointError if its file lacks it, or the checkpoint lacks its scales.
     """
 
     def find(name: str) -> Any:
@@ -216,7 +218,13 @@ def tensor_slice(opened: Mapping[Path, Any], files: Mapping[str, Path], name: st
         except SafetensorError as error:
             raise CheckpointError(f"{files[name]}: {name}: {error}") from error
 
-    return find(name) if name in files else PackedTensor(find(name + BLOCKS), find(name + SCALES))
+    packing = packing_of(name, files)
+    if packing is not None:
+        return packing.unpack(*map(find, packing.parts(name)))
+    tensor = find(name)
+    if isinstance(tensor, Fp8Numbers):
+        raise CheckpointError(f"{files[name]}: {name} is in FP8, and the checkpoint lacks its scales {name}_scale_inv")
+    return tensor
 
 
 def _read_tensor(

@@ -10,11 +10,18 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from skyrl_tx.weights.hf import INDEX_FILE, REDUNDANT_TENSORS, SINGLE_FILE, locate_tensors, read_json, tensor_slice
-from skyrl_tx.weights.mxfp4 import plain_names
+from skyrl_tx.weights.hf import (
+    INDEX_FILE,
+    REDUNDANT_TENSORS,
+    SINGLE_FILE,
+    locate_tensors,
+    open_file,
+    read_json,
+    tensor_slice,
+)
+from skyrl_tx.weights.packed import packing_of, plain_names
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
 from skyrl_tx.weights.weight_map import (
     NESTED,
@@ -60,8 +67,8 @@ class _Update:
 def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtype: str | None = None) -> None:
     """Write `base` with the adapter merged into it to an empty directory.
 
-    Sums are taken in float32 and stored in the type that the checkpoint has, or in `dtype`. Tensors in MXFP4 are
-    unpacked and stored in bfloat16, or in `dtype`, as an update would not survive four bits. A tied unembedding that
+    Sums are taken in float32 and stored in the type that the checkpoint has, or in `dtype`. Packed tensors are
+    unpacked and stored in bfloat16, or in `dtype`, as an update would not survive few bits. A tied unembedding that
     the adapter changes becomes one of its own, as the input embedding must stay what it is. Raises AdapterError for an
     adapter that does not fit, CheckpointError for a base model that cannot be read.
 
@@ -80,7 +87,7 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     num_bytes = 0
     files = plain_names(located)
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(safe_open(path, framework="np")) for path in set(located.values())}
+        opened = {path: stack.enter_context(open_file(path)) for path in set(located.values())}
         for path in sorted(set(files.values())):
             tensors: dict[str, np.ndarray] = {}
             for name in sorted(name for name in files if files[name] == path):
@@ -91,7 +98,8 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
                 if unties and name == embed:
                     tensors[unembed] = _stored(_sum(unembed, array, pending.pop(unembed), adapter.scale), array, dtype)
                 merged = _sum(name, array, pending.pop(name), adapter.scale) if name in pending else array
-                tensors[name] = _stored(merged, array, dtype)
+                unpacked = None if packing_of(name, located) is None else "bfloat16"
+                tensors[name] = _stored(merged, array, dtype or unpacked)
             tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
             save_file(tensors, out / path.name, {"format": "pt"})
             written |= dict.fromkeys(tensors, path.name)
@@ -108,9 +116,11 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     if unties:
         changed["tie_word_embeddings"] = False
         if text:
-            changed["text_config"] = {**text, "tie_word_embeddings": False}
+            text = changed["text_config"] = {**text, "tie_word_embeddings": False}
     if files.keys() != located.keys():
         changed.pop("quantization_config", None)
+        if text:
+            changed["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
     if dtype is not None:
         changed.pop("torch_dtype", None)
         changed["dtype"] = dtype

@@ -6,15 +6,12 @@ first, and `X_scales`, bytes [..., O, I / 32] with the exponents of powers of tw
 Legend: I inputs and O outputs of a linear map.
 """
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32  # numbers that share a scale
 _BIAS = 127  # of a scale's exponent
 
@@ -30,15 +27,6 @@ def _table() -> np.ndarray:
 
 
 _PAIRS = _table()
-
-
-def plain_names(files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the file of each tensor by its plain name; that of a packed one has its blocks."""
-    packed = {name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
-    packed = {name for name in packed if name + SCALES in files}
-    hidden = {name + suffix for name in packed for suffix in (BLOCKS, SCALES)}
-    plain = {name: path for name, path in files.items() if name not in hidden}
-    return plain | {name: files[name + BLOCKS] for name in packed}
 
 
 class PackedTensor:

@@ -154,12 +154,56 @@ def test_scores_of_deepseek_grow_with_its_context(name: str, amplitude: float, f
         ({"routed_scaling_factor": None}, "lacks 'routed_scaling_factor'"),
         ({"norm_topk_prob": None}, "lacks 'norm_topk_prob'"),
         ({"first_k_dense_replace": None}, "lacks 'first_k_dense_replace'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],
 )
 def test_keys_of_deepseek_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         read(MOONLIGHT, **changes)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def int4(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": GROUP | weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups} | more
+
+
+@pytest.mark.parametrize("accepted", [None, FP8, int4({})])
+def test_known_quantization_changes_no_block_of_any_family(accepted: dict[str, Any] | None) -> None:
+    for name in (MOONLIGHT, "Qwen3.5-9B", "Mistral-7B-v0.1"):
+        assert read(name, quantization_config=accepted) == read(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "quant_method = None"),
+        ({"quant_method": "gptq"}, "quant_method = 'gptq'"),
+        ({"quant_method": "fp8"}, r"activation_scheme = None; supported: 'dynamic'"),
+        (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]; supported: \[128, 128\]"),
+        (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+        (FP8 | {"activation_scheme": "static"}, "activation_scheme = 'static'"),
+        (FP8 | {"odd": 1}, "quantization_config.odd = 1"),
+        (int4({}, format="float-quantized"), "format = 'float-quantized'"),
+        (int4({}, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (int4({"num_bits": 8}), "config_groups.group_0.weights.num_bits = 8"),
+        (int4({"symmetric": False}), "weights.symmetric = False"),
+        (int4({"group_size": 128}), "weights.group_size = 128"),
+        (int4({"strategy": "channel"}), "weights.strategy = 'channel'"),
+        (int4({"actorder": "group"}), "weights.actorder = 'group'"),
+        (
+            int4({}, config_groups={"g": {"weights": GROUP, "input_activations": {"num_bits": 8}}}),
+            "g.input_activations",
+        ),
+        (int4({}, config_groups={"g": {"weights": None}}), "config_groups.g.weights.group_size = None"),
+    ],
+)
+def test_other_quantization_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    for name in (MOONLIGHT, "Qwen3.5-9B"):
+        with pytest.raises(UnsupportedModel, match=named):
+            read(name, quantization_config=given)
 
 
 WITH_EXPERTS = ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B", "Qwen3.5-397B-A17B")
