@@ -28,6 +28,8 @@ from skyrl_tx.models.decoder import (
     target_logprobs_and_gradient,
 )
 from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
+from skyrl_tx.models.glm4_moe import GLM4_MOE
+from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE
 from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
@@ -42,7 +44,10 @@ from skyrl_tx.models.qwen3_next import QWEN3_NEXT
 
 FAMILIES: Mapping[str, ModelFamily] = {
     name: family
-    for family in (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GPT_OSS, DEEPSEEK_V3)
+    for family in (
+        *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GPT_OSS),
+        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE),
+    )
     for name in family.names
 }
 

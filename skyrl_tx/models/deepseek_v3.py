@@ -17,6 +17,7 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
 }
 """Keys that would change the maths, with the values that are implemented."""
+WEIGHTS = DENSE_WEIGHTS + LATENT_WEIGHTS + EXPERT_WEIGHTS + SHARED_EXPERTS_WEIGHTS
 
 
 def read_latent_attention(hf: HfConfig) -> LatentAttention:
@@ -76,7 +77,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
 
 DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
-    weights=DENSE_WEIGHTS + LATENT_WEIGHTS + EXPERT_WEIGHTS + SHARED_EXPERTS_WEIGHTS,
+    weights=WEIGHTS,
     read_blocks=read_blocks,
     defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096},
 )

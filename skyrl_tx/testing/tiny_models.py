@@ -88,6 +88,15 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
         "rope_scaling": DEEPSEEK_YARN,
         "num_nextn_predict_layers": 0,
     },
+    "Glm4MoeForCausalLM": {
+        **ROUTED_EXPERTS,
+        "n_group": 2,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 0,
+    },
+    "Glm4MoeLiteForCausalLM": {**LATENTS, **ROUTED_EXPERTS, "num_key_value_heads": 4},
     "Qwen3_5ForCausalLM": {
         **DELTA_NETS,
         "model_type": "qwen3_5_text",  # without the suffix, that of the model with images

@@ -58,6 +58,17 @@ VARIANTS = {
         "experts": {"norm_topk_prob": False, "n_group": 1, "topk_group": 1},
         "keys": {"q_lora_rank": None, "rope_scaling": None, "rope_interleave": False},
     },
+    "glm-untied": {"architecture": "Glm4MoeForCausalLM", "tied_embeddings": False, "num_layers": 3},
+    "glm-tied": {
+        "architecture": "Glm4MoeForCausalLM",
+        "keys": {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25},
+    },
+    "glm-lite-untied": {"architecture": "Glm4MoeLiteForCausalLM", "tied_embeddings": False, "num_layers": 3},
+    "glm-lite-tied": {
+        "architecture": "Glm4MoeLiteForCausalLM",
+        "num_layers": 3,
+        "keys": {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None},
+    },
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
 SHARED = ("qwen3-moe-mixed", "gpt-oss-untied")

@@ -25,6 +25,8 @@ COPIES = "abc"  # of each request
         "mistral-untied",
         "gpt-oss-untied",
         "deepseek-untied",
+        "glm-untied",
+        "glm-lite-untied",
         "qwen3_5-untied",
         "qwen3_5-moe-untied",
         "qwen3-next-untied",

@@ -101,10 +101,11 @@ OF_PEFT: Mapping[str, dict[str, Any]] = {
     "linear": {"target_modules": ["q_proj", "in_proj_qkv", "out_proj"]},  # the second is three maps of ours
     "linear-experts": {"target_modules": ["q_proj", "in_proj_qkv", "lm_head"]},
     "by-head": {"target_modules": ["q_proj", "in_proj_qkvz", "lm_head"]},  # the second is four maps, head by head
+    "sigmoid": WITHOUT_EXPERTS,
     "latents": {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "lm_head"]},
     "linear-experts/stabilised": {"target_modules": ["out_proj", "shared_expert.up_proj", "shared_expert.down_proj"]},
 }
-UNKNOWN_EXPERTS = ("gpt-oss", "linear-experts", "by-head", "latents")
+UNKNOWN_EXPERTS = ("gpt-oss", "linear-experts", "by-head", "latents", "sigmoid")
 """The models of whose experts peft does not apply the factors."""
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
@@ -112,6 +113,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "experts": {"tied_embeddings": False, "architecture": "Qwen3MoeForCausalLM"},
     "windows": {"tied_embeddings": False, "architecture": "MistralForCausalLM", "keys": {"sliding_window": 5}},
     "gpt-oss": {"tied_embeddings": False, "architecture": "GptOssForCausalLM", "keys": {"sliding_window": 5}},
+    "sigmoid": {"tied_embeddings": False, "architecture": "Glm4MoeForCausalLM"},
     "latents": {"tied_embeddings": False, "architecture": "DeepseekV3ForCausalLM"},
     "linear": {"tied_embeddings": False, "architecture": "Qwen3_5ForCausalLM", "num_layers": 4},
     "linear-experts": {"tied_embeddings": False, "architecture": "Qwen3_5MoeForCausalLM", "num_layers": 4},

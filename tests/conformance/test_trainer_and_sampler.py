@@ -36,6 +36,8 @@ VARIANTS = {
     "Qwen3_5MoeForCausalLM": {"num_layers": 4},
     "Qwen3NextForCausalLM": {"num_layers": 4},
     "DeepseekV3ForCausalLM": {"num_layers": 3},
+    "Glm4MoeForCausalLM": {"num_layers": 3},
+    "Glm4MoeLiteForCausalLM": {"num_layers": 3},
 }
 
 

@@ -67,6 +67,8 @@ SLOW_VARIANTS = (
     "mistral-untied",
     "gpt-oss-untied",
     "deepseek-untied",
+    "glm-untied",
+    "glm-lite-untied",
     "qwen3_5-moe-untied",
     "qwen3-next-untied",
 )

@@ -98,7 +98,10 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions", "num_dense"),
-    [("DeepSeek-V3.1", 671.0, 3), ("Kimi-K2-Thinking", 1026.4, 1), (MOONLIGHT, 15.96, 1)],
+    [
+        *(("DeepSeek-V3.1", 671.0, 3), ("Kimi-K2-Thinking", 1026.4, 1)),
+        *((MOONLIGHT, 15.96, 1), ("GLM-4.7-Flash", 29.94, 1)),
+    ],
 )
 def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: int) -> None:
     config, content = read(name), content_of(name)
@@ -122,6 +125,52 @@ def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: i
     )
     leaves = flatten(describe_params(config)).values()
     assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "has_norm", "num_dense"), [("GLM-4.5-Air", 106.85, False, 1), ("GLM-4.5", 352.8, True, 3)]
+)
+def test_layers_of_glm(name: str, billions: float, has_norm: bool, num_dense: int) -> None:
+    config, content = read(name), content_of(name)
+    kinds = [type(block.feed_forward) for block in config.blocks]
+    assert kinds == [Dense] * num_dense + [Mixture] * (content["num_hidden_layers"] - num_dense)
+    (attention,) = {block.mixer for block in config.blocks}
+    assert isinstance(attention, Attention) and attention.has_bias and not attention.has_output_bias
+    assert (attention.norm_epsilon is not None) is has_norm
+    assert (attention.head_dim, attention.rotary_dims) == (128, 64)
+    mixture = config.blocks[-1].feed_forward
+    assert isinstance(mixture, Mixture) and mixture.has_correction and not mixture.has_shared_gate
+    assert mixture.routing.scores == "sigmoid" and mixture.routing.factor == content["routed_scaling_factor"]
+    leaves = flatten(describe_params(config)).values()
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5-Air", "GLM-4.7-Flash"])
+def test_what_glm_leaves_out_has_its_default(name: str) -> None:
+    content = content_of(name)
+    for key in ("n_group", "topk_group", "n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps"):
+        content.pop(key)
+    for key in ("first_k_dense_replace", "partial_rotary_factor", "max_position_embeddings"):
+        content.pop(key)
+    assert find_family(content).config_from_hf(content) == read(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("GLM-4.5", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("GLM-4.5", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("GLM-4.5", {"rope_parameters": {"rope_theta": 1e6, "odd": 1}}, "odd"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["sparse"] * 46}, "mlp_layer_types = .* of 47 layers"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["odd"] * 47}, "mlp_layer_types = .*odd"),
+        ("GLM-4.7-Flash", {"first_k_dense_replace": 3}, "first_k_dense_replace = 3"),
+        ("GLM-4.7-Flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("GLM-4.7-Flash", {"attention_bias": True}, "attention_bias = True"),
+    ],
+)
+def test_keys_of_glm_are_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read(name, **changes)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""GLM-4.7-Flash: the parts of DeepSeek-V3 in a small model. Zhipu AI 2026."""
+
+from skyrl_tx.models.base import ModelFamily, read_dense
+from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
+from skyrl_tx.models.deepseek_v3 import ACCEPTED, WEIGHTS, read_latent_attention, read_routed
+from skyrl_tx.models.parts.base import UnsupportedModel
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers, dense or sparse as `mlp_layer_types` says, or all but the first one sparse."""
+    refuse_other_values(hf, {**ACCEPTED, "first_k_dense_replace": (1,)})
+    num_layers = read_size(hf, "num_hidden_layers")
+    kinds = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
+    feed_forwards = {"dense": read_dense(hf), "sparse": read_routed(hf)}
+    if len(kinds) != num_layers or not set(kinds) <= feed_forwards.keys():
+        raise UnsupportedModel(f"config.json has mlp_layer_types = {kinds!r} of {num_layers} layers")
+    attention = read_latent_attention(hf)
+    return tuple(Block(attention, feed_forwards[kind]) for kind in kinds)
+
+
+GLM4_MOE_LITE = ModelFamily(
+    architecture="Glm4MoeLiteForCausalLM",
+    weights=WEIGHTS,
+    read_blocks=read_blocks,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 202752,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
+)
