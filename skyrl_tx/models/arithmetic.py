@@ -9,6 +9,7 @@ from skyrl_tx.models.config import Block, ModelConfig
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Target
 from skyrl_tx.models.parts.delta_net import DeltaNet
+from skyrl_tx.models.parts.latent_attention import LatentAttention
 from skyrl_tx.models.parts.mixture import Mixture
 
 
@@ -20,8 +21,14 @@ def frozen_macs(config: ModelConfig) -> int:
             found += _repeats(block, target) * target.inputs * target.outputs
         if isinstance(block.feed_forward, Mixture):
             found += config.hidden_size * block.feed_forward.routing.num_experts
-        if isinstance(block.mixer, DeltaNet):  # decays and learning rates
-            found += 2 * config.hidden_size * block.mixer.num_value_heads
+        match block.mixer:
+            case DeltaNet(num_value_heads=heads):  # decays and learning rates
+                found += 2 * config.hidden_size * heads
+            case LatentAttention(num_heads=heads, latent_dim=latent) as mixer:  # the maps from latents
+                found += heads * (mixer.plain_dim + mixer.value_dim) * latent
+                found += heads * (mixer.plain_dim + mixer.rotary_dim) * (mixer.query_latent_dim or 0)
+            case _:
+                pass
     return found
 
 
@@ -45,6 +52,9 @@ def mixing_macs(config: ModelConfig, length: int) -> int:
                 seen = min(window or length, length)
                 pairs = seen * (seen + 1) // 2 + (length - seen) * seen
                 found += 2 * heads * dim * pairs  # queries by keys, scores by values
+            case LatentAttention(num_heads=heads) as mixer:
+                dims = mixer.plain_dim + mixer.rotary_dim + mixer.value_dim
+                found += heads * dims * (length * (length + 1) // 2)
             case DeltaNet(num_value_heads=heads, key_dim=keys, value_dim=values):
                 found += 3 * heads * keys * values * length  # the state is read, changed, and read by the query
             case mixer:

@@ -41,6 +41,15 @@ def test_a_mixture_counts_the_chosen_experts() -> None:
     assert own - shared == 48 * 7 * 3 * 2048, "seven of eight experts have no factor next to the hidden size"
 
 
+def test_latents_are_mapped_to_keys_and_values() -> None:
+    model = hub_model("Moonlight-16B-A3B")
+    attention = 2048 * 16 * (128 + 64) + 2048 * (512 + 64) + 16 * (128 + 128) * 512 + 16 * 128 * 2048
+    dense, expert, router = 3 * 2048 * 11264, 3 * 2048 * 1408, 2048 * 64
+    of_mixtures = 26 * ((6 + 2) * expert + router)  # six of 64, and two that take all tokens
+    assert frozen_macs(model) == 27 * attention + dense + of_mixtures + 2048 * 163840
+    assert mixing_macs(model, 3) == 27 * 16 * (128 + 64 + 128) * (1 + 2 + 3)
+
+
 def test_windows_bound_what_positions_read() -> None:
     layers = 32
     model = hub_model("Mistral-7B-v0.1")
