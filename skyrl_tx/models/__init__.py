@@ -33,7 +33,7 @@ from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE
 from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
-from skyrl_tx.models.params import DecoderParams, by_layer, describe_params, empty_cache
+from skyrl_tx.models.params import DecoderParams, by_layer, cache_shapes, describe_params, empty_cache
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.qwen2 import QWEN2
 from skyrl_tx.models.qwen3 import QWEN3
@@ -72,6 +72,7 @@ __all__ = [
     "adapter_format",
     "adapter_shapes",
     "by_layer",
+    "cache_shapes",
     "constrain_cache",
     "decode_step",
     "describe_params",

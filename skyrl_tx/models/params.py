@@ -71,21 +71,27 @@ def by_layer(params: DecoderParams, config: ModelConfig) -> DecoderParams:
 
 def empty_cache(params: DecoderParams, config: ModelConfig, num_rows: int, length: int) -> Cache:
     """Return an empty cache of `num_rows` slots or prompts on the devices of the weights, sharded as programs do."""
+    shapes = cache_shapes(params, config, num_rows, length)
+    return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), shapes)
+
+
+def cache_shapes(params: DecoderParams, config: ModelConfig, num_rows: int, length: int) -> Cache:
+    """Return the arrays of `empty_cache` as `jax.ShapeDtypeStruct`s with shardings; so may the weights be."""
     layout, dtype = params.layout, params.embed.dtype
 
-    def zeros(each: Parameter, dims: tuple[int, ...], axes: tuple[Axis | None, ...]) -> jax.Array:
-        device = layout.sharding(axes, dims) if layout.is_split else params.embed.sharding
-        return jnp.zeros(dims, jnp.float32 if each.is_float32 else dtype, device=device)
+    def array(each: Parameter, dims: tuple[int, ...], axes: tuple[Axis | None, ...]) -> jax.ShapeDtypeStruct:
+        sharding = layout.sharding(axes, dims) if layout.is_split else params.embed.sharding
+        return jax.ShapeDtypeStruct(dims, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
 
     def held(stack: Stack) -> Held:
         room, leading = stack.block.mixer.room(), (len(stack.layers), num_rows)
 
-        def positions(each: Parameter) -> jax.Array:
+        def positions(each: Parameter) -> jax.ShapeDtypeStruct:
             num_heads, dim = each.shape
-            return zeros(each, (*leading, num_heads, length, dim), position_axes(each))
+            return array(each, (*leading, num_heads, length, dim), position_axes(each))
 
-        def fixed(each: Parameter) -> jax.Array:
-            return zeros(each, (*leading, *each.shape), ("layers", "batch", *each.axes))
+        def fixed(each: Parameter) -> jax.ShapeDtypeStruct:
+            return array(each, (*leading, *each.shape), ("layers", "batch", *each.axes))
 
         return Held(positions=jax.tree.map(positions, room.positions), fixed=jax.tree.map(fixed, room.fixed))
 

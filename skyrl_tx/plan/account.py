@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.ahead import CompiledProgram, compile_programs, tpu_layout
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
@@ -102,6 +103,12 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         samples_at_context=plan.samples.layout_for(plan.samples.max_length).num_slots,
     )
     return replace(account, warnings=tuple(_warnings(account, config)))
+
+
+def compiled(account: Account, config: JaxConfig) -> Iterator[CompiledProgram]:
+    """Compile the largest programs of an account for its TPUs. Raises UserError without their compiler."""
+    layout = tpu_layout(str(account.devices), account.chosen.mesh)
+    yield from compile_programs(config, layout, account.model, account.plan)
 
 
 def _given(given: MeshConfig, model: models.ModelConfig, devices: Devices, found: list[Candidate]) -> Candidate:

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", type=_mesh, metavar="fsdp=N,tp=N,ep=N", help="the mesh of all devices, by default the best one"
     )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the largest programs for these TPUs, and show the compiler's memory next to the plan's; needs "
+        "libtpu, and minutes",
+    )
     parser.add_argument("--context", type=_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens")
     parser.add_argument("--adapters", type=_size, metavar="N", help="models in training at the same time")
     parser.add_argument("--rank", type=_size, metavar="N", help="the highest LoRA rank")
@@ -44,22 +50,28 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     config = settings.backend_config
     if not isinstance(config, JaxConfig):
         return _fail(f"--backend {settings.backend}: only plans of the backend jax are known")
+    if arguments.compile and arguments.device.kind.family != "tpu":
+        return _fail(f"--compile: programs are compiled for TPUs, which {arguments.device} is not")
     changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
     given = {name: value for name, value in changes.items() if value is not None}
     is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set
     import jax  # late, because it takes a second, which --help need not
 
     from skyrl_tx.plan import report
-    from skyrl_tx.plan.account import account_of
+    from skyrl_tx.plan.account import account_of, compiled
 
     jax.config.update("jax_platforms", "cpu")  # shapes need no device: a server may be using that of this machine
     try:
         account = account_of(
             settings.base_model, config.model_copy(update=given), arguments.device, is_mesh_given=is_mesh_given
         )
+        programs = tuple(compiled(account, config.model_copy(update=given))) if arguments.compile else None
     except UserError as error:
         return _fail(str(error))
-    print(json.dumps(report.record(account), indent=2) if arguments.json else "\n".join(report.lines(account)))
+    if arguments.json:
+        print(json.dumps(report.record(account, programs), indent=2))
+    else:
+        print("\n".join(report.lines(account, programs)))
     return 0 if account.fits else 1
 
 

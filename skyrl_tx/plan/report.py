@@ -1,8 +1,9 @@
 """An account as text and as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from skyrl_tx.backends.jax.ahead import CompiledProgram
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.commands.common import Record, in_units, table
 from skyrl_tx.plan.account import Account
@@ -11,8 +12,11 @@ from skyrl_tx.plan.meshes import Candidate
 _SHOWN_MESHES = 4
 
 
-def record(account: Account) -> Record:
-    """Return the account as a JSON object. Bytes are of each device, tokens per second of all together."""
+def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Record:
+    """Return the account as a JSON object. Bytes are of each device, tokens per second of all together.
+
+    `programs` are null if none were compiled.
+    """
     devices, plan, samples = account.devices, account.plan, account.plan.samples
     return {
         "base_model": account.base_model,
@@ -45,17 +49,18 @@ def record(account: Account) -> Record:
             "is_rematerialized": plan.passes.remat,
         },
         "rates": [asdict(rate) for rate in account.rates],
+        "programs": None if programs is None else [asdict(each) for each in programs],
         "warnings": list(account.warnings),
     }
 
 
-def lines(account: Account) -> Iterator[str]:
+def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Iterator[str]:
     """Yield the account as text."""
     devices, plan, samples = account.devices, account.plan, account.plan.samples
     verdict = "fits" if account.fits else "does not fit"
     yield (
-        f"{account.base_model} ({account.model.architecture}, {plan.num_parameters / 1e9:.2f} billion parameters, "
-        f"{account.num_active / 1e9:.2f} active) {verdict} on {devices} with mesh {account.chosen.mesh}."
+        f"{account.base_model} ({account.model.architecture}, {plan.num_parameters:,} parameters, "
+        f"{account.num_active:,} active) {verdict} on {devices} with mesh {account.chosen.mesh}."
     )
     limit = devices.limit_bytes
     yield from ("", f"Memory of each device, {in_units(limit)} of which the server may take:")
@@ -76,6 +81,9 @@ def lines(account: Account) -> Iterator[str]:
         yield from ("", "Meshes, by the least time to sample a token and train on it:")
         candidates = (account.chosen, *account.others)[:_SHOWN_MESHES]
         yield from table([_mesh_row(each) for each in candidates])
+    if programs is not None:
+        yield from ("", "Memory of programs by the compiler for these devices, and by this plan:")
+        yield from table([_program_row(each) for each in programs])
     for warning in account.warnings:
         yield from ("", f"warning: {warning}")
     yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_flags(account.chosen.mesh)}")
@@ -102,6 +110,19 @@ def _mesh_row(each: Candidate) -> Record:
         "weights": in_units(each.weight_bytes) + ("" if each.has_room else ", too much"),
         "training": f"{each.training.tokens_per_s:,.0f} ({each.training.by})",
         "sampling": f"{each.decoding.tokens_per_s:,.0f} ({each.decoding.by})",
+    }
+
+
+def _program_row(each: CompiledProgram) -> Record:
+    sent = ", ".join(f"{number} {name}" for name, number in each.collectives.items())
+    return {
+        "program": each.name,
+        "compiler": "too much" if each.problem else in_units(each.total_bytes),
+        "temporary": "-" if each.problem else in_units(each.temporary_bytes),
+        "plan": in_units(each.planned_bytes),
+        "loops": each.num_loops,
+        "collectives": sent or "none",
+        "what": each.problem[:200] or each.detail,
     }
 
 

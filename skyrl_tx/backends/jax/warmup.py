@@ -46,7 +46,7 @@ def warm_up(
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
     num_shapes = 0
     for length in training_lengths(micro_batch_tokens // num_rows, max_length):
-        batch = _training_batch(model, length, max_length, num_rows)
+        batch = training_batch(model, length, max_length, num_rows)
         backend.forward(batch)
         backend.forward_backward(batch)
         num_shapes += 1
@@ -65,7 +65,7 @@ def training_lengths(budget: int, max_length: int) -> Iterator[int]:
     return ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
 
 
-def _training_batch(model: ModelId, num_tokens: int, max_length: int, num_rows: int) -> PreparedModelPassBatch:
+def training_batch(model: ModelId, num_tokens: int, max_length: int, num_rows: int) -> PreparedModelPassBatch:
     """Return the examples of one micro-batch of `num_rows` rows of `num_tokens` tokens."""
     lengths = [min(max_length, num_tokens - start) for start in range(0, num_tokens, max_length)]
     examples = [

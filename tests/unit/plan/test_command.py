@@ -31,7 +31,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict]
 def test_the_plan_as_text(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--base-model", dense, "--device", "h200"]) == 0
     out = capsys.readouterr().out
-    assert "8.19 billion parameters, 7.57 active) fits on h200:1 with mesh fsdp=1,tp=1,ep=1" in out
+    assert "8,190,735,360 parameters, 7,568,097,280 active) fits on h200:1 with mesh fsdp=1,tp=1,ep=1" in out
     for text in (
         "base weights",
         "15.3 GiB",
@@ -54,6 +54,7 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         **dict.fromkeys(("num_parameters", "num_active_parameters", "free_bytes"), "int"),
         **dict.fromkeys(("device", "mesh", "limits"), "dict"),
         **dict.fromkeys(("meshes", "memory", "rates", "warnings"), "list"),
+        "programs": "NoneType",
         "fits": "bool",
     }
     assert found["num_parameters"] == 8_190_735_360 and found["mesh"] == {"fsdp": 1, "tp": 8, "ep": 1}
@@ -121,6 +122,7 @@ def test_wrong_flags_are_named(
         (("--device", "h200:3", "--mesh", "tp=3"), "--mesh: tp=3 does not divide vocab_size = 151936"),
         (("--device", "h200:2", "--mesh", "ep=2"), "--mesh: ep=2: the model has no experts"),
         (("--device", "h200", "--backend", "fake"), "--backend fake"),
+        (("--device", "h200", "--compile"), "--compile: programs are compiled for TPUs, which h200:1 is not"),
     ],
 )
 def test_what_does_not_go_together_is_named(
