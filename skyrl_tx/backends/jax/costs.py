@@ -48,7 +48,9 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
         short, long = (bytes_kept(params, config, length, policy) for length in (512, 1024))
         return (long - short) // (512 * layout.num_shards("batch"))
 
-    one_layer = of_token(RematPolicy.NONE) // config.num_layers // tp  # held during one layer's backward pass
+    # Held during one layer's backward pass. Tokens on their way through experts are whole on each device of `tp`.
+    has_experts = any(isinstance(block.feed_forward, Mixture) for block in config.blocks)
+    one_layer = of_token(RematPolicy.NONE) // config.num_layers // (1 if has_experts else tp)
     inputs = of_token(RematPolicy.FULL)
     logits = CHUNK * config.vocab_size * 4 // tp
     merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
