@@ -1,4 +1,4 @@
-"""Supervised training on the JAX backend is bit-equal when the engine is killed."""
+"""Supervised training is bit-equal when the engine is killed, on the JAX backend and on torch."""
 
 import os
 import re
@@ -11,8 +11,10 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.quickstart.questions import load_excerpt
 from tests.support.live_server import LiveServer
+from tests.support.torch_example import torch_environment
 
 NUM_STEPS = 10
 BATCH_SIZE = 4
@@ -23,6 +25,15 @@ pytestmark = pytest.mark.slow
 
 def served(data_dir: Path, *flags: str) -> LiveServer:
     return LiveServer(data_dir, flags=("--base-model", "tiny", *flags), ready_within_s=120.0)
+
+
+def served_on_torch(root: Path, name: str) -> LiveServer:
+    """Return a server of the torch backend with a model of its own files, and snapshots."""
+    pytest.importorskip("torch")
+    model = write_tiny_model(root / f"model-of-{name}")
+    flags = ("--base-model", str(model), "--served-model-name", "tiny", "--snapshot-interval-requests", "4")
+    environment = torch_environment(root / f"installed-for-{name}")
+    return LiveServer(root / name, flags=(*flags, "--backend", "torch"), environment=environment, ready_within_s=120.0)
 
 
 def train(url: str, after_step: Callable[[int], None]) -> list[float]:
@@ -78,12 +89,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 )
 def test_engine_kill_changes_no_bit(tmp_path: Path, undisturbed: list[float], flags: tuple[str, ...]) -> None:
     with served(tmp_path / "data", *flags) as server:
-
-        def kill_now_and_then(step: int) -> None:
-            if step in KILL_AFTER:
-                os.kill(server.engine_pid, signal.SIGKILL)
-                server.wait_for(ENGINE_STARTED, times=KILL_AFTER.index(step) + 2)
-
-        losses = train(server.url, kill_now_and_then)
+        losses = train_with_kills(server)
     assert losses == undisturbed
     assert losses[NUM_STEPS - 1] < losses[0]
+
+
+def test_engine_kill_changes_no_bit_on_torch(tmp_path: Path) -> None:
+    with served_on_torch(tmp_path, "calm") as server:
+        undisturbed = train(server.url, lambda step: None)
+    with served_on_torch(tmp_path, "killed") as server:
+        losses = train_with_kills(server)
+    assert losses == undisturbed
+    assert losses[NUM_STEPS - 1] < losses[0]
+
+
+def train_with_kills(server: LiveServer) -> list[float]:
+    """Train, and kill the engine after some steps; return what `train` returns."""
+
+    def kill_now_and_then(step: int) -> None:
+        if step in KILL_AFTER:
+            os.kill(server.engine_pid, signal.SIGKILL)
+            server.wait_for(ENGINE_STARTED, times=KILL_AFTER.index(step) + 2)
+
+    return train(server.url, kill_now_and_then)
