@@ -203,7 +203,7 @@ class SamplingChecks:
     def test_tokens_follow_the_filtered_distribution(
         self, driver: BackendDriver, top_k: int, top_p: float, temperature: float
     ) -> None:
-        """First top-k, then top-p of what is left; 5 standard deviations of each frequency."""
+        """First top-k, then top-p of what is left; 5 standard deviations of each frequency, rare tokens as one."""
         params = SamplingParams(
             seed=9, max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, eos_stops=False
         )
@@ -213,6 +213,8 @@ class SamplingChecks:
         expected = _filtered(np.exp(row), top_k, top_p)
         found = np.bincount(drawn, minlength=len(expected)) / len(drawn)
         assert not found[expected == 0].any(), "a token that the filters remove was drawn"
+        is_rare = expected < 0.02  # their counts are not normal
+        found, expected = (np.append(each[~is_rare], each[is_rare].sum()) for each in (found, expected))
         bound = 5 * np.sqrt(expected * (1 - expected) / len(drawn)) + 1 / len(drawn)
         assert (np.abs(found - expected) <= bound).all()
 
