@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help check lint types contracts test test-fast test-slow chaos simulate fuzz fuzz-amplification soak format proto release docs \
+.PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification soak format proto release docs \
 	reference vendor
 
 help:  ## print this list
@@ -27,12 +27,15 @@ test-fast:  ## run the tests that need neither JAX nor PostgreSQL (about a minut
 
 FAST = tests/unit/contract tests/unit/store tests/unit/engine tests/unit/api tests/unit/commands tests/unit/backends/test_fake.py tests/contract/test_fake.py
 
-SLOW = slow and not gpu and not network
+SLOW = slow and not exhaustive and not gpu and not network
 SLOW_JAX = tests/conformance tests/contract tests/unit
 
 test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
 	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX)
 	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)
+
+exhaustive:  ## run what CI leaves out, before a release: every family in every suite (30 minutes)
+	pytest -n 3 -m "exhaustive and not gpu and not network"
 
 chaos:  ## kill processes while clients train (5 minutes); FLAGS=--postgresql for PostgreSQL
 	python -u -W ignore -m tests.support.chaos --kills 220 --jax-kills 24 --bf16-kills 12 $(FLAGS)

@@ -27,11 +27,13 @@ class TestJax(BackendSuite):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestJaxWithExperts(TestJax):
     architecture = MOE
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestJaxWithWindows(TestJax):
     architecture = WINDOWS
 
@@ -47,6 +49,7 @@ class TestJaxWithLatents(TestJax):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestJaxWithStates(TestJax):
     architecture = HYBRID
 

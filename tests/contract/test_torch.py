@@ -45,10 +45,12 @@ class TestTorch(BackendSuite):
             yield
 
 
+@pytest.mark.exhaustive
 class TestTorchWithWindows(TestTorch):
     architecture = WINDOWS
 
 
+@pytest.mark.exhaustive
 class TestTorchWithStates(TestTorch):
     architecture = HYBRID
 
