@@ -1,7 +1,9 @@
 """Three training steps from a peft adapter equal those of transformers, peft and torch.optim.AdamW."""
 
 import json
+import re
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -38,8 +40,8 @@ def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
     return PreparedModelPassBatch(examples=examples)
 
 
-def start(directory: Path) -> JaxBackend:
-    backend = JaxBackend(str(directory), TINY_CONFIG)
+def start(directory: Path, expert_lora: Literal["shared", "own"] = "own") -> JaxBackend:
+    backend = JaxBackend(str(directory), TINY_CONFIG.model_copy(update={"expert_lora": expert_lora}))
     backend.start()
     return backend
 
@@ -89,13 +91,18 @@ def test_training_from_a_peft_adapter_equals_torch(variant, directories, tmp_pat
         for name, array in arrays.items()
         if name.startswith("weights0/")
     }
+    if inputs["shares_factors"]:  # the reference has shared factors once, with the first expert
+        for module in {name.rpartition("lora_")[0] for name in tensors if ".experts." in name}:
+            first = re.sub(r"\.experts\.\d+\.", ".experts.0.", module)
+            for factor in ("lora_A.weight", "lora_B.weight"):
+                tensors.setdefault(module + factor, tensors[first + factor])
     modules = sorted({name.split(".")[-3] for name in tensors})
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     read_adapter(tmp_path).in_layout("cookbook").write(tmp_path)  # the layout of checkpoints, with stacked experts
 
-    backend = start(directory)
+    backend = start(directory, "shared" if inputs["shares_factors"] else "own")
     lora = LoraSpec(rank=RANK, seed=0)
     source = backend.open_snapshot(tmp_path)
     backend.restore(model_id, ModelSpec(lora=lora), source, {StatePart.WEIGHTS})
