@@ -200,7 +200,7 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
     from safetensors.numpy import save_file
 
     from skyrl_tx import models as families  # late, because it imports JAX
-    from skyrl_tx.contract.state_files import WEIGHTS_FILE
+    from skyrl_tx.contract.state_files import ALPHA, WEIGHTS_FILE
     from skyrl_tx.weights import hf, peft
 
     try:
@@ -221,7 +221,7 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
 
     def write(folder: Path) -> None:
         save_file(dict(layout.tensors(weights)), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        layout.write_config(folder, tuple(weights), lora.rank, families.ALPHA)
+        layout.write_config(folder, tuple(weights), lora.rank, ALPHA)
 
     return ModelSpec(lora=lora), write
 

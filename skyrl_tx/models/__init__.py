@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from skyrl_tx.models.adapters import (
-    ALPHA,
     adapter_axes,
     adapter_format,
     adapter_shapes,
@@ -62,7 +61,6 @@ def find_family(hf: HfConfig) -> ModelFamily:
 
 
 __all__ = [
-    "ALPHA",
     "FAMILIES",
     "DecoderParams",
     "ModelConfig",

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis, flatten
 from skyrl_tx.models.config import ExpertLora, ModelConfig
@@ -24,9 +25,6 @@ from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, adapter_
 
 UNEMBED = "unembed"
 """The target that is no part of a block."""
-
-ALPHA = 32.0
-"""LoRA's alpha. It is not part of the protocol; hosted adapters have 32 for every rank."""
 
 
 def targets(config: ModelConfig) -> dict[str, Target]:
