@@ -1,5 +1,6 @@
 """The samples of a backend that have not ended, for backends to use: the half that needs no device."""
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,10 @@ class OpenSamples:
     def first(self, most: int) -> list[OpenSample]:
         """Return the samples to decode now: the earliest ones, at most `most`. Later ones wait for their end."""
         return list(self._samples.values())[:most]
+
+    def by_request(self) -> Counter[RequestId]:
+        """Return the number of open samples of each request that has any."""
+        return Counter(request_id for request_id, _ in self._samples)
 
     def drop_ended(self) -> None:
         """Remove samples that have a stop reason, and with them their state."""

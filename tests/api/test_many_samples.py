@@ -33,7 +33,7 @@ class Slow(FakeBackend):
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._open.by_request())
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class Device(FakeBackend):
         super().begin_sample(batch)
 
     def step_sample(self) -> list[SampleDelta]:
-        if not self._running:
+        if not self._open:
             return []
         self._use("step_sample")
         return super().step_sample()

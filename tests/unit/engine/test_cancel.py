@@ -50,7 +50,7 @@ class Cancelling(FakeBackend):
         return deltas
 
     def cancel_sample(self, request_ids):
-        self.cancelled += [request_id for request_id in request_ids if request_id in self._running]
+        self.cancelled += [request_id for request_id in request_ids if request_id in self._open.by_request()]
         super().cancel_sample(request_ids)
 
 

@@ -239,7 +239,7 @@ class Interrupted(Scripted):
 
     def step_sample(self):
         if len(self.turns) == 5:
-            self.num_before, self.num_held = len(self.started), sum(map(len, self._running.values()))
+            self.num_before, self.num_held = len(self.started), len(self._open)
             self.arrive()
         return super().step_sample()
 

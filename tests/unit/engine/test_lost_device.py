@@ -70,7 +70,7 @@ def test_every_request_runs_again_and_no_gradient_is_incomplete(harness, undistu
 def test_prompt_that_fails_on_a_lost_device_is_no_failure_of_its_request(harness):
     class Prefill(FakeBackend):
         def step_sample(self):
-            (request_id,) = self._running
+            (request_id,) = self._open.by_request()
             self.is_lost = True
             empty = np.zeros(0, np.int32)
             return [SampleDelta(request_id=request_id, index=0, tokens=empty, logprobs=empty, error="INTERNAL")]

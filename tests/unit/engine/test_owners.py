@@ -30,8 +30,8 @@ class Recorded(FakeBackend):
 
     def step_sample(self):
         num_open = Counter()
-        for request_id, samples in self._running.items():
-            num_open[int(self.requests[request_id].prompt[0])] += len(samples)
+        for request_id, num_samples in self._open.by_request().items():
+            num_open[int(self.requests[request_id].prompt[0])] += num_samples
         self.slices.append(num_open)
         return super().step_sample()
 

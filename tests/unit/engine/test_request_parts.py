@@ -34,7 +34,7 @@ class Watched(FakeBackend):
             end = request.first_index + request.num_samples
             self.parts.append((request.request_id, request.first_index, end, request.options.wants_prompt))
         super().begin_sample(batch)
-        assert sum(map(len, self._running.values())) <= self._config.sample_slots + 1
+        assert len(self._open) <= self._config.sample_slots + 1
 
     def step_sample(self):
         self.at_slice -= 1
@@ -108,7 +108,7 @@ def test_cancelled_request_starts_no_more_samples(few):
 
     backend = Cancelling(few)
     few.run(doomed, other, backend=backend)
-    assert backend.handed(doomed)[-1][1] < NUM_SAMPLES and not backend._running
+    assert backend.handed(doomed)[-1][1] < NUM_SAMPLES and not backend._open
     assert len(few.result(other).sequences[0].tokens) == 400
 
 

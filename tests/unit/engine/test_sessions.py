@@ -180,6 +180,6 @@ def test_samples_of_a_closed_session_fail_and_free_their_slots(tmp_path, how):
     for request_id in (running, waiting):
         failure = harness.result(request_id)
         assert failure.category == "user" and ("errored" if how == "finished" else "3600 s") in failure.message
-    assert waiting not in backend.started and not backend._running
+    assert waiting not in backend.started and not backend._open
     assert len(harness.result(neighbour).sequences[0].tokens) == 1500
     harness.close()
