@@ -36,6 +36,7 @@ from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
@@ -364,7 +365,7 @@ def models_page() -> Iterator[str]:
     families = list({family.architecture: family for family in FAMILIES.values()}.values())
     yield _table(("Architecture", "File", "Feed-forward", "Attention"), map(_family, families))
     yield "\n".join(f"- {_codes(family.names)}: {_first_line(_module_of(family))}" for family in families)
-    yield reference_text.ADAPTERS.format(alpha=models.ALPHA)
+    yield reference_text.ADAPTERS.format(alpha=ALPHA)
 
 
 def _module_of(family: ModelFamily) -> ModuleType:
