@@ -13,8 +13,8 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
+from skyrl_tx.engine.activity import DeviceClock
 from skyrl_tx.engine.background_writer import BackgroundWriter
-from skyrl_tx.engine.device_clock import DeviceClock
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.history import History
 from skyrl_tx.engine.pauses import Pauses

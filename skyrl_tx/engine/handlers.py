@@ -19,8 +19,8 @@ from skyrl_tx.contract.errors import ErrorCategory, ServerError, UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SamplerId
 from skyrl_tx.contract.requests import CreateModel, LoadWeights, OptimStep, Rejected, SaveWeights, UnloadModel
 from skyrl_tx.engine import validate
+from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
-from skyrl_tx.engine.device_clock import DeviceTime
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel

@@ -13,7 +13,7 @@ from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, Sample, SampledSpan
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
-from skyrl_tx.engine.device_clock import DeviceTime
+from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.kept_groups import KeptGroups
 from skyrl_tx.engine.request_log import HistoryRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel

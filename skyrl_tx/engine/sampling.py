@@ -15,8 +15,8 @@ from skyrl_tx.contract.ids import RequestId, SamplerId, SessionId
 from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare, validate
+from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
-from skyrl_tx.engine.device_clock import DeviceTime
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of

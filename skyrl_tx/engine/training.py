@@ -11,8 +11,8 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.contract.results import Failure, PassResult
 from skyrl_tx.engine import prepare, validate
+from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
-from skyrl_tx.engine.device_clock import DeviceTime
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.handlers import handle
 from skyrl_tx.engine.request_log import QueuedRequest
@@ -158,9 +158,10 @@ class TrainingExecutor:
                 batch.taken = DeviceTime("pass")
                 # After the attempts are counted, because restoring a model can crash the engine too.
                 self._context.models.ensure_resident({request.model_id for request in requests})
+                examples = tuple(example for request in requests for example in request.examples)
+                prepared = PreparedModelPassBatch(examples=examples)
+                batch.on_device = self._context.backend.begin_pass(prepared, backward=requests[0].backward)
             with clock.dispatching(batch.taken):
-                if batch.on_device is None:
-                    batch.on_device = self._begin(requests)
                 is_dispatched = batch.on_device.step()
             failpoint("engine.dispatched")
             if not is_dispatched:
@@ -182,11 +183,6 @@ class TrainingExecutor:
         else:
             _log.warning("a batch of %d requests failed; each runs alone now: %s", len(requests), results)
             batch.groups.extend([request] for request in requests)
-
-    def _begin(self, requests: Sequence[_PreparedPass]) -> Pass:
-        examples = tuple(example for request in requests for example in request.examples)
-        prepared = PreparedModelPassBatch(examples=examples)
-        return self._context.backend.begin_pass(prepared, backward=requests[0].backward)
 
     def _prepare(self, queued: QueuedRequest) -> _PreparedPass | None:
         request = queued.model_pass

@@ -1,6 +1,6 @@
 """The time of the device is divided among those whose work it did."""
 
-from skyrl_tx.engine.device_clock import DeviceClock, DeviceTime
+from skyrl_tx.engine.activity import DeviceClock, DeviceTime
 
 
 class Device:
