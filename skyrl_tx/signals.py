@@ -1,6 +1,7 @@
 """Handles signals on a thread of their own, because the main thread may be busy in one long call."""
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -36,9 +37,6 @@ class _Receiver:
                 handler(number)
 
 
-_receivers: list[_Receiver] = []  # empty until the first use, then one
-
-
 @contextmanager
 def handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], object]) -> Generator[None]:
     """Call `on_signal(number)` on the thread of signals. Only the main thread may enter; it may be busy afterwards.
@@ -64,10 +62,10 @@ def enable_stack_dumps() -> None:
     _receiver().set_handler(signal.SIGQUIT, _write_stacks)
 
 
+@functools.cache
 def _receiver() -> _Receiver:
-    if not _receivers:
-        _receivers.append(_Receiver())
-    return _receivers[0]
+    """Return that of this process, which the first use starts."""
+    return _Receiver()
 
 
 def _write_stacks(_: int) -> None:

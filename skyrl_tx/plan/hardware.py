@@ -22,7 +22,7 @@ _TPU_RESERVED_BYTES = GIB // 4
 
 
 class DeviceError(ValueError):
-    """A device or topology that is not known. The message names what is."""
+    """A device, a topology or a share of memory that cannot be planned for. The message names what can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
