@@ -17,6 +17,7 @@ from skyrl_tx.backends.jax.costs import Costs, costs_of
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MemoryPlan,
+    RoomBytes,
     adapter_bytes,
     free_bytes,
     max_models,
@@ -85,9 +86,8 @@ def plan_start(
     pool_bytes = num_slots * adapter_bytes(model, LOWEST_RANK, memory_layout(params))
     params = params_after(weight_bytes + pool_bytes)
     samples = plan_sample_memory(config, params, model)
-    # A prompt is a single row, so its bytes are not cut by rows as those of the cache are.
-    token_bytes = samples.prompt_bytes // samples.prompt_tokens
-    kv_bytes = samples.tokens * token_bytes // layout.num_shards("batch")
+    room = RoomBytes.of(model, memory_layout(params), dtype.itemsize)
+    kv_bytes = (samples.tokens * room.position + config.sample_slots * room.state) // layout.num_shards("batch")
     params = params_after(weight_bytes + pool_bytes + kv_bytes)
     costs, pass_bytes = None, 0
     if (left := free_bytes(params)) is None:

@@ -1,5 +1,8 @@
 """The plan of the backend's start from shapes alone, against figures computed by hand."""
 
+import json
+from pathlib import Path
+
 import jax.numpy as jnp
 import pytest
 
@@ -51,6 +54,15 @@ def test_experts_on_a_mesh() -> None:
     of_unembedding = 2048 + 151936 // 2
     assert plan.model_bytes == 4 * 4 * 8 * (of_experts + of_attention + of_unembedding)
     assert plan.kv_bytes == plan.samples.tokens // 4 * 48 * 2 * 4 * 128 * 2 // 2
+
+
+def test_the_cache_of_linear_attention_is_positions_and_a_state_for_each_slot() -> None:
+    content = json.loads((Path(__file__).parents[2] / "models" / "hub_configs" / "Qwen3.5-9B.json").read_text())
+    config = JaxConfig(max_lora_rank=8, sample_slots=16)
+    plan = plan_start(config, layout_without_devices(MeshConfig()), model_of(content), BFLOAT16, limit_bytes=100 * GIB)
+    of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
+    of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
+    assert plan.kv_bytes == plan.samples.tokens * of_position + 16 * of_state
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 3}, {"fsdp": 5}])
