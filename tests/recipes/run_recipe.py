@@ -1,6 +1,5 @@
 """Run a module of the installed cookbook as a user does: `run_recipe.py MODULE key=value …`."""
 
-import os
 import runpy
 import sys
 
@@ -8,8 +7,3 @@ if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
     sys.argv = [name, *arguments]
     runpy.run_module(f"tinker_cookbook.{name}", run_name="__main__", alter_sys=True)
-    # The SDK's threads still send heartbeats. A callback of its native transport into an interpreter that is shutting
-    # down can abort the process, so this one ends without a shutdown.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

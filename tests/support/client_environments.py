@@ -22,6 +22,8 @@ REQUIRE_VARIABLE = "SKYRL_TX_REQUIRE_ENVIRONMENTS"
 
 ACCELERATOR_PREFIXES = ("nvidia-", "cuda-", "triton", "amd-", "rocm")
 
+_RUN = Path(__file__).parent / "run_without_shutdown.py"
+
 
 class UnavailableEnvironment(Exception):
     """The environment cannot be built on this machine; the message states the reason."""
@@ -64,8 +66,11 @@ class PreparedEnvironment:
         timeout_s: float = 600.0,
         stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
-        """Run a Python script and return its output; raises RuntimeError with the output if it fails."""
-        command = [str(self.python), str(script), *map(str, arguments)]
+        """Run a Python script and return its output; raises RuntimeError with the output if it fails.
+
+        The process ends without a shutdown of the interpreter, so what the script registers with atexit is not called.
+        """
+        command = [str(self.python), str(_RUN), str(script), *map(str, arguments)]
         done = subprocess.run(
             command,
             cwd=cwd,

@@ -44,6 +44,11 @@ def test_builds_once_and_runs_scripts(package, tmp_path, monkeypatch):
     script.write_text("import os; os.abort()")
     with pytest.raises(RuntimeError, match="signal SIGABRT\nstdout is empty\nstderr is empty"):
         first.run(script)
+    script.write_text("import sys; raise ValueError(sys.argv, sys.path[0], __name__)")
+    with pytest.raises(RuntimeError, match=rf"ValueError: \(\['{script}', 'hello'\], '{tmp_path}', '__main__'\)"):
+        first.run(script, "hello")
+    script.write_text("import atexit, os; atexit.register(os.abort); print('done')")
+    assert first.run(script).stdout == "done\n", "no shutdown of the interpreter, in which the SDK can abort"
 
 
 @pytest.mark.slow
