@@ -202,6 +202,16 @@ def prepare(environment: ClientEnvironment, cache: Path | None = None) -> Prepar
     return PreparedEnvironment(python=python)
 
 
+def link(environment: ClientEnvironment, python: Path = Path(sys.executable)) -> Path:
+    """Let a virtual environment, by default the own one, find the packages of another after its own; return the file.
+
+    Processes that run already do not find them.
+    """
+    file = _site_packages(python) / f"{environment.name}.pth"
+    file.write_text(f"{_site_packages(prepare(environment).python)}\n")
+    return file
+
+
 def _build(environment: ClientEnvironment, directory: Path, python: Path, below: PreparedEnvironment | None) -> None:
     _call(
         environment, [sys.executable, "-m", "venv", "--without-pip", str(directory)]

@@ -1,6 +1,7 @@
 """Build all client environments before the tests need them: `python -m tests.support.prepare_environments`.
 
-With --fresh they are built in a temporary folder without pip's cache, and removed.
+With --fresh they are built in a temporary folder without pip's cache, and removed. With --link NAME, this virtual
+environment also finds the packages of one of them, after its own ones: tests of the torch backend need torch.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from tests.support.client_environments import (
     ClientEnvironment,
     UnavailableEnvironment,
     cache_directory,
+    link,
     prepare,
 )
 
@@ -35,7 +37,13 @@ def main() -> int:
     """Return 0 if all environments exist, 1 after printing why one cannot be built."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fresh", action="store_true", help="build without caches, then remove everything")
-    fresh = parser.parse_args().fresh
+    parser.add_argument(
+        "--link", choices=[each.name for each in ALL], metavar="NAME", help="find the packages of one of them from here"
+    )
+    arguments = parser.parse_args()
+    fresh = arguments.fresh
+    if fresh and arguments.link:
+        parser.error("--fresh removes what --link would find")
     if fresh:
         os.environ["PIP_NO_CACHE_DIR"] = "1"
     with (
@@ -49,6 +57,8 @@ def main() -> int:
             pool.shutdown(cancel_futures=True)
             print(error, file=sys.stderr)
             return 1
+    if arguments.link:
+        print(link({each.name: each for each in ALL}[arguments.link]))
     return 0
 
 

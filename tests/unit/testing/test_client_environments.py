@@ -1,13 +1,17 @@
 """Environments are built once, never half, and say why they cannot be had. The recipes here need no package index."""
 
+import venv
+
 import pytest
 
 from tests.support import client_environments, prepare_environments
 from tests.support.client_environments import (
     CACHE_VARIABLE,
     ClientEnvironment,
+    PreparedEnvironment,
     UnavailableEnvironment,
     cache_directory,
+    link,
     prepare,
 )
 
@@ -64,6 +68,21 @@ def test_one_over_another_sees_its_packages_after_its_own(package, tmp_path):
     own = next((tmp_path / above.key / "lib").glob("python*/site-packages"))
     (own / "harmless.py").write_text("")
     assert prepared.run(script).stdout.startswith(str(own))
+
+
+@pytest.mark.slow
+def test_packages_of_a_linked_environment_are_found_after_the_own_ones(package, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    linked = ClientEnvironment(name="linked", requirements=(str(package / "harmless-1.0-py3-none-any.whl"),))
+    venv.create(tmp_path / "own")
+    python = tmp_path / "own" / "bin" / "python"
+    script = tmp_path / "script.py"
+    script.write_text("import harmless; print(harmless.__file__)")
+    file = link(linked, python)
+    own = PreparedEnvironment(python=python)
+    assert own.run(script).stdout.startswith(str(tmp_path / linked.key))
+    (file.parent / "harmless.py").write_text("")
+    assert own.run(script).stdout.startswith(str(file.parent))
 
 
 def test_refuses_accelerator_packages(package, tmp_path):
