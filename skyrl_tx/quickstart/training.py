@@ -1,7 +1,7 @@
 """Training of the quickstart: supervised fine-tuning, then reinforcement learning, through the Tinker SDK.
 
-The reinforcement learning task is the answer's format, which a tiny model can learn from its own samples: write the
-line `#### <number>` within a budget of tokens and end there. The number's correctness is not rewarded.
+The reinforcement learning task is the answer's format, which a tiny model can learn from its own samples: end within
+a budget of tokens, with the line `#### <number>`. The number's correctness is not rewarded.
 """
 
 import random
@@ -32,8 +32,8 @@ RL_NUM_GROUPS = 8  # questions per step
 RL_GROUP_SIZE = 8  # answers per question
 RL_LEARNING_RATE = 2e-3
 MAX_TOKENS = 64  # per answer; worked answers have 61 on average
-REWARD_TEXT = f"0.5 for a line '#### <number>' within {MAX_TOKENS} tokens, 1 for also ending there"
-_RESULT_LINE = re.compile(r"^#### -?\d[\d,]*(?:\.\d+)?$", re.MULTILINE)
+REWARD_TEXT = f"0.5 for ending within {MAX_TOKENS} tokens, 1 if the last line is '#### <number>'"
+_RESULT_LINE = re.compile(r"^#### -?\d[\d,]*(?:\.\d+)?\Z", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,13 @@ def train_rl(
 
 
 def reward(chat: Chat, sequence: SampledSequence) -> float:
-    """Return 0.5 for an answer with a line `#### <number>`, 1 if the answer also ends there by itself, else 0."""
-    text = chat.text(sequence)
-    found = _RESULT_LINE.search(text)
-    if found is None:
+    """Return 1 for an answer that ends by itself with a line `#### <number>`, 0.5 for ending otherwise, else 0.
+
+    A reward for the line alone is soon got by writing nothing else, and then no sample ends from which to learn it.
+    """
+    if sequence.stop_reason != "stop":
         return 0.0
-    return 1.0 if sequence.stop_reason == "stop" and found.end() == len(text) else 0.5
+    return 1.0 if _RESULT_LINE.search(chat.text(sequence)) else 0.5
 
 
 def mean_reward(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> float:

@@ -57,14 +57,15 @@ def test_mean_nll_averages_over_answer_tokens_only(chat):
         ("He has 2*3=6.\n#### 6", True, 1.0),
         ("#### 1,250.50", True, 1.0),
         ("#### -3", True, 1.0),
-        ("#### 6", False, 0.5),
+        ("#### 6", False, 0.0),
         ("#### 6\nand so on", True, 0.5),
-        ("#### six", True, 0.0),
-        ("so #### 6", True, 0.0),
-        ("", True, 0.0),
+        ("#### 6\n", True, 0.5),
+        ("#### six", True, 0.5),
+        ("so #### 6", True, 0.5),
+        ("", True, 0.5),
     ],
 )
-def test_reward_of_the_result_line_and_of_ending_there(chat, text, stopped, expected):
+def test_reward_of_ending_with_the_result_line(chat, text, stopped, expected):
     assert training.reward(chat, sample(chat, text, stopped=stopped)) == expected
 
 
