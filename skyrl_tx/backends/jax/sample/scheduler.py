@@ -68,6 +68,12 @@ class PrefillQueue:
         else:
             del self.preempted[waiting.request.request_id, waiting.request.first_index]
 
+    def take_current(self) -> Prefill:
+        """Remove and return the prompt that is partly computed. Its buffer lives for as long as the caller has it."""
+        assert self.current is not None
+        current, self.current = self.current, None
+        return current
+
     def cancel(self, request_id: RequestId) -> None:
         """Remove a request with all its samples. Does nothing when the request is unknown."""
         self.new.pop(request_id, None)
@@ -190,10 +196,9 @@ class SampleScheduler:
         first, self._blocked = self._blocked, None
         for queue in sorted(self._queues(), key=lambda queue: queue is not first):
             budget = self._config.prefill_tokens
-            if (current := queue.current) is not None:
-                queue.current = None
+            if queue.current is not None:
                 share = budget // 2 if queue.new or queue.preempted else budget
-                budget -= self._compute(current, share, queue, deltas)
+                budget -= self._compute(queue.take_current(), share, queue, deltas)
             while budget > 0 and (waiting := self._next(queue, budget)) is not None:
                 queue.remove(waiting)
                 budget -= self._compute(waiting, budget, queue, deltas)

@@ -209,6 +209,13 @@ def test_prompt_buffers_never_exceed_their_memory(programs):
             assert len(results.tokens[request.request_id, index]) == request.params.max_tokens
 
 
+def test_the_buffer_of_an_ended_request_is_freed_before_the_next_is_allocated(programs):
+    memory = SampleMemory(num_slots=8, tokens=256, prompt_tokens=256 + 128, prefix_tokens=0, max_length=256)
+    requests = [ask(f"{n}", prompt_of(200, seed=n), max_tokens=1) for n in range(3)]
+    assert run(start(programs, memory), *requests).ended == {(f"{n}", 0) for n in range(3)}
+    assert programs.prompt_tokens_peak == 256
+
+
 def test_a_hit_is_not_used_when_it_and_its_copy_exceed_the_memory(programs):
     memory = SampleMemory(num_slots=8, tokens=256, prompt_tokens=256 + 128, prefix_tokens=256, max_length=256)
     scheduler, prefix = start(programs, memory), prompt_of(192)
