@@ -48,7 +48,7 @@ class _BackendMeters(Collector):
         "decode_slots_used": "Samples that decode.",
         "kv_cache_tokens": "Positions of the KV cache.",
         "kv_cache_tokens_used": "Positions of the KV cache that hold keys of running samples.",
-        "prefix_cache_tokens": "Positions of the cached prompts, padding included.",
+        "prefix_cache_tokens": "Positions of the cached prompts, padding included, and of their states at their size.",
     }
     _COUNTERS: Mapping[str, tuple[str, str]] = {
         "compilations": ("compilations", "Programs that were compiled, or read from a compilation cache."),

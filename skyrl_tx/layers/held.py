@@ -150,6 +150,16 @@ def write_chunk(held: Held, new: Held, start: jax.Array) -> Held:
     return Held(positions=jax.tree.map(write, held.positions, new.positions), fixed=new.fixed)
 
 
+def state_of(cache: Cache) -> Any:
+    """Return the state of fixed size of all stacks."""
+    return tuple(held.fixed for held in cache)
+
+
+def with_state(cache: Cache, state: Any) -> Cache:
+    """Return a cache with another state in place of its own; nothing is copied."""
+    return tuple(Held(held.positions, fixed) for held, fixed in zip(cache, state, strict=True))
+
+
 def resize(cache: Cache, length: int) -> Cache:
     """Return a copy, cut or padded to `length` positions."""
 

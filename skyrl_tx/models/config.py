@@ -105,11 +105,6 @@ class ModelConfig:
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
     @property
-    def has_state(self) -> bool:
-        """Whether a layer keeps state of fixed size: that of a prompt's prefix is not a part of the prompt's."""
-        return any(stack.block.mixer.room().fixed != () for stack in self.stacks)
-
-    @property
     def num_layers(self) -> int:
         """The number of layers."""
         return sum(len(stack.layers) for stack in self.stacks)

@@ -3,7 +3,8 @@
 Keys are 64-bit hashes. The key of a position depends on its token, its adapter and the shape of the chunk in which it
 was computed; positions that nothing has written are UNWRITTEN, and reading one fails. A token is a hash of all tokens
 before it, the adapter and the sample's seed and index. A log-probability is a hash of the keys as well, so that it also
-depends on how they were computed, as rounding does on a device.
+depends on how they were computed, as rounding does on a device. The state of a prompt is a hash of its keys so far: a
+chunk that follows another state than that of the keys before it fails.
 """
 
 import weakref
@@ -24,11 +25,27 @@ from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.contract.results import PromptResult
 
 UNWRITTEN = -1
+NO_STATE = 0
 TOPK = 3
 VOCAB_SIZE = 256
 
 KEY = np.dtype([("token", np.int64), ("adapter", np.int64), ("start", np.int64), ("padded", np.int64)])
 """A key: its token, its adapter's weights, and the chunk that computed it. A decode step is a chunk of one token."""
+
+
+@dataclass(eq=False, weakref_slot=True, slots=True)
+class FakeState:
+    """The state of fixed size after some keys: their hash."""
+
+    value: int
+
+
+@dataclass
+class FakeBuffer:
+    """The keys of a prompt, and its state."""
+
+    keys: np.ndarray
+    state: FakeState
 
 
 @dataclass(frozen=True)
@@ -44,9 +61,7 @@ class FakeScores:
 class FakePrograms:
     """The methods of `JaxPrograms`. Counts prefill and tracks the live prompt buffers."""
 
-    has_state = False
-
-    def __init__(self, max_samplers: int = 2) -> None:
+    def __init__(self, max_samplers: int = 2, *, state_tokens: int = 0) -> None:
         self.layouts: list[KVLayout] = []
         """Every layout of the KV cache, the present one last."""
         self.extended: list[tuple[int, int]] = []
@@ -54,12 +69,14 @@ class FakePrograms:
         self.decoded: list[int] = []
         """The number of steps of every decode slice."""
         self.prompt_tokens_peak = 0
-        """The most positions that prompt buffers had at the same time."""
+        """The most positions that prompt buffers had at the same time, their states and the kept ones included."""
         self.fail_extend = False
         self._prompts: weakref.WeakSet[PromptKV] = weakref.WeakSet()
         self._slots: dict[SamplerId, int] = {}
         self._weights = {BASE: 0}
         self._max_samplers = max_samplers
+        self._state_tokens = state_tokens
+        self._states: weakref.WeakSet[FakeState] = weakref.WeakSet()
         self.pool = self
         self._cache = np.zeros((0, 0), KEY)
 
@@ -84,18 +101,29 @@ class FakePrograms:
         return BASE if sampler is None else self._slots[sampler]
 
     def allocate_prompt(self, length: int) -> PromptKV:
-        return self._track(PromptKV(_unwritten(length), length))
+        return self._track(PromptKV(FakeBuffer(_unwritten(length), FakeState(NO_STATE)), length))
 
-    def copy_prompt(self, prompt: PromptKV, length: int) -> PromptKV:
+    def copy_prompt(self, prompt: PromptKV, length: int, state: FakeState | None = None) -> PromptKV:
         copied = _unwritten(length)
         size = min(length, prompt.length)
-        copied[:size] = prompt.data[:size]
-        return self._track(PromptKV(copied, length))
+        copied[:size] = prompt.data.keys[:size]
+        own = prompt.data.state if state is None else state
+        return self._track(PromptKV(FakeBuffer(copied, FakeState(own.value)), length))
+
+    def copy_state(self, prompt: PromptKV) -> FakeState:
+        state = FakeState(prompt.data.state.value)
+        self._states.add(state)
+        self._measure()
+        return state
 
     def _track(self, prompt: PromptKV) -> PromptKV:
         self._prompts.add(prompt)
-        self.prompt_tokens_peak = max(self.prompt_tokens_peak, sum(each.length for each in self._prompts))
+        self._measure()
         return prompt
+
+    def _measure(self) -> None:
+        states = self._state_tokens * (len(self._prompts) + len(self._states))
+        self.prompt_tokens_peak = max(self.prompt_tokens_peak, sum(each.length for each in self._prompts) + states)
 
     def scores(self, request: SampleRequest) -> FakeScores:
         return FakeScores(request)
@@ -104,14 +132,18 @@ class FakePrograms:
         self, prompt: PromptKV, tokens: Int32Array, start: int, *, padded: int, adapter: int, scores: FakeScores | None
     ) -> Any:
         assert 0 < tokens.size <= padded and start + padded <= prompt.length, "the padded chunk must fit"
-        assert (prompt.data["token"][:start] != UNWRITTEN).all(), "a chunk follows written keys"
+        buffer = prompt.data
+        assert (buffer.keys["token"][:start] != UNWRITTEN).all(), "a chunk follows written keys"
+        if self._state_tokens and start:
+            assert buffer.state.value == _state(buffer.keys[:start]), "a chunk follows the state of the keys before it"
         if self.fail_extend and start:
             raise RuntimeError("prefill failed")
         self.extended.append((start, padded))
-        chunk = prompt.data[start : start + tokens.size]
+        chunk = buffer.keys[start : start + tokens.size]
         chunk["token"], chunk["adapter"] = tokens, self._weights[adapter]
         chunk["start"], chunk["padded"] = start, padded
-        return prompt.data[: start + tokens.size].copy()
+        buffer.state.value = _state(buffer.keys[: start + tokens.size])
+        return buffer.keys[: start + tokens.size].copy()
 
     def draw_first(self, last_hidden: Any, samples: Sequence[RunningSample]) -> Drawn:
         assert samples
@@ -126,8 +158,9 @@ class FakePrograms:
         self._cache = np.stack([_unwritten(layout.length)] * layout.num_slots)
 
     def insert(self, prompt: PromptKV, num_tokens: int, slots: Sequence[int]) -> None:
-        keys = prompt.data[:num_tokens]
+        keys = prompt.data.keys[:num_tokens]
         assert (keys["token"] != UNWRITTEN).all()
+        assert not self._state_tokens or prompt.data.state.value == _state(keys), "the state is that after the prompt"
         for slot in slots:
             self._cache[slot] = _unwritten(self._cache.shape[1])
             self._cache[slot, :num_tokens] = keys
@@ -163,6 +196,10 @@ class FakePrograms:
 
 def _unwritten(length: int) -> np.ndarray:
     return np.full(length, UNWRITTEN, np.int64).astype(KEY)
+
+
+def _state(keys: np.ndarray) -> int:
+    return _hash(keys.tobytes())
 
 
 def _empty_batch(num_steps: int, num_rows: int) -> Drawn:

@@ -82,7 +82,7 @@ class JaxConfig(BaseModel):
     Unset: what fits, at most 65536 on CPU. Changing this value compiles other programs."""
     prefix_cache_tokens: int | None = Field(default=None, ge=0)
     """Tokens in the prefix cache, which stores recent prompts for later ones with an equal beginning; 0: none.
-    Unset: a quarter of max_sample_tokens."""
+    A state of linear attention counts as the tokens that take as many bytes. Unset: a quarter of max_sample_tokens."""
     decode_slice_tokens: int = Field(default=16, gt=0)
     """Tokens decoded for each sample before the next training step may run."""
     prefill_tokens: int = Field(default=2048, gt=0)

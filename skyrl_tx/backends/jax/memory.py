@@ -187,7 +187,7 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
         room.position / 2**10,
         f", and the state of a sample {room.state / 2**20:.1f} MiB" if room.state else "",
     )
-    return replace(memory, prompt_bytes=int(memory.prompt_tokens * room.of_prompt(config)))
+    return replace(memory, prompt_bytes=memory.prompt_tokens * room.position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +214,10 @@ class RoomBytes:
             state=sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.fixed)),
         )
 
-    def of_prompt(self, config: JaxConfig) -> float:
-        """Return the bytes for a position of a prompt buffer, with the state of the shortest buffer spread over it."""
-        return self.position + self.state / min(
-            config.prefill_chunk_tokens, config.max_context_length or config.prefill_chunk_tokens
-        )
+    @property
+    def state_tokens(self) -> int:
+        """The positions that take as many bytes as a state."""
+        return -(-self.state // self.position)
 
 
 def _largest_sample_memory(
@@ -226,22 +225,22 @@ def _largest_sample_memory(
 ) -> SampleMemory:
     """Return the largest memory for `fitting` positions of a device, which has one of `shards` shards of the cache."""
     if config.max_sample_tokens:
-        return _sample_memory(config.max_sample_tokens, config, model)
-    prompt = room.of_prompt(config) / room.position
-    memory = _sample_memory(max(min(_rounded_down(fitting * shards), most), 1), config, model)
-    while memory.tokens > 1 and memory.tokens / shards + memory.prompt_tokens * prompt > fitting:
-        memory = _sample_memory(_rounded_down(memory.tokens - 1), config, model)
+        return _sample_memory(config.max_sample_tokens, config, model, room)
+    memory = _sample_memory(max(min(_rounded_down(fitting * shards), most), 1), config, model, room)
+    while memory.tokens > 1 and memory.tokens / shards + memory.prompt_tokens > fitting:
+        memory = _sample_memory(_rounded_down(memory.tokens - 1), config, model, room)
     return memory
 
 
-def _sample_memory(tokens: int, config: JaxConfig, model: models.ModelConfig) -> SampleMemory:
+def _sample_memory(tokens: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes) -> SampleMemory:
     """Return the memory of a KV cache of `tokens` positions, with prompt buffers of a suitable size."""
     context = model.max_context_length
     max_length = min(context, config.max_context_length or context, tokens)
     shapes = PrefillShapes.of(config, max_length)
     prefix_tokens = tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens
-    needed = shapes.longest + shapes.buffer_length(min(config.prefill_tokens, max_length))
-    return SampleMemory(config.sample_slots, tokens, max(prefix_tokens, needed), prefix_tokens, max_length)
+    found = SampleMemory(config.sample_slots, tokens, 0, prefix_tokens, max_length, state_tokens=room.state_tokens)
+    together = shapes.longest, shapes.buffer_length(min(config.prefill_tokens, max_length))
+    return replace(found, prompt_tokens=max(prefix_tokens, sum(map(found.positions, together))))
 
 
 def max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, reserved: int = 0) -> int:

@@ -118,7 +118,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """The memory for keys and values, in positions of all devices together.
+    """The memory for keys, values and states, in positions of all devices together.
 
     The KV cache is allocated at start-up. Prompt buffers are allocated on demand; the least recently used entries of
     the prefix cache are evicted to make space for them.
@@ -136,6 +136,12 @@ class SampleMemory:
     """Prompt and new tokens of one sample."""
     prompt_bytes: int = 0
     """Bytes of all prompt buffers on each device."""
+    state_tokens: int = 0
+    """Positions that take as many bytes as the state of fixed size of a prompt; 0 for models without."""
+
+    def positions(self, length: int, *, num_kept: int = 0) -> int:
+        """Return what a prompt buffer of `length` counts as, with its state and `num_kept` others."""
+        return length + (1 + num_kept) * self.state_tokens
 
     def layout_for(self, needed: int) -> KVLayout:
         """Return the layout with the most slots whose KV length is at least `needed`.

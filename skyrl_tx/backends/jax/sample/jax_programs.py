@@ -6,6 +6,7 @@ Legend: S rows (KV cache slots, or first tokens of one prompt), T tokens of a ch
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache
 from skyrl_tx.layers.kv_cache import SEGMENT
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
@@ -58,20 +60,20 @@ class JaxPrograms:
         self._transfer = min(TRANSFER, self._layout.length)  # every layout's slots are at least as long
         self._cache: Cache | None = None
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the model keeps state of fixed size besides keys and values."""
-        return self._model.has_state
-
     # Prompts
 
     def allocate_prompt(self, length: int) -> PromptKV:
         """Return an empty prompt buffer."""
         return PromptKV(empty_cache(self._params, self._model, 1, length), length)
 
-    def copy_prompt(self, prompt: PromptKV, length: int) -> PromptKV:
-        """Return a copy of a prompt buffer, cut or extended to `length` positions."""
-        return PromptKV(programs.copy_prompt(prompt.data, length=length), length)
+    def copy_prompt(self, prompt: PromptKV, length: int, state: Any = None) -> PromptKV:
+        """Return a copy of a prompt buffer, cut or extended to `length` positions, with its own state or a kept one."""
+        data = prompt.data if state is None else held.with_state(prompt.data, state)
+        return PromptKV(programs.copy_prompt(data, length=length), length)
+
+    def copy_state(self, prompt: PromptKV) -> Any:
+        """Return a copy of a prompt's state of fixed size, to keep."""
+        return programs.copy_state(held.state_of(prompt.data))
 
     def scores(self, request: SampleRequest) -> PromptScores:
         """Return empty scores for a request that asks for them."""
@@ -232,8 +234,9 @@ class JaxPrograms:
             prompt = self.allocate_prompt(length)
             for size in shapes.padded_sizes():
                 self.extend(prompt, np.zeros(1, np.int32), 0, padded=size, adapter=adapter, scores=None)
+            state = self.copy_state(prompt)
             for other in shapes.buffer_lengths():
-                self.copy_prompt(prompt, other)
+                self.copy_prompt(prompt, other, state)
 
     def _compile_decode(self, length: int) -> None:
         num_slots = self._layout.num_slots

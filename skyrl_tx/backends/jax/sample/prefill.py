@@ -29,6 +29,8 @@ class Prefill:
     num_cached: int = 0
     last_hidden: Any = None
     scores: PromptScores | None = None
+    states: dict[int, Any] = field(default_factory=dict[int, Any])
+    """The states to keep for later prompts, by the chunk ends at which they are taken; None before that."""
     samples: deque[RunningSample] = field(default_factory=deque[RunningSample])
     """After the prefill, the samples that wait for a slot."""
 
@@ -61,12 +63,17 @@ class Prefiller:
     def __init__(self, programs: JaxPrograms, shapes: PrefillShapes, memory: SampleMemory) -> None:
         self._programs = programs
         self._shapes = shapes
-        self._max_tokens = memory.prompt_tokens
-        self.prefixes = PrefixCache(memory.prefix_tokens, shapes, has_state=programs.has_state)
+        self._memory = memory
+        self.prefixes = PrefixCache(memory.prefix_tokens, shapes, state_tokens=memory.state_tokens)
 
     def fits(self, num_tokens: int, *, in_use: int) -> bool:
         """Return whether a prompt's buffer fits when `in_use` positions cannot be evicted."""
-        return in_use + self._shapes.buffer_length(num_tokens) <= self._max_tokens
+        needed = self._memory.positions(self._shapes.buffer_length(num_tokens))
+        return in_use + needed <= self._memory.prompt_tokens
+
+    def in_use(self, prefill: Prefill) -> int:
+        """Return what a prompt with a buffer counts as, in positions."""
+        return self._memory.positions(prefill.kv.length, num_kept=len(prefill.states))
 
     def begin(self, prefill: Prefill, *, in_use: int) -> None:
         """Allocate a prompt's buffer, evicting cached prompts for it, and fill it from the prefix cache.
@@ -80,15 +87,37 @@ class Prefiller:
             hit, prefill.num_done = found
             prefill.kv, prefill.last_hidden = hit.kv, hit.last_hidden
         else:
-            self.prefixes.shrink(self._max_tokens - in_use - length)
+            free = self._memory.prompt_tokens - in_use
+            if _is_cached(prefill):
+                prefill.states = dict.fromkeys(self._ends_to_keep(request, found, free))
+            self.prefixes.shrink(free - self._memory.positions(length, num_kept=len(prefill.states)))
             if found is not None and found[0] in self.prefixes:
                 hit, prefill.num_done = found
-                prefill.kv = self._programs.copy_prompt(hit.kv, length)
+                state = hit.states.get(prefill.num_done)
+                if prefill.num_done in prefill.states:
+                    prefill.states[prefill.num_done] = state
+                prefill.kv = self._programs.copy_prompt(hit.kv, length, state)
             else:
                 found = None  # an evicted prompt's buffer is freed before the next is allocated
                 prefill.scores = self._programs.scores(request) if wants_scores else None
                 prefill.kv = self._programs.allocate_prompt(length)
         prefill.num_cached = prefill.num_done
+
+    def _ends_to_keep(self, request: SampleRequest, found: tuple[ComputedPrompt, int] | None, free: int) -> list[int]:
+        """Return the chunk ends at which a prompt's states are kept, as far as they fit; none for a model without.
+
+        The last end is where the next turn of a conversation continues. At the end before the parting from a cached
+        prompt others are likely to part as well, as after a system prompt. The end of the hit is kept because the
+        cached prompt may be a prefix of this one, which then replaces it.
+        """
+        if not self._memory.state_tokens:
+            return []
+        tokens = request.prompt
+        parting = self.prefixes.find_parting(PromptSource.of(request), tokens)
+        ends = {self._shapes.full_chunks(tokens.size), parting, found[1] if found else 0} - {0}
+        length = self._shapes.buffer_length(tokens.size)
+        rest = min(free, self._memory.prefix_tokens) - self._memory.positions(length)
+        return sorted(ends, reverse=True)[: max(rest // self._memory.state_tokens, 0)]
 
     def advance(self, prefill: Prefill) -> int:
         """Compute the next chunk and return its number of tokens, padding included."""
@@ -104,8 +133,15 @@ class Prefiller:
             scores=prefill.scores,
         )
         prefill.num_done += tokens.size
-        # A preempted sample's prompt contains drawn tokens, with which no other prompt begins.
-        if prefill.is_done and prefill.scores is None and prefill.preempted is None:
-            computed = ComputedPrompt(request.prompt, prefill.kv, prefill.last_hidden)
+        if prefill.num_done in prefill.states:
+            prefill.states[prefill.num_done] = self._programs.copy_state(prefill.kv)
+        if prefill.is_done and _is_cached(prefill):
+            computed = ComputedPrompt(request.prompt, prefill.kv, prefill.last_hidden, prefill.states)
             self.prefixes.add(PromptSource.of(request), computed)
+            prefill.states = {}  # they belong to the cache now
         return padded
+
+
+def _is_cached(prefill: Prefill) -> bool:
+    """Return whether later prompts may use this one. No other repeats the drawn tokens of a preempted sample."""
+    return prefill.preempted is None and not prefill.request.options.wants_prompt

@@ -4,10 +4,13 @@ Prompts of different cache scopes never meet, so that neither a hit nor its late
 
 A prompt that is equal to a cached one uses all of it; any other prompt uses whole prefill chunks only. The keys of a
 position are therefore computed by the same program whether they come from the cache or not: hits are batch-invariant.
+A model with state of fixed size also needs the state at the end of these chunks, which is kept at few ends: `Prefiller`
+chooses them.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,22 +41,29 @@ class ComputedPrompt:
     tokens: Int32Array
     kv: PromptKV
     last_hidden: Any
+    states: Mapping[int, Any] = field(default_factory=dict[int, Any])
+    """The kept states by the number of tokens that they have seen, which are whole chunks."""
 
 
 class PrefixCache:
     """Computed prompts by sampler and cache scope. The least recently used are evicted first."""
 
-    def __init__(self, max_tokens: int, shapes: PrefillShapes, *, has_state: bool = False) -> None:
-        """Create an empty cache. With `has_state` only whole prompts are shared: no state is kept within them."""
+    def __init__(self, max_tokens: int, shapes: PrefillShapes, *, state_tokens: int = 0) -> None:
+        """Create an empty cache. A state counts as `state_tokens` positions; 0 for models without state."""
         self._max_tokens = max_tokens
         self._shapes = shapes
-        self._has_state = has_state
+        self._state_tokens = state_tokens
         self._prompts: OrderedDict[tuple[PromptSource, bytes], ComputedPrompt] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
-        """The positions of all cached buffers, padding included."""
-        return sum(prompt.kv.length for prompt in self._prompts.values())
+        """The positions of all cached buffers, padding included, and what their states count as."""
+        return self._size(self._prompts.values())
+
+    def _size(self, prompts: Collection[ComputedPrompt]) -> int:
+        """Return what prompts count as; they may have kept states in common. Each also has the state after its end."""
+        kept = {id(state) for prompt in prompts for state in prompt.states.values()}
+        return sum(prompt.kv.length for prompt in prompts) + self._state_tokens * (len(prompts) + len(kept))
 
     def __contains__(self, prompt: ComputedPrompt) -> bool:
         return any(cached is prompt for cached in self._prompts.values())
@@ -64,8 +74,6 @@ class PrefixCache:
         if equal in self._prompts:
             self._prompts.move_to_end(equal)
             return self._prompts[equal], tokens.size
-        if self._has_state:
-            return None
         usable = {key: self._usable(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source}
         best = max(usable, key=usable.__getitem__, default=None)
         if best is None or usable[best] == 0:
@@ -73,7 +81,20 @@ class PrefixCache:
         self._prompts.move_to_end(best)
         return self._prompts[best], usable[best]
 
+    def find_parting(self, source: PromptSource, tokens: Int32Array) -> int:
+        """Return how many tokens, in whole chunks, a cached prompt begins with, whether or not it has a state there."""
+        return max(
+            (self._common(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source), default=0
+        )
+
     def _usable(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
+        """Return how many of the first tokens need not be computed."""
+        common = self._common(prompt, tokens)
+        if self._state_tokens:
+            return max((end for end in prompt.states if end <= common), default=0)
+        return common
+
+    def _common(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
         """Return the length of the common prefix in whole chunks, without the last of `tokens`."""
         size = min(prompt.tokens.size, tokens.size)
         unequal = np.flatnonzero(prompt.tokens[:size] != tokens[:size])
@@ -82,16 +103,16 @@ class PrefixCache:
 
     def add(self, source: PromptSource, prompt: ComputedPrompt) -> None:
         """Cache a prompt in place of those that it serves as well, its prefixes, and evict others until all fit."""
-        if prompt.kv.length > self._max_tokens:
+        if self._size([prompt]) > self._max_tokens:
             return
-        for key, other in [] if self._has_state else list(self._prompts.items()):
+        for key, other in list(self._prompts.items()):
             if key[0] == source and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
                 del self._prompts[key]
         self._prompts[source, prompt.tokens.tobytes()] = prompt
         self.shrink(self._max_tokens)
 
     def shrink(self, max_tokens: int) -> None:
-        """Evict prompts until the rest has at most `max_tokens` positions."""
+        """Evict prompts with their states until the rest counts as at most `max_tokens` positions."""
         while self._prompts and self.num_tokens > max_tokens:
             self._prompts.popitem(last=False)
 

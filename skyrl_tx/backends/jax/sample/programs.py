@@ -9,6 +9,7 @@ and of the KV read length. All else is data.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,12 @@ def extend(
 def copy_prompt(prompt: Cache, *, length: int) -> Cache:
     """Return a copy of a prompt, cut or padded to `length` positions."""
     return held.resize(prompt, length)
+
+
+@jax.jit
+def copy_state(state: Any) -> Any:
+    """Return a copy of a prompt's state of fixed size: `extend` replaces the prompt's own in place."""
+    return jax.tree.map(jnp.copy, state)
 
 
 @jax.jit

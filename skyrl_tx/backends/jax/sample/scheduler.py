@@ -237,9 +237,9 @@ class SampleScheduler:
         return self._blocked is None
 
     def _prompt_tokens(self) -> int:
-        """Return the positions of prompt buffers in use: partly computed, or with samples that wait for slots."""
+        """Return what prompts in use count as: partly computed, or with samples that wait for slots."""
         partial = [queue.current for queue in self._queues() if queue.current is not None]
-        return sum(prompt.kv.length for prompt in (*partial, *self._prefilled))
+        return sum(map(self._prefiller.in_use, (*partial, *self._prefilled)))
 
     def _choose_layout(self, needed: int) -> None:
         """Reallocate the KV cache for one more sample of that KV length, if that is possible now."""

@@ -11,8 +11,8 @@ RED, BLUE, BASE = PromptSource(SamplerId("red")), PromptSource(SamplerId("blue")
 SHAPES = PrefillShapes(chunk_size=4, longest=32)
 
 
-def prompt(*tokens: int, length: int = 8) -> ComputedPrompt:
-    return ComputedPrompt(np.array(tokens, np.int32), PromptKV(None, length), None)
+def prompt(*tokens: int, length: int = 8, states: dict[int, object] | None = None) -> ComputedPrompt:
+    return ComputedPrompt(np.array(tokens, np.int32), PromptKV(None, length), None, states or {})
 
 
 def ask(*tokens: int) -> np.ndarray:
@@ -84,18 +84,42 @@ def test_a_cache_of_size_zero_stores_nothing():
     assert cache.find(BASE, ask(1, 2, 3, 4, 5)) is None
 
 
-def test_with_state_only_an_equal_prompt_is_a_hit():
-    cache, kept = PrefixCache(64, SHAPES, has_state=True), prompt(1, 2, 3, 4, 5, 6, 7, 8)
+def test_with_state_a_hit_ends_where_a_state_is_kept():
+    cache = PrefixCache(64, SHAPES, state_tokens=10)
+    kept = prompt(1, 2, 3, 4, 5, 6, 7, 8, 9, length=16, states={8: object()})
     cache.add(RED, kept)
-    assert cache.find(RED, kept.tokens) == (kept, 8)
-    assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 8, 9)) is None
-    assert cache.find(RED, ask(1, 2, 3, 4, 5)) is None
-    assert cache.find(BLUE, kept.tokens) is None
+    assert cache.find(RED, kept.tokens) == (kept, 9)
+    assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 8, 0)) == (kept, 8)
+    other = ask(1, 2, 3, 4, 5, 6, 7, 0)
+    assert cache.find(RED, other) is None and cache.find_parting(RED, other) == 4
+    assert cache.find(BLUE, ask(1, 2, 3, 4, 5, 6, 7, 8, 0)) is None and cache.find_parting(BLUE, other) == 0
 
 
-def test_with_state_a_prompt_does_not_replace_its_prefixes():
-    cache, turns = PrefixCache(64, SHAPES, has_state=True), [prompt(*range(1, end)) for end in (6, 8)]
+def test_with_state_the_longest_kept_prefix_is_used():
+    cache, first = PrefixCache(64, SHAPES, state_tokens=1), prompt(1, 1, 1, 1, 2, 2, 2, 2, 2, states={4: object()})
+    cache.add(BASE, first)
+    cache.add(BASE, prompt(1, 1, 1, 1, 2, 2, 2, 2, 3))
+    assert cache.find(BASE, ask(1, 1, 1, 1, 2, 2, 2, 2, 4)) == (first, 4)
+    assert cache.find_parting(BASE, ask(1, 1, 1, 1, 2, 2, 2, 2, 4)) == 8
+
+
+def test_states_count_at_their_size_and_leave_with_their_prompts():
+    cache, state = PrefixCache(64, SHAPES, state_tokens=10), object()
+    cache.add(RED, prompt(1, 1, 1, 1, 2, states={4: state}))
+    assert cache.num_tokens == 28, "a buffer with its own state, and one more"
+    cache.add(RED, prompt(1, 1, 1, 1, 3, states={4: state}))
+    assert cache.num_tokens == 46, "the state is the same for both"
+    cache.add(RED, prompt(2, 1, 1, 1, 3, states={4: object()}))
+    assert cache.num_tokens == 56
+    assert cache.find(RED, ask(2, 1, 1, 1, 2)) is not None and cache.find(RED, ask(1, 1, 1, 1, 2)) is not None
+    cache.add(BLUE, prompt(1, 1, 1, 1, 2, states={4: object()}))
+    assert cache.num_tokens == 56 and cache.find(RED, ask(2, 1, 1, 1, 2)) is None
+    cache.add(RED, prompt(3, 1, 1, 1, 3, length=56))
+    assert cache.num_tokens == 56 and cache.find(RED, ask(3, 1, 1, 1, 3)) is None, "too large with its state"
+
+
+def test_with_state_a_prompt_replaces_its_own_prefixes():
+    cache, turns = PrefixCache(64, SHAPES, state_tokens=1), [prompt(1, 2, 3, 4, *range(end)) for end in (2, 4)]
     for turn in turns:
         cache.add(RED, turn)
-    assert cache.find(RED, turns[0].tokens) == (turns[0], 5), "the longer one has no state after the shorter"
-    assert cache.find(RED, turns[1].tokens) == (turns[1], 7)
+    assert cache.num_tokens == 9 and cache.find(RED, turns[1].tokens) == (turns[1], 8)

@@ -63,6 +63,9 @@ def test_the_cache_of_linear_attention_is_positions_and_a_state_for_each_slot() 
     of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
     of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
     assert plan.kv_bytes == plan.samples.tokens * of_position + 16 * of_state
+    assert plan.samples.state_tokens == -(-of_state // of_position) == 1572
+    assert plan.samples.prompt_bytes == plan.samples.prompt_tokens * of_position
+    assert plan.samples.prompt_tokens >= plan.samples.max_length + 2048 + 2 * 1572
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 3}, {"fsdp": 5}])

@@ -12,6 +12,7 @@ from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, ask, prompt_of, run
@@ -50,7 +51,7 @@ def trained_logprobs(tiny: TinyModel, request: SampleRequest, new_tokens: np.nda
 
 
 @pytest.mark.slow
-def test_only_an_equal_prompt_is_a_hit_and_all_samples_are_as_without_the_cache(tiny):
+def test_hits_change_no_bit_and_all_samples_are_as_trained(tiny):
     prefix = prompt_of(96)
     prompts = {
         "first": prefix,
@@ -59,7 +60,7 @@ def test_only_an_equal_prompt_is_a_hit_and_all_samples_are_as_without_the_cache(
         "again": prefix,
         "part": prefix[:70],
     }
-    warm, cold = start(tiny, prefix_cache_tokens=512), start(tiny, prefix_cache_tokens=0)
+    warm, cold = start(tiny, prefix_cache_tokens=8192), start(tiny, prefix_cache_tokens=0)
     hits = {}
     for name, prompt in prompts.items():
         request = ask(name, prompt, sampler=RED, max_tokens=6)
@@ -68,7 +69,53 @@ def test_only_an_equal_prompt_is_a_hit_and_all_samples_are_as_without_the_cache(
         hits |= results.cache_hits
         sequence = results.sequence(name)
         np.testing.assert_allclose(sequence.logprobs, trained_logprobs(tiny, request, sequence.tokens), atol=1e-5)
-    assert hits == {"equal": 96, "again": 96}
+    assert hits == {"equal": 96, "longer": 96, "part": 64}, "the longer replaced the first; of that, 64 was not kept"
+
+
+@pytest.mark.slow
+def test_conversations_and_system_prompts_have_equal_bits_with_hits():
+    """Chunks end at 128, 256 and 512 positions. The second turn repeats the first with its answer."""
+    tiny = load_model(tiny_directory(HYBRID, STD))
+    sizes = {"prefill_chunk_tokens": 256, "prefill_tokens": 256, "max_context_length": 512, "max_sample_tokens": 8192}
+    warm, cold = (start(tiny, **sizes, prefix_cache_tokens=tokens) for tokens in (16384, 0))
+    system, first, hits = prompt_of(300, seed=1), prompt_of(200, seed=2), {}
+
+    def sampled(name: str, prompt: np.ndarray, options: PromptOptions | None = None) -> np.ndarray:
+        request = ask(name, prompt, sampler=RED, samples=2, options=options)
+        results, expected = run(warm, request), run(cold, request)
+        assert results.bits == expected.bits and len(results.bits) == 2, name
+        if options is not None:
+            np.testing.assert_array_equal(results.prompt(name).logprobs, expected.prompt(name).logprobs)
+        hits.update(results.cache_hits)
+        return results.sequence(name).tokens
+
+    second = np.concatenate([first, sampled("turn 1", first), prompt_of(80, seed=3)])
+    third = np.concatenate([second, sampled("turn 2", second), prompt_of(90, seed=4)])
+    sampled("turn 3", third)
+    for number in range(3):
+        sampled(f"question {number}", np.concatenate([system, prompt_of(100 + number, seed=5 + number)]))
+    sampled("scored", third, PromptOptions(logprobs=True))
+    assert hits == {"turn 2": 128, "turn 3": 256, "question 1": 256, "question 2": 256, "scored": 0}
+
+
+@pytest.mark.slow
+def test_a_hit_compiles_nothing_after_the_start(tiny):
+    names: list[str] = []
+
+    def note(event: str, _: float, **labels: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(labels["fun_name"]))
+
+    scheduler, prompt = start(tiny, prefix_cache_tokens=8192), prompt_of(250)
+    scheduler.compile_all(RED)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        requests = [ask(f"{size}", prompt[:size], sampler=RED, max_tokens=2) for size in (100, 150, 250)]
+        hits = [run(scheduler, request).cache_hits for request in requests]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert hits == [{}, {"150": 96}, {"250": 128}]
+    assert not {"copy_state", "copy_prompt", "extend", "insert", "decode_slice"} & set(names)
 
 
 @pytest.mark.slow
@@ -105,14 +152,15 @@ def test_states_count_in_the_memory_of_samples_and_prompts(tiny, monkeypatch, fr
     position = (cache_bytes(128) - cache_bytes(64)) // 64
     state = cache_bytes(64) - 64 * position
     assert state > 20 * position, "a state is as large as many positions"
-    num_prompts = planned.prompt_tokens // PrefillShapes.of(config, planned.max_length).buffer_length(1)
-    prompts = planned.prompt_tokens * position + num_prompts * state
+    assert planned.state_tokens * position >= state
+    assert planned.prompt_bytes == planned.prompt_tokens * position
+    shapes = PrefillShapes.of(config, planned.max_length)
+    assert planned.prompt_tokens >= shapes.longest + shapes.buffer_length(1) + 2 * planned.state_tokens
     if free_mib == 1:
         assert planned.tokens == 1, "the states alone are too large"
     else:
-        assert planned.prompt_bytes >= prompts
         samples = planned.tokens * position + config.sample_slots * state
-        assert planned.tokens > 1 and samples + prompts <= memory.SAMPLE_SHARE * free_mib * 2**20
+        assert planned.tokens > 1 and samples + planned.prompt_bytes <= memory.SAMPLE_SHARE * free_mib * 2**20
 
 
 def test_a_model_without_attention_has_a_memory_plan(tmp_path):
