@@ -256,7 +256,7 @@ def test_other_quantization_is_refused_by_name(given: dict[str, Any], named: str
 
 
 WITH_EXPERTS = ("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B", "Qwen3.5-397B-A17B")
-QWEN3_5 = ("Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", *WITH_EXPERTS)
+QWEN3_5 = ("Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.8-27B", *WITH_EXPERTS)
 
 
 @pytest.mark.parametrize("name", QWEN3_5)
@@ -275,7 +275,7 @@ def test_every_fourth_layer_of_qwen3_5_has_softmax_attention(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        *(("Qwen3.5-4B", 4.2), ("Qwen3.5-9B", 9.0), ("Qwen3.5-27B", 26.9)),
+        *(("Qwen3.5-4B", 4.2), ("Qwen3.5-9B", 9.0), ("Qwen3.5-27B", 26.9), ("Qwen3.8-27B", 26.9)),
         *(("Qwen3.5-35B-A3B", 34.7), ("Qwen3.6-35B-A3B", 34.7), ("Qwen3.5-397B-A17B", 397)),
     ],
 )
