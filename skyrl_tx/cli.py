@@ -21,7 +21,7 @@ from skyrl_tx.process_setup import (
     raise_file_limit,
     restart_with_huge_pages,
 )
-from skyrl_tx.quickstart.model import TINY, write_tiny_model
+from skyrl_tx.quickstart.model import TINY_MODELS, write_tiny_model
 from skyrl_tx.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -228,21 +228,22 @@ def _full_parser(command: str) -> argparse.ArgumentParser:
 
 
 def with_tiny_model(settings: ServerSettings) -> ServerSettings:
-    """Resolve --base-model `tiny`: write that model into the data directory and serve it under this name."""
-    if settings.base_model != TINY:
+    """Resolve a built-in --base-model, `tiny`: write the model into the data directory and serve it under this name."""
+    name = settings.base_model
+    if name not in TINY_MODELS:
         return settings
-    directory = settings.data_dir / "models" / TINY
+    directory = settings.data_dir / "models" / name
     if not directory.is_dir():
         try:
             settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             directory.parent.mkdir(exist_ok=True)
             # Written to a temporary directory and renamed, so that it is never visible half written.
             with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
-                write_tiny_model(Path(temporary) / TINY).rename(directory)
+                write_tiny_model(Path(temporary) / name, TINY_MODELS[name]).rename(directory)
         except OSError as error:
             raise CannotServe(f"cannot write the tiny model to {directory}: {error.strerror}") from error
     return settings.model_copy(
-        update={"base_model": str(directory), "served_model_name": settings.served_model_name or TINY}
+        update={"base_model": str(directory), "served_model_name": settings.served_model_name or name}
     )
 
 

@@ -15,6 +15,7 @@ from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.process_setup import LogFormat, LogLevel
+from skyrl_tx.quickstart.model import Architecture
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
@@ -49,7 +50,7 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     config: Path | None = None
     """YAML file with any of these settings."""
     base_model: str
-    """Model to serve: a hub id, a local directory, or 'tiny' (built in)."""
+    """Model to serve: a hub id, a local directory, or built in: 'tiny', 'tiny-qwen3_5'."""
     data_dir: Path = Field(default_factory=default_data_dir)
     """Directory of the database and all weights, mode 0700.
     Default: $XDG_DATA_HOME/skyrl_tx, or ~/.local/share/skyrl_tx."""
@@ -93,6 +94,8 @@ class QuickstartSettings(BaseSettings):
         cli_hide_none_type=True,
     )
 
+    architecture: Architecture = "qwen3"
+    """Architecture of the tiny model; that of Qwen3.5 has linear attention in three of four layers."""
     data: Path | None = None
     """JSON lines with 'question' and 'answer', for example all of GSM8K; default: the built-in excerpt."""
     output: Path = Path("skyrl-tx-quickstart")

@@ -13,12 +13,11 @@ from matplotlib.figure import Figure
 from tinker import SamplingClient, ServiceClient, TinkerError, TrainingClient
 
 from skyrl_tx.quickstart import training
-from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.quickstart.model import TINY_MODELS, TITLES, write_tiny_model
 from skyrl_tx.quickstart.questions import QuestionFileError, QuestionSet, load_excerpt, load_questions
 from skyrl_tx.quickstart.server import ServerFailed, serve
 from skyrl_tx.settings import QuickstartSettings
 
-MODEL_NAME = "tiny"
 ANY_KEY = "tml-local"  # the SDK requires a key of this form; the server on loopback requires none
 
 RANK = 32
@@ -51,15 +50,17 @@ def run(settings: QuickstartSettings) -> int:
 
 def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> None:
     started = time.monotonic()
-    model = write_tiny_model(settings.output / "model")
-    print(f"Tiny model: {model} (Qwen3 architecture, random weights, written in {time.monotonic() - started:.1f} s)")
+    name = next(name for name, architecture in TINY_MODELS.items() if architecture == settings.architecture)
+    model = write_tiny_model(settings.output / "model", settings.architecture)
+    title, seconds = TITLES[settings.architecture], time.monotonic() - started
+    print(f"Tiny model: {model} ({title} architecture, random weights, written in {seconds:.1f} s)")
     print(f"Questions: {len(questions.train)} to train on, {len(questions.held_out)} held out")
     data_dir, log, curves = (settings.output / name for name in ("server", "server.log", "curves.png"))
-    flags = ("--base-model", str(model.resolve()), "--served-model-name", MODEL_NAME)
+    flags = ("--base-model", str(model.resolve()), "--served-model-name", name)
     with serve(data_dir.resolve(), log, *flags) as url:
         print(f"Server: {url}, ready after {time.monotonic() - started:.1f} s", flush=True)
         with ServiceClient(base_url=url, api_key=ANY_KEY, display_name="quickstart") as service:
-            client = service.create_lora_training_client(MODEL_NAME, rank=RANK, seed=settings.seed).result()
+            client = service.create_lora_training_client(name, rank=RANK, seed=settings.seed).result()
             page = f"{url}/training_runs/{client.model_id}"
             print(f"Watch it live: {page} (curves of loss and reward, samples, checkpoints)", flush=True)
             trainer = _Trainer(client, questions, settings.seed, url)
@@ -73,7 +74,7 @@ Curves      {curves}
 Checkpoint  {checkpoint}
 Server log  {log}
 Done in {time.monotonic() - started:.0f} s. To serve this model and its checkpoint again:
-  skyrl-tx serve --base-model {model} --served-model-name {MODEL_NAME} --data-dir {data_dir}
+  skyrl-tx serve --base-model {model} --served-model-name {name} --data-dir {data_dir}
 The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python \
 tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\
 .create_lora_training_client("Qwen/Qwen3-0.6B").result()""")

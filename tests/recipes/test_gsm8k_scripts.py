@@ -36,13 +36,13 @@ def test_help_describes_the_script_and_its_defaults(name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path, backend):
+@pytest.mark.parametrize(("backend", "architecture"), [("jax", "qwen3"), ("jax", "qwen3_5"), ("torch", "qwen3")])
+def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path, backend, architecture):
     environment = None
     if backend == "torch":
         pytest.importorskip("torch")
         environment = torch_environment(tmp_path / "installed")
-    model = write_tiny_model(tmp_path / "model")
+    model = write_tiny_model(tmp_path / "model", architecture)
     data = tmp_path / "gsm8k.jsonl"  # short answers, so that a tiny model completes them
     rows = [{"question": f"How many legs have {n} cats?", "answer": f"{n} * 4.\n#### {n * 4}"} for n in range(1, 41)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,5 +1,6 @@
 """The quickstart command, with fewer steps, as a subprocess."""
 
+import json
 import re
 import subprocess
 import sys
@@ -37,6 +38,22 @@ def test_quickstart_trains_plots_curves_and_saves_a_checkpoint(tmp_path):
     assert load_excerpt().held_out[0].text in done.stdout
     assert (tmp_path / "skyrl-tx-quickstart" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
+
+
+def test_quickstart_trains_qwen3_5(tmp_path):
+    done = quickstart("--architecture", "qwen3_5", "--steps", "30", "--rl-steps", "2", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    assert "(Qwen3.5 architecture, random weights" in done.stdout
+    before, after = figures(done.stdout, "Held-out loss")
+    assert before > 6.5 and after < 4.0
+    config = json.loads((tmp_path / "skyrl-tx-quickstart" / "model" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+
+
+def test_error_message_names_the_architectures(tmp_path):
+    done = quickstart("--architecture", "gemma", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--architecture 'gemma': Input should be 'qwen3' or 'qwen3_5'" in done.stderr
 
 
 def test_quickstart_logs_its_reward_to_its_run(tmp_path):

@@ -1,5 +1,6 @@
 """The command line: sources of settings, their precedence, and error messages."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx import __version__
-from skyrl_tx.cli import main, read_settings
+from skyrl_tx.cli import main, read_settings, with_tiny_model
 from skyrl_tx.settings import SettingsError, default_data_dir
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +160,15 @@ def test_version() -> None:
 def extra_packages(name: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [re.split(r"[<>=\[]", each)[0] for each in project["optional-dependencies"][name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("tiny", "Qwen3ForCausalLM"), ("tiny-qwen3_5", "Qwen3_5ForCausalLM")]
+)
+def test_built_in_models_are_written_and_served_by_their_names(tmp_path: Path, name: str, architecture: str) -> None:
+    settings = with_tiny_model(read_settings("serve", ["--base-model", name, "--data-dir", str(tmp_path / "data")]))
+    assert settings.served_model_name == name and settings.base_model == str(tmp_path / "data" / "models" / name)
+    assert json.loads((Path(settings.base_model) / "config.json").read_text())["architectures"] == [architecture]
 
 
 @pytest.mark.parametrize("package", extra_packages("quickstart"))

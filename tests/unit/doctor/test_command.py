@@ -82,8 +82,10 @@ def test_flags_of_the_server_and_its_file_are_examined(capsys, monkeypatch, tmp_
 
 def test_the_built_in_model_is_examined_without_a_change_of_the_data_directory(capsys, monkeypatch, tmp_path) -> None:
     seen = replace_checks(monkeypatch, FINE)
-    assert doctor(capsys, "--base-model", "tiny", "--data-dir", tmp_path / "new")[0] == 0
-    assert seen[0].settings.base_model != "tiny" and seen[0].settings.served_model_name == "tiny"
+    for name in ("tiny", "tiny-qwen3_5"):
+        assert doctor(capsys, "--base-model", name, "--data-dir", tmp_path / "new")[0] == 0
+        given = seen.pop().settings
+        assert given.base_model != name and given.served_model_name == name
     assert not (tmp_path / "new").exists()
 
 

@@ -1,4 +1,5 @@
 import json
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from skyrl_tx.models import describe_params, find_family
-from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.quickstart.model import TINY_MODELS, TITLES, Architecture, write_tiny_model
 from skyrl_tx.weights import hf
 from tests.support.tiny_tokenizer import (
     CONTROL_TOKENS,
@@ -18,9 +19,14 @@ from tests.support.tiny_tokenizer import (
 )
 
 
+@pytest.fixture(scope="module", params=TINY_MODELS)
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+def directory(tmp_path_factory, name):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / name, TINY_MODELS[name])
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +34,8 @@ def tokenizer(directory):
     return AutoTokenizer.from_pretrained(directory)
 
 
-def test_written_bytes_never_vary(directory, tmp_path):
-    again = write_tiny_model(tmp_path / "missing" / "parent" / "directories")
+def test_written_bytes_never_vary(directory, name, tmp_path):
+    again = write_tiny_model(tmp_path / "missing" / "parent" / "directories", TINY_MODELS[name])
     names = {path.name for path in directory.iterdir()}
     assert names == {path.name for path in again.iterdir()}
     assert all((directory / name).read_bytes() == (again / name).read_bytes() for name in names)
@@ -48,6 +54,10 @@ def test_weights_load_from_the_written_files(directory):
     written = load_file(directory / "model.safetensors")
     np.testing.assert_array_equal(params.embed, written["model.embed_tokens.weight"])
     np.testing.assert_array_equal(params.unembed, written["lm_head.weight"])
+
+
+def test_every_architecture_has_one_name_and_a_title():
+    assert sorted(TINY_MODELS.values()) == sorted(get_args(Architecture)) == sorted(TITLES)
 
 
 def test_every_qwen3_token_is_one_id(tokenizer):
