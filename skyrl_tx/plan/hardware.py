@@ -4,8 +4,8 @@ Sources, as published in 2025. NVIDIA: the data sheets "H200 Tensor Core GPU", "
 GPU", "L40S GPU", "L4 Tensor Core GPU" and "DGX B200", which give rates with sparsity for all but A100: half of them is
 here. GeForce: the appendices of the white papers "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU
 Architecture", bfloat16 with sums in float32. Google: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of the
-Cloud TPU documentation. Those of v5e, v5p and v6e have been compared with the page, the products of all others with tables
-that third parties made of these sources.
+Cloud TPU documentation. Those of v5e, v5p and v6e have been compared with the page, the products of all others with
+tables that third parties made of these sources.
 """
 
 import math

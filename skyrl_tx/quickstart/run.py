@@ -66,14 +66,17 @@ def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> No
             trainer = _Trainer(client, questions, settings.seed, url)
             nll, reward = trainer.train_supervised(settings.steps), trainer.train_by_reward(settings.rl_steps)
             draw_curves(curves, nll, reward)
-            checkpoint = client.save_state("quickstart").result().path
+            to_train = client.save_state("quickstart").result().path
+            to_sample = client.save_weights_for_sampler("quickstart").result().path
     print(f"""
 Held-out loss    {nll.before:.3f} -> {nll.after:.3f} nats per answer token
 Held-out reward  {reward.before:.3f} -> {reward.after:.3f}
 Curves      {curves}
-Checkpoint  {checkpoint}
+Checkpoints {to_train} (to train on)
+            {to_sample} (to sample from)
 Server log  {log}
-Done in {time.monotonic() - started:.0f} s. To serve this model and its checkpoint again:
+Done in {time.monotonic() - started:.0f} s. To serve this model and its checkpoints again, and to talk to them \
+at http://127.0.0.1:8000/playground:
   skyrl-tx serve --base-model {model} --served-model-name {name} --data-dir {data_dir}
 The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python \
 tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\

@@ -27,14 +27,15 @@ def figures(output, name):
     return float(found[1]), float(found[2])
 
 
-def test_quickstart_trains_plots_curves_and_saves_a_checkpoint(tmp_path):
+def test_quickstart_trains_plots_curves_and_saves_checkpoints(tmp_path):
     done = quickstart("--steps", "30", "--rl-steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     before, after = figures(done.stdout, "Held-out loss")
     assert before > 6.5 and after < 4.0
     assert all(0 <= value <= 1 for value in figures(done.stdout, "Held-out reward"))
-    assert re.search(r"^Checkpoint  tinker://\S+/weights/quickstart$", done.stdout, re.MULTILINE)
+    assert re.search(r"^Checkpoints tinker://\S+/weights/quickstart ", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +tinker://\S+/sampler_weights/quickstart ", done.stdout, re.MULTILINE)
     assert load_excerpt().held_out[0].text in done.stdout
     assert (tmp_path / "skyrl-tx-quickstart" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
