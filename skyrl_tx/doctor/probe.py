@@ -6,6 +6,7 @@ end: `python -m skyrl_tx.doctor.probe` reads a `Question` as JSON from standard 
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def examine(question: Question) -> Answer:
             return Answer(devices=devices)
         directory = hf.resolve(question.base_model, with_weights=False)
         family = models.find_family(content := hf.read_json(directory, "config.json"))
-        model = models.in_form(family.config_from_hf(content), config.expert_lora)
+        model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
         mesh.check_divides(layout, model)
         file_bytes = _size_of_weights(question.base_model, directory) if config.load_format == "auto" else None
         has_end = bool(hf.read_eos_token_ids(directory))

@@ -7,7 +7,6 @@ Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank, V v
 
 import hashlib
 import itertools
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -18,8 +17,7 @@ from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis, flatten
 from skyrl_tx.models.config import ExpertLora, ModelConfig
 from skyrl_tx.models.params import describe_params
-from skyrl_tx.models.parts.base import Target, UnsupportedModel
-from skyrl_tx.models.parts.mixture import SHARED_PREFIX
+from skyrl_tx.models.parts.base import Target
 from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, split, stack_of
 from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, adapter_modules, bind_rows, fused_modules
 
@@ -129,18 +127,6 @@ def adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> 
     }
     bound = bind_rows(weights, flatten(describe_params(config)))
     return AdapterFormat(base_model=base_model, modules=modules, fused=fused_modules(bound))
-
-
-def in_form(config: ModelConfig, form: ExpertLora) -> ModelConfig:
-    """Return the config of a model whose experts have adapters of a form.
-
-    Raises UnsupportedModel for shared factors next to an expert that all tokens share: there, a pass with a gradient
-    would differ from one without in the last bits.
-    """
-    has_shared_expert = any(name.startswith(SHARED_PREFIX) for name in targets(config))
-    if form == "shared" and has_shared_expert:
-        raise UnsupportedModel("--backend-config.expert-lora shared is not offered for models with a shared expert")
-    return replace(config, expert_lora=form)
 
 
 def form_of(config: ModelConfig, adapter: AdapterFiles) -> ExpertLora:

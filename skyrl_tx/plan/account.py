@@ -79,7 +79,7 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     """Return the plan. Raises UserError, naming the flag, for what cannot be planned."""
     try:
         content = hf.read_json(hf.resolve(base_model, with_weights=False), "config.json")
-        model = models.in_form(models.find_family(content).config_from_hf(content), config.expert_lora)
+        model = replace(models.find_family(content).config_from_hf(content), expert_lora=config.expert_lora)
     except (models.UnsupportedModel, hf.CheckpointError) as error:
         raise UserError(f"--base-model: {error}") from error
     dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)

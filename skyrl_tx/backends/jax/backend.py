@@ -52,7 +52,7 @@ class JaxBackend(AbstractBackend):
             layout = mesh.make_layout(config.mesh)
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)
-            self._model = models.in_form(family.config_from_hf(content), config.expert_lora)
+            self._model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
             mesh.check_divides(layout, self._model)
             self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
             self._dtype = mesh.choose_dtype(config, layout)

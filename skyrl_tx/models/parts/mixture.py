@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.apart import add_apart
 from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, backward_bytes, mixture
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
@@ -110,11 +111,10 @@ class Mixture:
         y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, *own)
         if self.shared_size is None:
             return y
-        if not self.has_shared_gate:
-            return y + apply_gated(x, params, adapters, SHARED_PREFIX)
         # The weight is multiplied in before the last map. A product next to the sum would be rounded apart from it or
         # not, as XLA fuses them: a pass with a gradient would differ from one without.
-        return y + apply_gated(x, params, adapters, SHARED_PREFIX, _gate(x, params["shared_gate"]))
+        weight = _gate(x, params["shared_gate"]) if self.has_shared_gate else None
+        return add_apart(y, apply_gated(x, params, adapters, SHARED_PREFIX, weight))
 
     def backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
         """Return the bytes that the backward pass of one layer takes on a device through which `num_tokens` pass.

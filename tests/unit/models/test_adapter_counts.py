@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.models import ModelConfig, UnsupportedModel, adapter_shapes, find_family, in_form, targets
+from skyrl_tx.models import ModelConfig, adapter_shapes, find_family, targets
 from skyrl_tx.models.config import ExpertLora
 
 FOLDER = Path(__file__).parent / "hub_configs"
@@ -98,11 +98,3 @@ def test_experts_with_factors_of_their_own_have_several_times_as_many_parameters
 def test_the_form_changes_nothing_without_experts() -> None:
     content, _ = COUNTS["Qwen/Qwen3-8B"]
     assert count(read(content, "own")) == count(read(content, "shared"))
-
-
-def test_shared_factors_next_to_a_shared_expert_are_refused_by_name() -> None:
-    config = read(hub("Qwen3.5-35B-A3B"), "own")
-    assert in_form(config, "own") == config
-    for name in ("Qwen3.5-35B-A3B", "DeepSeek-V3.1"):
-        with pytest.raises(UnsupportedModel, match=r"--backend-config\.expert-lora shared is not offered"):
-            in_form(read(hub(name), "own"), "shared")
