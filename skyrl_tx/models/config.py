@@ -84,7 +84,7 @@ class ModelConfig:
     max_context_length: int  # tokens
     tied_embeddings: bool
     groups: tuple[Group, ...]
-    expert_lora: ExpertLora = "own"
+    expert_lora: ExpertLora = "shared"
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

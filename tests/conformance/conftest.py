@@ -71,8 +71,8 @@ VARIANTS = {
     },
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
-SHARED = ("qwen3-moe-mixed", "gpt-oss-untied")
-"""The variants whose experts share factors of adapters; those of others have factors of their own."""
+OWN = ("qwen3-moe-untied", "qwen3_5-moe-tied", "deepseek-tied", "gpt-oss-tied")
+"""The variants whose experts have factors of their own; those of others share the ones next to the hidden size."""
 UNTIED = "qwen3-untied"
 DEFAULT = (
     UNTIED,
@@ -136,7 +136,7 @@ def directories(request, tmp_path_factory, client_environment) -> dict[str, Path
             "targets": generator.integers(0, 256, (BATCH, LENGTH)),
             # All positive, so that no sum cancels.
             "weights": generator.uniform(0.0, 1.0, (BATCH, LENGTH)).astype(np.float32),
-            "shares_factors": np.array(name in SHARED),
+            "shares_factors": np.array(name not in OWN),
         }
         if name in needed:
             made[name] = write_model(tmp_path_factory.mktemp(name), std=0.2, **variant)
@@ -161,7 +161,7 @@ def reference(request, directories) -> Reference:
     with np.load(directory / "inputs.npz") as inputs, np.load(directory / "reference.npz") as arrays:
         return Reference(
             family=models.find_family(hf.read_json(directory, "config.json")),
-            config=replace(model.config, expert_lora="shared" if request.param in SHARED else "own"),
+            config=replace(model.config, expert_lora="own" if request.param in OWN else "shared"),
             params=model.params,
             inputs=dict(inputs),
             arrays=dict(arrays),

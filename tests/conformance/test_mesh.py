@@ -23,7 +23,7 @@ Numbers = dict[str, np.ndarray]
 
 
 def on_meshes(
-    directory: Path, last: str, *meshes: str, expert_lora: str = "own", flags: str = PRECISE_FLAGS
+    directory: Path, last: str, *meshes: str, expert_lora: str = "shared", flags: str = PRECISE_FLAGS
 ) -> list[Numbers]:
     """Run the program in a process with eight devices; return its results for each mesh."""
     environment = os.environ | {"XLA_FLAGS": f"{DEVICES} {flags}", "JAX_PLATFORMS": "cpu"}
@@ -63,16 +63,16 @@ def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None
 @pytest.mark.parametrize(
     ("architecture", "meshes", "expert_lora"),
     [
-        ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}, "own"),
+        ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}, "shared"),
         ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
         pytest.param("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
         pytest.param("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own", marks=pytest.mark.exhaustive),
         ("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
-        pytest.param("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}, "own", marks=pytest.mark.exhaustive),
-        ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
-        pytest.param("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "own", marks=pytest.mark.exhaustive),
-        ("DeepseekV3ForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
-        pytest.param("Glm4MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "own", marks=pytest.mark.exhaustive),
+        pytest.param("Qwen3_5ForCausalLM", {"fsdp=4,tp=2": 8}, "shared", marks=pytest.mark.exhaustive),
+        ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
+        pytest.param("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
+        ("DeepseekV3ForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
+        pytest.param("Glm4MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_and_sampling_on_a_mesh(

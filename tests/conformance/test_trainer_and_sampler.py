@@ -45,12 +45,22 @@ def test_all_families_are_covered():
     assert set(VARIANTS) == {family.architecture for family in FAMILIES.values()}
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+OWN_FACTORS = ("Qwen3MoeForCausalLM", "GptOssForCausalLM")
+"""The families that are also run with factors of their own for each expert."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((name, "shared") for name in VARIANTS), *((name, "own") for name in OWN_FACTORS)],
+    ids="-".join,
+)
 def backend(request, tmp_path_factory) -> Iterator[JaxBackend]:
     """A backend with a trained model of each rank and an untrained one."""
-    directory = write_model(tmp_path_factory.mktemp("model"), request.param, std=0.15, **VARIANTS[request.param])
+    architecture, form = request.param
+    directory = write_model(tmp_path_factory.mktemp("model"), architecture, std=0.15, **VARIANTS[architecture])
     config = JaxConfig(
         compile_cache_dir=None,
+        expert_lora=form,
         dtype="float32",
         max_lora_rank=max(filter(None, RANKS.values())),
         max_sampler_adapters=2,

@@ -40,7 +40,7 @@ def batch_of(inputs: dict[str, np.ndarray]) -> PreparedModelPassBatch:
     return PreparedModelPassBatch(examples=examples)
 
 
-def start(directory: Path, expert_lora: Literal["shared", "own"] = "own") -> JaxBackend:
+def start(directory: Path, expert_lora: Literal["shared", "own"] = "shared") -> JaxBackend:
     backend = JaxBackend(str(directory), TINY_CONFIG.model_copy(update={"expert_lora": expert_lora}))
     backend.start()
     return backend

@@ -15,10 +15,11 @@ from tests.support.tiny import DENSE, HYBRID, HYBRID_MOE, LATENTS, MOE, SINKS, T
 
 class TestJax(BackendSuite):
     architecture = DENSE
+    config = TINY_CONFIG
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
-        return JaxBackend(str(tiny_directory(cls.architecture)), TINY_CONFIG)
+        return JaxBackend(str(tiny_directory(cls.architecture)), cls.config)
 
     @contextmanager
     def lost_device(self, backend: AbstractBackend) -> Generator[None]:
@@ -30,6 +31,12 @@ class TestJax(BackendSuite):
 @pytest.mark.exhaustive
 class TestJaxWithExperts(TestJax):
     architecture = MOE
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class TestJaxWithFactorsOfEachExpert(TestJaxWithExperts):
+    config = TINY_CONFIG.model_copy(update={"expert_lora": "own"})
 
 
 @pytest.mark.slow

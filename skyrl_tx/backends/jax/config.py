@@ -54,7 +54,7 @@ class JaxConfig(BaseModel):
     """Mesh of devices. Unset: the first device."""
 
     # Training
-    expert_lora: Literal["shared", "own"] = "own"
+    expert_lora: Literal["shared", "own"] = "shared"
     """Form of experts' adapters.
     'shared': all experts of a layer share the factor next to the hidden size, as on the hosted service. 'own': each
     expert has both factors of its own. Models of one form cannot be continued in the other."""

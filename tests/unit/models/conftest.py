@@ -1,6 +1,6 @@
 """Tiny models of every family, read back from the files they were written to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,9 @@ CYCLE = "qwen3-moe-alternating"
 SINKS = "gpt-oss-untied"
 """Windows in every other layer, shorter than prompts, chunks and packed sequences; attention sinks, biased experts."""
 
+OWN_FACTORS = "qwen3-moe-untied"
+"""Each expert has factors of its own; those of other models share the ones next to the hidden size."""
+
 HYBRID = "qwen3_5-untied"
 """Three layers of linear attention, which have a state of fixed size, to each of softmax attention."""
 
@@ -56,7 +59,7 @@ VARIANTS = {
     },
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "tied_embeddings": True},
     "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tied_embeddings": False},
-    "qwen3-moe-untied": {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
+    OWN_FACTORS: {"architecture": "Qwen3MoeForCausalLM", "tied_embeddings": False},
     SINKS: {"architecture": "GptOssForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
     "mistral-untied": {"architecture": "MistralForCausalLM", "tied_embeddings": False, "keys": {"sliding_window": 9}},
     # Norms divide by products of queries and keys: large weights keep those far from 0, and rounding small.
@@ -110,6 +113,6 @@ def read_back(directory: Path, variant: str) -> Loaded:
     write_model(directory, **VARIANTS[variant])
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
-    config = family.config_from_hf(content)
+    config = replace(family.config_from_hf(content), expert_lora="own" if variant == OWN_FACTORS else "shared")
     params = hf.load(directory, models.describe_params(config), family.weights)
     return Loaded(config=config, params=params, family=family)
