@@ -40,6 +40,12 @@ _KEYS: Mapping[Architecture, Mapping[str, Any]] = {
 """Config keys of each architecture in place of those of Qwen3, whose config.json is in the package."""
 
 
+def architecture_in(directory: Path) -> str | None:
+    """Return the architecture of the tiny model in a directory; None if it has no model."""
+    config = directory / "config.json"
+    return json.loads(config.read_text())["model_type"].removesuffix("_text") if config.exists() else None
+
+
 def write_tiny_model(directory: Path, architecture: Architecture = "qwen3") -> Path:
     """Write model and tokenizer into `directory`, created if missing, and return it; the bytes never vary."""
     directory.mkdir(parents=True, exist_ok=True)

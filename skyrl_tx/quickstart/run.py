@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from tinker import SamplingClient, ServiceClient, TinkerError, TrainingClient
 
 from skyrl_tx.quickstart import training
-from skyrl_tx.quickstart.model import TINY_MODELS, TITLES, write_tiny_model
+from skyrl_tx.quickstart.model import TINY_MODELS, TITLES, architecture_in, write_tiny_model
 from skyrl_tx.quickstart.questions import QuestionFileError, QuestionSet, load_excerpt, load_questions
 from skyrl_tx.quickstart.server import ServerFailed, serve
 from skyrl_tx.settings import QuickstartSettings
@@ -34,7 +34,8 @@ def run(settings: QuickstartSettings) -> int:
     try:
         questions = load_questions(settings.data) if settings.data else load_excerpt()
         settings.output.mkdir(parents=True, exist_ok=True)
-    except (QuestionFileError, OSError) as error:
+        _check_output(settings)
+    except (QuestionFileError, OutputInUse, OSError) as error:
         print(f"skyrl-tx quickstart: {error}", file=sys.stderr)
         return 2
     try:
@@ -46,6 +47,17 @@ def run(settings: QuickstartSettings) -> int:
         print("skyrl-tx quickstart: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+class OutputInUse(Exception):
+    """The output directory has a run of another architecture."""
+
+
+def _check_output(settings: QuickstartSettings) -> None:
+    """Raise OutputInUse rather than overwrite the model of an earlier run's checkpoints."""
+    found = architecture_in(settings.output / "model")
+    if found not in (None, settings.architecture):
+        raise OutputInUse(f"--output {settings.output} has a run of --architecture {found}; name another directory")
 
 
 def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> None:

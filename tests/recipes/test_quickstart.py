@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.quickstart.model import write_tiny_model
 from skyrl_tx.quickstart.questions import load_excerpt
 from skyrl_tx.store import logged
 from skyrl_tx.store.database import Store
@@ -49,6 +50,14 @@ def test_quickstart_trains_qwen3_5(tmp_path):
     assert before > 6.5 and after < 4.0
     config = json.loads((tmp_path / "skyrl-tx-quickstart" / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+
+
+def test_the_model_of_another_run_is_not_overwritten(tmp_path):
+    weights = write_tiny_model(tmp_path / "skyrl-tx-quickstart" / "model") / "model.safetensors"
+    before = weights.read_bytes()
+    done = quickstart("--architecture", "qwen3_5", cwd=tmp_path)
+    assert done.returncode == 2 and weights.read_bytes() == before
+    assert "--output skyrl-tx-quickstart has a run of --architecture qwen3; name another directory" in done.stderr
 
 
 def test_error_message_names_the_architectures(tmp_path):

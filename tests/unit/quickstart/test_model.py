@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from skyrl_tx.models import describe_params, find_family
-from skyrl_tx.quickstart.model import TINY_MODELS, TITLES, Architecture, write_tiny_model
+from skyrl_tx.quickstart.model import TINY_MODELS, TITLES, Architecture, architecture_in, write_tiny_model
 from skyrl_tx.weights import hf
 from tests.support.tiny_tokenizer import (
     CONTROL_TOKENS,
@@ -54,6 +54,10 @@ def test_weights_load_from_the_written_files(directory):
     written = load_file(directory / "model.safetensors")
     np.testing.assert_array_equal(params.embed, written["model.embed_tokens.weight"])
     np.testing.assert_array_equal(params.unembed, written["lm_head.weight"])
+
+
+def test_the_architecture_of_a_written_model_is_found(directory, name, tmp_path):
+    assert architecture_in(directory) == TINY_MODELS[name] and architecture_in(tmp_path) is None
 
 
 def test_every_architecture_has_one_name_and_a_title():
