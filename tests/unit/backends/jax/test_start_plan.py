@@ -48,8 +48,8 @@ def test_experts_on_a_mesh() -> None:
     routers, norms = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
     assert experts + maps + routers + norms == plan.num_parameters
     assert plan.weight_bytes == 2 * (experts // 8 + maps // 2 + routers // 4 + norms)
-    # Of an expert's map the dim 768 is cut by tp; 2048 is whole, as fsdp is 1.
-    of_experts = 48 * 128 // 4 * (3 * 2048 + 3 * 768 // 2)
+    # Experts share the factor of the dim 2048, which is whole, as fsdp is 1; that of the dim 768 is cut by tp.
+    of_experts = 48 * (3 * 2048 + 128 // 4 * 3 * 768 // 2)
     of_attention = 48 * (2 * (2048 + 4096 // 2) + 2 * (2048 + 512 // 2))
     of_unembedding = 2048 + 151936 // 2
     assert plan.model_bytes == 4 * 4 * 8 * (of_experts + of_attention + of_unembedding)
