@@ -1,4 +1,4 @@
-"""DeepSeek-V3, and Kimi K2 and Moonlight, which have its architecture. DeepSeek-AI 2024, arXiv:2412.19437."""
+"""DeepSeek-V3, and Kimi K2 to K2.6 and Moonlight, which have its architecture. DeepSeek-AI 2024, arXiv:2412.19437."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -77,6 +77,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
 
 DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
+    aliases=("KimiK25ForConditionalGeneration",),
     weights=WEIGHTS,
     read_blocks=read_blocks,
     defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096},

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
+from skyrl_tx.weights.nesting import nesting_of
 from skyrl_tx.weights.packed import packing_of, plain_names
 from skyrl_tx.weights.tensor_file import Fp8Numbers, TensorFile
 from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, of_checkpoint, rule_path
@@ -30,7 +31,7 @@ WEIGHT_PATTERNS = ("*.safetensors",)
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
 REDUNDANT_TENSORS = ("lm_head.weight",)
 # Of checkpoints that also predict further tokens, or read images.
-UNUSED_PREFIXES = ("mtp.", "model.visual.")
+UNUSED_PREFIXES = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.")
 FURTHER_LAYERS = "num_nextn_predict_layers"
 """The config key with the number of layers that predict further tokens, which come after the others."""
 
@@ -98,7 +99,10 @@ def load(
     """
     located = locate_tensors(directory)
     rules = {rule.path: rule for rule in bind_rows(of_checkpoint(weights, located), flatten(parameters))}
-    files, unused = plain_names(located), (*UNUSED_PREFIXES, *_further_layers(read_json(directory, "config.json")))
+    files, unused = (
+        plain_names(located),
+        (*UNUSED_PREFIXES, *map(nesting_of(located).name_of, _further_layers(directory))),
+    )
     expected = {name for path, each in flatten(parameters).items() for _, name in rules[rule_path(path)].tensors(each)}
     unexpected = sorted(
         name
@@ -133,8 +137,9 @@ def load(
         return map_named(fill, parameters)
 
 
-def _further_layers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the prefixes of the layers that predict further tokens."""
+def _further_layers(directory: Path) -> Iterator[str]:
+    """Yield the prefixes of the layers that predict further tokens, as in a text model."""
+    config = read_json(directory, "config.json")
     config = config.get("text_config", config)
     first = config.get("num_hidden_layers", 0)
     for layer in range(first, first + (config.get(FURTHER_LAYERS) or 0)):

@@ -21,15 +21,14 @@ from skyrl_tx.weights.hf import (
     read_json,
     tensor_slice,
 )
+from skyrl_tx.weights.nesting import Nesting, nesting_of
 from skyrl_tx.weights.packed import packing_of, plain_names
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
 from skyrl_tx.weights.weight_map import (
-    NESTED,
     TIED_UNEMBED_MODULE,
     WeightMap,
     WeightRule,
     find_fused,
-    nested_name,
     of_checkpoint,
 )
 
@@ -81,7 +80,7 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     embed, unembed = tensor_of["embed"], tensor_of["unembed"]
     text = config.get("text_config", {})
     is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    pending = _updates(weights, adapter, unembed)
+    pending = _updates(weights, adapter, unembed, nesting_of(located))
     unties = is_tied and unembed in pending
     written: dict[str, str] = {}
     num_bytes = 0
@@ -127,17 +126,16 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     (out / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-def _updates(weights: WeightMap, adapter: AdapterFiles, unembed: str) -> dict[str, list[_Update]]:
+def _updates(weights: WeightMap, adapter: AdapterFiles, unembed: str, nesting: Nesting) -> dict[str, list[_Update]]:
     """Return the updates of each tensor."""
-    is_nested = any(rule.tensor.startswith(NESTED) for rule in weights)
     found: dict[str, list[_Update]] = {}
     for module, pair in adapter.factors.items():
         if (fused := find_fused(weights, module)) is not None:
             rule, name, expert = fused
             found.setdefault(name, []).append(_Update(pair, rule, expert))
         else:
-            name = nested_name(module) if is_nested else module
-            found[unembed if module == TIED_UNEMBED_MODULE else f"{name}.weight"] = [_Update(pair)]
+            name = f"{nesting.name_of(module)}.weight"
+            found[unembed if module == TIED_UNEMBED_MODULE else name] = [_Update(pair)]
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from skyrl_tx.contract.state_files import TIED_UNEMBED_MODULE
 from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.weights.nesting import nesting_of
 
 Part = tuple[tuple[int, int], ...]
 """Start and end of a part of an array in each dim."""
@@ -166,11 +167,7 @@ def bind_rows(weights: WeightMap, parameters: Mapping[str, Parameter]) -> Weight
     return tuple(replace(rule, rows=rows.get(rule.path)) for rule in weights)
 
 
-_TEXT, NESTED = "model.", "model.language_model."
-"""The prefix of tensors of a text model, and that of the text model in a model with images."""
-
-
-_OF_ONE_EXPERT = re.compile(rf"{re.escape(_TEXT)}.+\.experts\.\d+\.")
+_OF_ONE_EXPERT = re.compile(r"(language_)?model\..+\.experts\.\d+\.")
 
 
 def of_checkpoint(weights: WeightMap, names: Collection[str]) -> WeightMap:
@@ -180,9 +177,8 @@ def of_checkpoint(weights: WeightMap, names: Collection[str]) -> WeightMap:
     """
     if any(_OF_ONE_EXPERT.match(name) for name in names):
         weights = split_experts(weights)
-    if any(name.startswith(NESTED) for name in names):
-        weights = tuple(replace(rule, tensor=nested_name(rule.tensor)) for rule in weights)
-    return weights
+    nesting = nesting_of(names)
+    return tuple(replace(rule, tensor=nesting.name_of(rule.tensor)) for rule in weights)
 
 
 def split_experts(weights: WeightMap) -> WeightMap:
@@ -193,11 +189,6 @@ def split_experts(weights: WeightMap) -> WeightMap:
         else rule
         for rule in weights
     )
-
-
-def nested_name(name: str) -> str:
-    """Return the name of a tensor or module of a text model in a model with images."""
-    return NESTED + name.removeprefix(_TEXT) if name.startswith(_TEXT) else name
 
 
 def rule_path(path: str) -> str:

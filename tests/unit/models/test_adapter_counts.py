@@ -60,6 +60,7 @@ COUNTS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "meta-llama/Llama-3.2-3B": (llama(3072, 28, 24, 8, 128, width=8192), (946_176, 573_440, 131_328)),
     "deepseek-ai/DeepSeek-V3.1": (hub("DeepSeek-V3.1"), (94_307_328, 2_440_000, 136_448)),
     "moonshotai/Kimi-K2-Thinking": (hub("Kimi-K2-Thinking"), (144_583_680, 1_940_288, 171_008)),
+    "moonshotai/Kimi-K2.5": (hub("Kimi-K2.5"), (144_583_680, 1_940_288, 171_008)),
     "openai/gpt-oss-20b": (hub("gpt-oss-20b"), (6_842_880, 497_664, 203_968)),
     "openai/gpt-oss-120b": (hub("gpt-oss-120b"), (40_124_160, 746_496, 203_968)),
 }

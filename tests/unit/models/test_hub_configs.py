@@ -99,12 +99,12 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
 @pytest.mark.parametrize(
     ("name", "billions", "num_dense"),
     [
-        *(("DeepSeek-V3.1", 671.0, 3), ("Kimi-K2-Thinking", 1026.4, 1)),
+        *(("DeepSeek-V3.1", 671.0, 3), ("Kimi-K2-Thinking", 1026.4, 1), ("Kimi-K2.5", 1026.4, 1)),
         *((MOONLIGHT, 15.96, 1), ("GLM-4.7-Flash", 29.94, 1)),
     ],
 )
 def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: int) -> None:
-    config, content = read(name), content_of(name)
+    config, content = read(name), text_config(content_of(name))
     assert [len(group.stacks) for group in config.groups] == [1, 1], "one loop over dense layers, one over others"
     kinds = [type(block.feed_forward) for block in config.blocks]
     assert kinds == [Dense] * num_dense + [Mixture] * (content["num_hidden_layers"] - num_dense)
@@ -175,7 +175,10 @@ def test_keys_of_glm_are_refused_by_name(name: str, changes: dict[str, Any], nam
 
 @pytest.mark.parametrize(
     ("name", "amplitude", "factor"),
-    [("DeepSeek-V3.1", 1.0, 1.3688879**2), ("Kimi-K2-Thinking", 1.0, 1.4158883**2), (MOONLIGHT, 1.0, 1.0)],
+    [
+        *(("DeepSeek-V3.1", 1.0, 1.3688879**2), ("Kimi-K2-Thinking", 1.0, 1.4158883**2)),
+        *(("Kimi-K2.5", 1.0, 1.4158883**2), (MOONLIGHT, 1.0, 1.0)),
+    ],
 )
 def test_scores_of_deepseek_grow_with_its_context(name: str, amplitude: float, factor: float) -> None:
     """Covers mscale = 0.1 ln(factor) + 1, whose square multiplies scores, and not cosine and sine."""
@@ -208,6 +211,13 @@ def test_scores_of_deepseek_grow_with_its_context(name: str, amplitude: float, f
 def test_keys_of_deepseek_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         read(MOONLIGHT, **changes)
+
+
+def test_keys_of_the_text_model_of_kimi_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="scoring_func = 'softmax'"):
+        read_text("Kimi-K2.5", scoring_func="softmax")
+    with pytest.raises(UnsupportedModel, match="quant_method = 'awq'"):
+        read_text("Kimi-K2.5", quantization_config={"quant_method": "awq"})
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -1,0 +1,28 @@
+"""The names of a text model's tensors in the checkpoint of a model with images, which has it as a part."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Nesting:
+    """A prefix, and what it stands for in the checkpoint of the text model alone."""
+
+    prefix: str
+    plain: str
+
+    def name_of(self, name: str) -> str:
+        """Return the name here of a tensor or module of the text model."""
+        return self.prefix + name.removeprefix(self.plain) if name.startswith(self.plain) else name
+
+
+_NOT_NESTED = Nesting("", "")
+_NESTINGS = (
+    Nesting("model.language_model.", "model."),  # Qwen3.5, whose unembedding has its plain name
+    Nesting("language_model.", ""),  # Kimi K2.5
+)
+
+
+def nesting_of(names: Collection[str]) -> Nesting:
+    """Return how a checkpoint with these tensors nests its text model, which most do not."""
+    return next((each for each in _NESTINGS if any(name.startswith(each.prefix) for name in names)), _NOT_NESTED)
