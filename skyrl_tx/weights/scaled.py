@@ -13,7 +13,7 @@ import numpy as np
 FP8_BLOCK = 128
 INT4_GROUP = 32
 _PER_WORD = 8  # numbers of four bits
-# The two numbers of each byte, the lower half first. They are stored 8 too large (compressed-tensors, pack_to_int32).
+# The two numbers of each byte, the lower half first.
 _PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1).astype(np.float32) - 8
 
 
@@ -48,7 +48,9 @@ class Fp8Tensor:
 class Int4Tensor:
     """Numbers of four bits [O, I], eight in each word, the lowest first, with a scale for each 32 of a row.
 
-    As compressed-tensors packs them ("pack-quantized").
+    They are stored 8 too large, not in two's complement: "pack-quantized" in neuralmagic/compressed-tensors,
+    src/compressed_tensors/compressors/quantized_compressors/pack_quantized.py, `pack_to_int32`. vLLM reads them so too
+    (`uint4b8`).
     """
 
     def __init__(self, words: Any, scales: Any, _: Any = None) -> None:
