@@ -15,7 +15,6 @@ from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.process_setup import LogFormat, LogLevel
-from skyrl_tx.quickstart.model import Architecture
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
@@ -80,6 +79,10 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     def for_engine(self) -> EngineSettings:
         """Return the engine's settings."""
         return EngineSettings.model_validate(self.model_dump(include=set(EngineSettings.model_fields)))
+
+
+Architecture = Literal["qwen3", "qwen3_5"]
+"""The architecture of a tiny model with random weights."""
 
 
 class QuickstartSettings(BaseSettings):

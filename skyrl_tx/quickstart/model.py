@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors.numpy import save_file
 
 from skyrl_tx.quickstart.tiny_weights import TinyWeights
-
-Architecture = Literal["qwen3", "qwen3_5"]
+from skyrl_tx.settings import Architecture
 
 TINY_MODELS: Mapping[str, Architecture] = {"tiny": "qwen3", "tiny-qwen3_5": "qwen3_5"}
 """The architectures of the models that `--base-model` knows by these names."""
