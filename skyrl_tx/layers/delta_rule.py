@@ -6,8 +6,8 @@ A head keeps a state S [D, E], which decays, forgets what it returned for a key,
 
 Whole rows are computed in chunks, within which all positions are matrix products; only the chunks follow one another.
 
-Legend: B batch, T tokens, S slots, K key heads, G value heads of each key head, D key dim, E value dim, N chunks, C
-positions of a chunk (i of the reading one, j of the one that is read).
+Legend: B batch, T tokens, S slots, K key heads, G value heads of each key head, H value heads, D key dim, E value dim,
+N chunks, C positions of a chunk (i of the reading one, j of the one that is read).
 """
 
 from functools import partial
@@ -51,13 +51,17 @@ def delta_rule(
     `decay` is g <= 0. `state` is that before the first position. `masks` begin each sequence of a row with an empty
     state; None continues from `state`. A position with beta = 0 and decay = 0 leaves the state as it is.
     """
-    length = q_BTKD.shape[1]
-    inputs = jax.tree.map(_chunks, (q_BTKD, k_BTKD, v_BTKGE, beta_BTKG, decay_BTKG))
+    length, (*_, G, E) = q_BTKD.shape[1], v_BTKGE.shape
+    q, k = (jnp.repeat(each, G, axis=2) for each in (q_BTKD, k_BTKD))
+    heads = (each.reshape(*each.shape[:2], -1, *each.shape[4:]) for each in (v_BTKGE, beta_BTKG, decay_BTKG))
+    q, k, v, beta, decay = (jnp.moveaxis(_chunks(each), 2, 3) for each in (q, k, *heads))
     # The backward pass computes a chunk again: what it would keep of all chunks is larger than all other activations.
     one = jax.checkpoint(_one_chunk, prevent_cse=False)
-    state_BKGDE, o_NBCKGE = jax.lax.scan(one, state_BKGDE, (*inputs, masks))
-    o = jnp.moveaxis(o_NBCKGE, 0, 1)
-    return o.reshape(o.shape[0], -1, *o.shape[3:])[:, :length], state_BKGDE
+    state_BHDE = state_BKGDE.reshape(state_BKGDE.shape[0], -1, *state_BKGDE.shape[3:])
+    state_BHDE, o_NBHCE = jax.lax.scan(one, state_BHDE, (q, k, v, beta, jnp.cumsum(decay, axis=-1), masks))
+    o = jnp.moveaxis(o_NBHCE, (0, 3), (1, 2))
+    o = o.reshape(o.shape[0], -1, o.shape[3] // G, G, E)[:, :length]
+    return o, state_BHDE.reshape(state_BKGDE.shape)
 
 
 def _chunks(leaf: jax.Array) -> jax.Array:
@@ -72,78 +76,77 @@ def _chunks(leaf: jax.Array) -> jax.Array:
 
 
 def _one_chunk(
-    state_BKGDE: jax.Array,
+    state_BHDE: jax.Array,
     inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, ChunkMasks | None],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the state after a chunk, and the chunk's outputs [B, C, K, G, E]."""
-    q_BCKD, k_BCKD, v_BCKGE, beta_BCKG, decay_BCKG, masks = inputs
+    """Return the state after a chunk, and the chunk's outputs [B, H, C, E]."""
+    q_BHCD, k_BHCD, v_BHCE, beta_BHC, total_BHC, masks = inputs
     if masks is None:
-        index = jnp.arange(q_BCKD.shape[1])
+        index = jnp.arange(q_BHCD.shape[2])
         reads_Bij, continues_BC = (index[:, None] >= index)[None], jnp.ones((1, index.size), bool)
     else:
         reads_Bij, continues_BC = masks.reads_NBij, masks.continues_NBC  # of this chunk, without N
 
-    total_BKGC = jnp.moveaxis(jnp.cumsum(decay_BCKG, axis=1), 1, -1)
-    beta_BKGC = jnp.moveaxis(beta_BCKG, 1, -1)
     # Masked before exp, so that no gradient is infinite.
-    between = total_BKGC[..., :, None] - total_BKGC[..., None, :]
-    between_BKGij = jnp.exp(jnp.where(reads_Bij[:, None, None], between, -jnp.inf))
-    before_BKGC = jnp.exp(jnp.where(continues_BC[:, None, None], total_BKGC, -jnp.inf))
+    between = total_BHC[..., :, None] - total_BHC[..., None, :]
+    between_BHij = jnp.exp(jnp.where(reads_Bij[:, None], between, -jnp.inf))
+    before_BHC1 = jnp.exp(jnp.where(continues_BC[:, None], total_BHC, -jnp.inf))[..., None]
 
     multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    kk_BKij = multiply("bikd,bjkd->bkij", k_BCKD, k_BCKD)
-    qk_BKij = multiply("bikd,bjkd->bkij", q_BCKD, k_BCKD)
     # What a position learns is less what earlier positions of the chunk have taught of its key: a triangular system.
-    forgets_BKGij = jnp.tril(beta_BKGC[..., None] * kk_BKij[:, :, None] * between_BKGij, -1)
-    v_BKGCE = jnp.moveaxis(v_BCKGE, 1, 3) * beta_BKGC[..., None]
-    k_BKGCD = jnp.moveaxis(k_BCKD, 1, 2)[:, :, None] * (beta_BKGC * before_BKGC)[..., None]
-    known = jnp.concatenate([v_BKGCE, k_BKGCD], axis=-1)
-    solved = multiply("bkgij,bkgje->bkgie", _inverse(forgets_BKGij), known)
-    new_BKGCE, read_BKGCD = jnp.split(solved, [v_BKGCE.shape[-1]], axis=-1)
+    kk_BHij = multiply("bhid,bhjd->bhij", k_BHCD, k_BHCD)
+    forgets_BHij = jnp.tril(beta_BHC[..., None] * kk_BHij * between_BHij, -1)
+    known_BHCE = v_BHCE - before_BHC1 * multiply("bhid,bhde->bhie", k_BHCD, state_BHDE)
+    learned_BHCE = _solve(forgets_BHij, beta_BHC[..., None] * known_BHCE)
 
-    learned_BKGCE = new_BKGCE - multiply("bkgid,bkgde->bkgie", read_BKGCD, state_BKGDE)
-    q_BKGCD = jnp.moveaxis(q_BCKD, 1, 2)[:, :, None] * before_BKGC[..., None]
-    o_BKGCE = multiply("bkgid,bkgde->bkgie", q_BKGCD, state_BKGDE)
-    o_BKGCE = o_BKGCE + multiply("bkgij,bkgje->bkgie", qk_BKij[:, :, None] * between_BKGij, learned_BKGCE)
-    last_BKGCD = jnp.moveaxis(k_BCKD, 1, 2)[:, :, None] * between_BKGij[..., -1, :, None]
-    state_BKGDE = state_BKGDE * before_BKGC[..., -1, None, None]
-    state_BKGDE = state_BKGDE + multiply("bkgjd,bkgje->bkgde", last_BKGCD, learned_BKGCE)
-    return state_BKGDE, jnp.moveaxis(o_BKGCE, 3, 1)
+    o_BHCE = before_BHC1 * multiply("bhid,bhde->bhie", q_BHCD, state_BHDE)
+    qk_BHij = multiply("bhid,bhjd->bhij", q_BHCD, k_BHCD)
+    o_BHCE = o_BHCE + multiply("bhij,bhje->bhie", qk_BHij * between_BHij, learned_BHCE)
+    last_BHCD = k_BHCD * between_BHij[..., -1, :, None]
+    state_BHDE = state_BHDE * before_BHC1[..., -1:, :]
+    return state_BHDE + multiply("bhjd,bhje->bhde", last_BHCD, learned_BHCE), o_BHCE
 
 
 @jax.custom_vjp
+def _solve(below_ij: jax.Array, known_jE: jax.Array) -> jax.Array:
+    """Return X of (I + `below`) X = `known`; `below` is as in `_inverse`."""
+    return _inverse(below_ij) @ known_jE
+
+
+def _solve_forward(below_ij: jax.Array, known_jE: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _inverse(below_ij)
+    solved = inverse @ known_jE
+    return solved, (inverse, solved)
+
+
+def _solve_backward(kept: tuple[jax.Array, jax.Array], d_solved: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, solved = kept
+    d_known = jnp.swapaxes(inverse, -1, -2) @ d_solved
+    return -jnp.tril(d_known @ jnp.swapaxes(solved, -1, -2), -1), d_known
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
+
+
 def _inverse(below_ij: jax.Array) -> jax.Array:
     """Return the inverse of I + `below` [..., C, C], which is strictly lower triangular; C is a power of two.
 
     Blocks of the inverse are merged from the diagonal on: [[F, 0], [X, G]] has the inverse [[F', 0], [-G' X F', G']].
     Unlike the series of powers, no intermediate result exceeds what the inverse has, as equal keys would make it do.
+    All blocks of a size are merged by two products of whole matrices, in a loop: zeros are multiplied too, but the
+    program has one step instead of one for each size.
     """
-    *leading, length, _ = below_ij.shape
-    inverse = jnp.ones((*leading, length, 1, 1), below_ij.dtype)
-    size = 1
-    while size < length:
-        pairs = length // (2 * size)
-        blocks = below_ij.reshape(*leading, pairs, 2, size, pairs, 2, size)[..., :, 1, :, :, 0, :]
-        corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -(second @ corner @ first)
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-        size *= 2
-    return inverse[..., 0, :, :]
+    index = jnp.arange(below_ij.shape[-1])
 
+    def corners(level: jax.Array | int) -> jax.Array:
+        block = index >> level
+        return jnp.where((block[:, None] != block) & (block[:, None] >> 1 == block >> 1), below_ij, 0.0)
 
-def _inverse_forward(below_ij: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse = _inverse(below_ij)
-    return inverse, inverse
+    def merge(level: jax.Array, inverse: jax.Array) -> jax.Array:
+        return inverse - inverse @ corners(level) @ inverse
 
-
-def _inverse_backward(inverse: jax.Array, d_inverse: jax.Array) -> tuple[jax.Array]:
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    return (jnp.tril(-(transposed @ d_inverse @ transposed), -1),)
-
-
-_inverse.defvjp(_inverse_forward, _inverse_backward)
+    first = jnp.eye(index.size, dtype=below_ij.dtype) - corners(0)
+    return jax.lax.fori_loop(1, index.size.bit_length() - 1, merge, first)
 
 
 def delta_step(
