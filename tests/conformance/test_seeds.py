@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,10 +38,20 @@ def start(model: Path, *, slots: int = SLOTS, dtype: str = "float32") -> JaxBack
     return backend
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> tuple[Path, Path]:
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Qwen3.5": {
+        "architecture": "Qwen3_5ForCausalLM",
+        "keys": {"layer_types": ["linear_attention", "full_attention"]},
+    },
+}
+"""Each has two layers, because differences of rounding grow with the depth."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def files(request, tmp_path_factory) -> tuple[Path, Path]:
     """Write a model, and an adapter whose B is not zero."""
-    model = write_model(tmp_path_factory.mktemp("model"), std=0.2)
+    model = write_model(tmp_path_factory.mktemp("model"), std=0.2, **MODELS[request.param])
     directory = tmp_path_factory.mktemp("adapter")
     backend = start(model)
     backend.create_model(ModelId("m"), ModelSpec(lora=LoraSpec(rank=4, seed=1)))
@@ -136,14 +147,14 @@ def test_samples_are_bit_equal_after_a_restart(files, alone):
         assert tokens == alone[where][0] and logprobs.tobytes() == alone[where][1].tobytes()
 
 
-def test_batching_changes_no_token(files, alone):
+def test_batching_changes_no_bit(files, alone):
+    """All requests fit the shortest read length, so that one program decodes them."""
     backend, requests = open_backend(files), make_requests()
     together = sample(backend, requests)
     reversed_order = sample(backend, requests[::-1])
     backend.close()
     for got in (together, reversed_order):
-        flips, largest = difference(alone, got)
-        assert flips == 0.0 and largest < 1e-5
+        assert difference(alone, got) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("slots", [4, 32])
