@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.apart import exp_apart
 from skyrl_tx.layers.lora import AdaptedMap, LoraPair, RowAdapter
 
 LogprobGradient = Callable[[jax.Array, Any], jax.Array]
@@ -97,7 +98,7 @@ def _shared_map(hidden_BTD: jax.Array, unembed_VD: jax.Array, adapter: RowAdapte
 def _score(y_CV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return log p(target) in the shape of `targets`, and the softmax's numerators [C, V] and denominators [C, 1]."""
     highest_C1 = jax.lax.stop_gradient(y_CV.max(axis=-1, keepdims=True))
-    exp_CV = jnp.exp(y_CV - highest_C1)
+    exp_CV = exp_apart(y_CV - highest_C1)  # kept for the gradient, if there is one
     total_C1 = exp_CV.sum(axis=-1, keepdims=True)
     chosen_CK = jnp.take_along_axis(y_CV, targets.reshape(y_CV.shape[0], -1), axis=-1)
     return (chosen_CK - highest_C1 - jnp.log(total_C1)).reshape(targets.shape), exp_CV, total_C1

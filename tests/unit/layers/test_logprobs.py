@@ -95,3 +95,20 @@ def test_memory_is_that_of_a_chunk():
     for gradient in (two_pass, one_pass):
         memory = jax.jit(gradient).lower(*shapes, targets).compile().memory_analysis()
         assert memory.temp_size_in_bytes < whole / 4
+
+
+@pytest.mark.parametrize(("num_tokens", "size", "vocab_size"), [(512, 32, 256), (512, 64, 512)])
+def test_the_bits_are_the_same_with_and_without_a_gradient(num_tokens, size, vocab_size):
+    """One log-probability was seen to differ where XLA computed exponentials with their sum."""
+    generator = np.random.default_rng(0)
+    shapes = (1, num_tokens, size), (vocab_size, size), (size, 8), (8, vocab_size)
+    hidden, unembed, a, b = (0.3 * generator.standard_normal(shape, np.float32) for shape in shapes)
+    targets = generator.integers(0, vocab_size, (1, num_tokens)).astype(np.int32)
+    adapter = RowAdapter(pair=LoraPair(a=jnp.asarray(a), b=jnp.asarray(b)), scale=jnp.float32(2.0))
+
+    def with_gradient(weights):
+        return target_logprobs_and_gradient(hidden, unembed, targets, adapter, lambda _, weights: weights, weights)
+
+    expected, *_ = jax.jit(with_gradient)(np.ones((1, num_tokens), np.float32))
+    found = jax.jit(lambda hidden: target_logprobs(hidden, unembed, targets, adapter))(hidden)
+    np.testing.assert_array_equal(found, expected)
