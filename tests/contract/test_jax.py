@@ -10,7 +10,20 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
 from tests.support.lost_jax_device import lost_jax_device
-from tests.support.tiny import DENSE, HYBRID, HYBRID_MOE, LATENTS, MOE, SINKS, TINY_CONFIG, WINDOWS, tiny_directory
+from tests.support.tiny import (
+    BY_HEAD,
+    DENSE,
+    GLM,
+    GLM_LATENTS,
+    HYBRID,
+    HYBRID_MOE,
+    LATENTS,
+    MOE,
+    SINKS,
+    TINY_CONFIG,
+    WINDOWS,
+    tiny_directory,
+)
 
 
 class TestJax(BackendSuite):
@@ -64,3 +77,21 @@ class TestJaxWithStates(TestJax):
 @pytest.mark.slow
 class TestJaxWithStatesAndExperts(TestJax):
     architecture = HYBRID_MOE
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class TestJaxWithStatesByHead(TestJax):
+    architecture = BY_HEAD
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class TestJaxWithGlm(TestJax):
+    architecture = GLM
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class TestJaxWithLatentsOfGlm(TestJax):
+    architecture = GLM_LATENTS

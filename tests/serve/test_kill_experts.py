@@ -62,6 +62,10 @@ def compiled_under(cache: Path) -> set[str]:
     [
         *("Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"),
         *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+        ),
     ],
 )
 def test_engine_kill_changes_no_bit_and_compiles_nothing_again(tmp_path: Path, architecture: str) -> None:
