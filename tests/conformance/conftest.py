@@ -71,7 +71,10 @@ VARIANTS = {
     },
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
-OWN = ("qwen3-moe-untied", "qwen3_5-moe-tied", "deepseek-tied", "gpt-oss-tied")
+OWN = (
+    *("qwen3-moe-untied", "qwen3-moe-alternating", "qwen3_5-moe-untied", "qwen3_5-moe-tied", "qwen3-next-tied"),
+    *("deepseek-tied", "glm-tied", "glm-lite-tied", "gpt-oss-tied"),
+)
 """The variants whose experts have factors of their own; those of others share the ones next to the hidden size."""
 UNTIED = "qwen3-untied"
 DEFAULT = (
