@@ -80,7 +80,7 @@ def test_training_and_sampling_on_a_mesh(
 ) -> None:
     """`meshes` maps each mesh to the number of shards of all weights other than experts."""
     mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}, "std": 0.1}
-    # Its heads are near 0 where queries and keys are, and a norm divides by them: epsilon bounds what rounding becomes.
+    # A norm divides by outputs near 0, and AdamW by gradients near 0: epsilon bounds what rounding becomes.
     linear = {"num_layers": 4, "hidden_size": 64, "head_dim": 16, "std": 0.1, "keys": {"rms_norm_eps": 0.1}}
     more = {
         "Qwen3MoeForCausalLM": mixed,

@@ -21,7 +21,7 @@ from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, TINY_CONFIG, TinyMod
 LENGTH = 160
 """The length to which sequences are padded for the full forward pass."""
 STD = 0.1
-"""The standard deviation of weights. Norms divide by products of queries and keys, so rounding depends on it."""
+"""The standard deviation of weights. The larger it is, the more rounding errors grow from layer to layer."""
 
 
 @pytest.fixture(
