@@ -19,15 +19,12 @@ OTHER_NAMES = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B")  # 
 MAX_LENGTH = 8192  # tokens: some prompts are long, and the tiny tokenizer has short tokens
 RECIPE = Path(__file__).parent / "run_recipe.py"
 
-# The few-shot example and the suffix that the cookbook's GSM8K environments add to every question.
-SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+# What the environments of math_rl and rl_basic add to every question, and their few-shot example.
+MATH_SUFFIX = " Write your answer in \\boxed{} format."
 EXAMPLE = (
-    {"role": "user", "content": "How many r's are in strawberry?" + SUFFIX},
-    {
-        "role": "assistant",
-        "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r "
-        "10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
-    },
+    "How many r's are in strawberry?",
+    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
+    "We have r's at positions 3, 8, and 9. \\boxed{3}",
 )
 
 Row = Mapping[str, Any]
@@ -78,10 +75,11 @@ class WorkingDirectory:
         )
         self.write_dataset("openai/gsm8k", "main", train=train, test=test)
 
-    def boxed(self, row: Question) -> list[dict[str, str]]:
-        """Return the prompt of the cookbook's GSM8K environments with the answer that they reward."""
+    def boxed(self, row: Question, suffix: str) -> list[dict[str, str]]:
+        """Return the prompt of a GSM8K environment of the cookbook with the answer that it rewards."""
+        question, answer = EXAMPLE
         number = row.answer.split("#### ")[1]
-        return [*EXAMPLE, *_chat(row.text + SUFFIX, f"\\boxed{{{number}}}")]
+        return [*_chat(question + suffix, answer), *_chat(row.text + suffix, f"\\boxed{{{number}}}")]
 
     def run(self, recipe: str, url: str, *arguments: str, log: str | None = None) -> list[dict[str, Any]]:
         """Run a recipe and return its metrics, one record per step. Raises RuntimeError if it fails.
@@ -142,7 +140,7 @@ def write_inputs(place: WorkingDirectory) -> None:
     place.write_conversations(chats * 4)
     place.write_lines("chats.jsonl", [{"messages": chat} for chat in chats])
     sums = [_sum(x, y) for x in range(0, 100, 7) for y in range(0, 100, 11)] + [
-        place.boxed(row) for row in questions
+        place.boxed(row, MATH_SUFFIX) for row in questions
     ] * 2
     place.write_lines("sums.jsonl", [{"messages": row} for row in sums])
     pairs = [

@@ -14,6 +14,7 @@ from tests.support.live_server import LiveServer
 
 pytestmark = pytest.mark.slow
 
+SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."  # rl_loop adds it to questions
 NUM_QUESTIONS = 8
 NUM_RL_STEPS = 3
 
@@ -34,7 +35,7 @@ def test_sl_loop_lowers_the_loss_on_gsm8k(working_directory, server):
 
 def test_rl_loop_continues_from_a_checkpoint_of_sl_loop(working_directory, server):
     questions = load_excerpt().train[:NUM_QUESTIONS]
-    working_directory.write_conversations([working_directory.boxed(question) for question in questions] * 60)
+    working_directory.write_conversations([working_directory.boxed(question, SUFFIX) for question in questions] * 60)
     working_directory.write_questions(questions * NUM_RL_STEPS)
     working_directory.run("sl_loop", server.url, "batch_size=16", "learning_rate=1e-2")
 

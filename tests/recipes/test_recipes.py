@@ -80,6 +80,8 @@ class Recipe:
 NO_EVALS = "eval_every=0"
 FROM_CHECKPOINT = "load_checkpoint_path={checkpoint}"
 SHORT = ("max_tokens=16", "max_steps=1", NO_EVALS)
+# The checkpoint begins with an empty thought of six tokens. With nine, some of its sums end and some do not.
+SUMS = ("groups_per_batch=8", "group_size=8", "max_tokens=9", "max_steps=2", FROM_CHECKPOINT)
 
 RECIPES = {
     "sl_basic": Recipe(module="sl_basic", arguments=("num_epochs=3", "eval_every=2"), check=scored),
@@ -93,16 +95,16 @@ RECIPES = {
         arguments=("file_path=chats.jsonl", "batch_size=16", "max_steps=3", "learning_rate=1e-3"),
         check=learned,
     ),
-    "rl_basic": Recipe(module="rl_basic", arguments=("max_tokens=16", FROM_CHECKPOINT), check=reinforced),
+    "rl_basic": Recipe(module="rl_basic", arguments=("max_tokens=32", FROM_CHECKPOINT), check=reinforced),
     "math_rl arithmetic": Recipe(
         module="math_rl.train",
-        arguments=("groups_per_batch=8", "max_steps=2", "eval_every=1", "compute_post_kl=True", FROM_CHECKPOINT),
+        arguments=("eval_every=1", "compute_post_kl=True", *SUMS),
         check=reinforced,
     ),
     "math_rl gsm8k": Recipe(
         module="math_rl.train",
         arguments=(
-            *("env=gsm8k", "groups_per_batch=8", "group_size=16", "max_tokens=16", "max_steps=1", "eval_every=1"),
+            *("env=gsm8k", "groups_per_batch=8", "group_size=16", "max_tokens=32", "max_steps=1", "eval_every=1"),
             FROM_CHECKPOINT,
         ),
         check=reinforced,
@@ -110,14 +112,14 @@ RECIPES = {
     "math_rl stream_minibatch": Recipe(
         module="math_rl.train",
         arguments=(
-            *("groups_per_batch=8", "max_steps=2", NO_EVALS, FROM_CHECKPOINT),
             *("stream_minibatch_config.groups_per_batch=8", "stream_minibatch_config.num_minibatches=2"),
+            *(NO_EVALS, *SUMS),
         ),
         check=reinforced,
     ),
     "math_rl async": Recipe(
         module="math_rl.train",
-        arguments=("groups_per_batch=8", "max_steps=2", NO_EVALS, "max_steps_off_policy=1", FROM_CHECKPOINT),
+        arguments=("max_steps_off_policy=1", NO_EVALS, *SUMS),
         check=reinforced,
     ),
     "dpo": Recipe(module="preference.dpo.train", arguments=("batch_size=8", "max_steps=3"), check=preferred),
@@ -174,6 +176,7 @@ def checkpoint(prepared: Any, shared_server_url: str) -> str:
         "chat_sl.train",
         shared_server_url,
         *("dataset=sums.jsonl", "batch_size=32", "learning_rate=1e-2", "num_epochs=4"),
+        "train_on_what=last_assistant_message",
         *("save_every=5", "rolling_save_every=2"),
     )
     learned(metrics)
