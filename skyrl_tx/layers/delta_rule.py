@@ -14,27 +14,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-CHUNK = 64
-"""Positions of a chunk. It divides every end of a chunk of prompts, so prompts are cut where whole rows are."""
-
-
-@struct.dataclass
-class ChunkMasks:
-    """Masks of rows that hold several sequences, chunk by chunk."""
-
-    reads_NBij: jax.Array  # whether position j is an earlier one of the sequence of i, or i itself
-    continues_NBC: jax.Array  # whether the sequence of a position began in an earlier chunk
-
-    @classmethod
-    def of(cls, start_BT: jax.Array) -> "ChunkMasks":
-        """Return the masks, given the start in the row of the sequence of each position."""
-        start_NBC = _chunks(start_BT)
-        index = jnp.arange(start_NBC.shape[2])
-        same_NBij = start_NBC[..., :, None] == start_NBC[..., None, :]
-        first_N11 = (jnp.arange(start_NBC.shape[0]) * start_NBC.shape[2])[:, None, None]
-        return cls(reads_NBij=same_NBij & (index[:, None] >= index), continues_NBC=start_NBC < first_N11)
+from skyrl_tx.layers.chunks import ChunkMasks, into_chunks, read_masks
 
 
 def delta_rule(
@@ -54,7 +35,7 @@ def delta_rule(
     length, (*_, G, E) = q_BTKD.shape[1], v_BTKGE.shape
     q, k = (jnp.repeat(each, G, axis=2) for each in (q_BTKD, k_BTKD))
     heads = (each.reshape(*each.shape[:2], -1, *each.shape[4:]) for each in (v_BTKGE, beta_BTKG, decay_BTKG))
-    q, k, v, beta, decay = (jnp.moveaxis(_chunks(each), 2, 3) for each in (q, k, *heads))
+    q, k, v, beta, decay = (jnp.moveaxis(into_chunks(each), 2, 3) for each in (q, k, *heads))
     # The backward pass computes a chunk again: what it would keep of all chunks is larger than all other activations.
     one = jax.checkpoint(_one_chunk, prevent_cse=False)
     state_BHDE = state_BKGDE.reshape(state_BKGDE.shape[0], -1, *state_BKGDE.shape[3:])
@@ -64,28 +45,13 @@ def delta_rule(
     return o, state_BHDE.reshape(state_BKGDE.shape)
 
 
-def _chunks(leaf: jax.Array) -> jax.Array:
-    """Return [B, T, ...] as [N, B, C, ...], padded with zeros."""
-    length = leaf.shape[1]
-    size = min(CHUNK, 1 << (length - 1).bit_length())
-    num_chunks = -(-length // size)
-    padding = [(0, 0)] * leaf.ndim
-    padding[1] = (0, num_chunks * size - length)
-    leaf = jnp.pad(leaf, padding)
-    return jnp.moveaxis(leaf.reshape(leaf.shape[0], num_chunks, size, *leaf.shape[2:]), 1, 0)
-
-
 def _one_chunk(
     state_BHDE: jax.Array,
     inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, ChunkMasks | None],
 ) -> tuple[jax.Array, jax.Array]:
     """Return the state after a chunk, and the chunk's outputs [B, H, C, E]."""
     q_BHCD, k_BHCD, v_BHCE, beta_BHC, total_BHC, masks = inputs
-    if masks is None:
-        index = jnp.arange(q_BHCD.shape[2])
-        reads_Bij, continues_BC = (index[:, None] >= index)[None], jnp.ones((1, index.size), bool)
-    else:
-        reads_Bij, continues_BC = masks.reads_NBij, masks.continues_NBC  # of this chunk, without N
+    reads_Bij, continues_BC = read_masks(masks, q_BHCD.shape[2])
 
     # Masked before exp, so that no gradient is infinite.
     between = total_BHC[..., :, None] - total_BHC[..., None, :]

@@ -7,12 +7,12 @@ Legend: B batch, T tokens, S slots, K key heads, G value heads of each key head,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.delta_rule import ChunkMasks, delta_rule, delta_step
+from skyrl_tx.layers.chunks import ChunkMasks
+from skyrl_tx.layers.delta_rule import delta_rule, delta_step
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.norm import rms_norm
@@ -29,6 +29,7 @@ from skyrl_tx.models.parts.base import (
     Target,
     UnsupportedModel,
 )
+from skyrl_tx.models.parts.recurrence import apply_rule, kernel_of
 
 _Masks = tuple[jax.Array, ChunkMasks]
 _QKV = "q", "k", "v"
@@ -126,7 +127,7 @@ class DeltaNet:
         projected, fixed, convolved = self._project(x, params, adapters), {}, {}
         for name in _QKV:
             tail = held.fixed[f"{name}_tail"]
-            convolved[name], fixed[f"{name}_tail"] = conv_step(projected[name], _kernel(params, name), tail)
+            convolved[name], fixed[f"{name}_tail"] = conv_step(projected[name], kernel_of(params, name), tail)
         q, k, v = self._heads(convolved)
         mixed, fixed["state"] = delta_step(q, k, v, *self._rates(x, params), held.fixed["state"])
         return self._finish(mixed, projected["z"], params, adapters), Held(fixed=fixed)
@@ -146,7 +147,7 @@ class DeltaNet:
         projected = self._project(x_BTD, params, adapters)
         conv, chunks = (None, None) if masks is None else masks
         convolved = {
-            name: short_conv(projected[name], _kernel(params, name), fixed[f"{name}_tail"], conv) for name in _QKV
+            name: short_conv(projected[name], kernel_of(params, name), fixed[f"{name}_tail"], conv) for name in _QKV
         }
         q, k, v = self._heads(convolved)
         beta, decay = self._rates(x_BTD, params)
@@ -154,7 +155,7 @@ class DeltaNet:
         if size is not None:
             is_token_T11 = (jnp.arange(length) < size)[:, None, None]
             beta, decay = jnp.where(is_token_T11, beta, 0.0), jnp.where(is_token_T11, decay, 0.0)
-        mixed, state = _apply_rule(q, k, v, beta, decay, fixed["state"], chunks, layout)
+        mixed, state = apply_rule(delta_rule, (q, k, v, beta, decay), fixed["state"], chunks, layout)
         last = length if size is None else size
         tails = {f"{name}_tail": last_inputs(projected[name], fixed[f"{name}_tail"], last) for name in _QKV}
         return self._finish(mixed, projected["z"], params, adapters), {"state": state, **tails}
@@ -194,37 +195,5 @@ class DeltaNet:
         return {"q": keys, "k": keys, "v": self.num_value_heads * self.value_dim}
 
 
-def _kernel(params: LayerParams, name: str) -> jax.Array:
-    """Return the weights of a convolution, [W, I]."""
-    return params[f"{name}_conv"][:, 0].T
-
-
 def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _NORM_EPSILON)
-
-
-def _apply_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    beta: jax.Array,
-    decay: jax.Array,
-    state: jax.Array,
-    masks: ChunkMasks | None,
-    layout: Layout,
-) -> tuple[jax.Array, jax.Array]:
-    """Return `delta_rule`, computed without communication between devices."""
-    if not layout.is_split:
-        return delta_rule(q, k, v, beta, decay, state, masks)
-    assert layout.mesh is not None
-    rows: tuple[Axis | None, ...] = ("batch", None, "heads")
-
-    def spec(x: jax.Array, axes: tuple[Axis | None, ...]) -> Any:
-        return layout.spec((*axes, *[None] * (x.ndim - len(axes))), x.shape)
-
-    inputs = q, k, v, beta, decay
-    out_specs = spec(v, rows), spec(state, ("batch", "heads"))
-    of_masks = jax.tree.map(lambda mask: spec(mask, (None, "batch")), masks)
-    in_specs = *(spec(each, rows) for each in inputs), spec(state, ("batch", "heads")), of_masks
-    alone = jax.shard_map(delta_rule, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return alone(*inputs, state, masks)
