@@ -94,7 +94,8 @@ class SliceCache:
     """The cache during a decode slice: by stack the past, which is read-only, and what the steps change.
 
     `live` holds the recent tokens [n, S, K, T, H] and the state. Both are stacks; or by layer, tuples of layers, the
-    past in segments. A step that takes its layer out of a stack copies it: on CPU that took longer than attention.
+    past in segments, and `Held()` of a stack that keeps nothing. A step that takes its layer out of a stack copies it:
+    on CPU that took longer than attention.
     """
 
     past: tuple[Any, ...]
@@ -210,22 +211,24 @@ def open_slice(
     past = tuple(held.positions for held in cache)
     if not by_layer:
         return SliceCache(past, live, start_S, jnp.int32(0), read_length)
-    num_layers = [jax.tree.leaves(held)[0].shape[0] for held in cache]
+    num_layers = [next((leaf.shape[0] for leaf in jax.tree.leaves(held)), 0) for held in cache]
+
+    def apart(each: Held, num: int) -> Held | tuple[Held, ...]:
+        layers = (
+            Held(
+                positions=jax.tree.map(lambda leaf: leaf[0], each.positions),  # all are zeros
+                fixed=jax.tree.map(lambda leaf, layer=layer: leaf[layer], each.fixed),
+            )
+            for layer in range(num)
+        )
+        return tuple(layers) if num else each
+
     return SliceCache(
         past=tuple(
             tuple(_segments(each, layer, read_length) for layer in range(num))
             for each, num in zip(past, num_layers, strict=True)
         ),
-        live=tuple(
-            tuple(
-                Held(
-                    positions=jax.tree.map(lambda leaf: leaf[0], each.positions),  # all are zeros
-                    fixed=jax.tree.map(lambda leaf, layer=layer: leaf[layer], each.fixed),
-                )
-                for layer in range(num)
-            )
-            for each, num in zip(live, num_layers, strict=True)
-        ),
+        live=tuple(map(apart, live, num_layers)),
         start_S=start_S,
         num_recent=jnp.int32(0),
         read_length=read_length,

@@ -29,8 +29,7 @@ def targets(config: ModelConfig) -> dict[str, Target]:
     """Return every linear map that adapters change: those of dense blocks, of experts, and the unembedding."""
     found: dict[str, Target] = {}
     for stack in config.stacks:
-        for part in (stack.block.mixer, stack.block.feed_forward):
-            found |= part.targets()
+        found |= stack.block.targets()
     found = dict(sorted(found.items(), key=lambda item: item[1].num_experts is not None))
     axes: tuple[Axis, Axis] = ("embed", "vocab")
     return found | {UNEMBED: Target(inputs=config.hidden_size, outputs=config.vocab_size, axes=axes, group="unembed")}
@@ -54,11 +53,7 @@ def adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, ...]
 
 def target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
     """Return the layers that have a target; none for the unembedding."""
-    layers = (
-        stack.layers
-        for stack in config.stacks
-        if name in stack.block.mixer.targets() or name in stack.block.feed_forward.targets()
-    )
+    layers = (stack.layers for stack in config.stacks if name in stack.block.targets())
     return tuple(sorted(itertools.chain.from_iterable(layers)))
 
 

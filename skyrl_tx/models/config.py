@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models.parts.base import FeedForward, Mixer, UnsupportedModel
+from skyrl_tx.models.parts.base import FeedForward, Mixer, Room, Target, UnsupportedModel
 from skyrl_tx.models.quantization import refuse_other_quantization
 
 HfConfig = Mapping[str, Any]
@@ -19,10 +19,23 @@ ExpertLora = Literal["shared", "own"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer, as data."""
+    """One layer, as data: a mixer, a feed-forward, or one after the other."""
 
-    mixer: Mixer
-    feed_forward: FeedForward
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
+
+    @property
+    def parts(self) -> tuple[Mixer | FeedForward, ...]:
+        """What the block has of the two, in order."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+    def targets(self) -> dict[str, Target]:
+        """Return the linear maps that adapters change."""
+        return {name: target for part in self.parts for name, target in part.targets().items()}
+
+    def room(self) -> Room:
+        """Return what the cache keeps of the layer."""
+        return Room() if self.mixer is None else self.mixer.room()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +110,11 @@ class ModelConfig:
     def stacks(self) -> tuple[Stack, ...]:
         """All stacks, in the order of the parameters and of the cache."""
         return tuple(stack for group in self.groups for stack in group.stacks)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of all stacks, each once."""
+        return tuple(dict.fromkeys(stack.block.mixer for stack in self.stacks if stack.block.mixer is not None))
 
     @property
     def blocks(self) -> tuple[Block, ...]:

@@ -44,8 +44,7 @@ def forward(
     if position_BT is None:
         index = jnp.arange(inputs.shape[1])  # [T], or [B, T] if rows hold several sequences
         position_BT = index if start_BT is None else index - start_BT
-    mixers = dict.fromkeys(stack.block.mixer for stack in config.stacks)
-    prepared = {mixer: mixer.prepare(start_BT) for mixer in mixers}
+    prepared = {mixer: mixer.prepare(start_BT) for mixer in config.mixers}
     at = replace(_place(params, config, position_BT), start_BT=start_BT, prepared=prepared)
 
     def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
@@ -143,7 +142,7 @@ def _finish(params: DecoderParams, config: ModelConfig, x_BTD: jax.Array) -> jax
 
 def _place(params: DecoderParams, config: ModelConfig, position: jax.Array) -> Place:
     """Return where the tokens are, with the angles of every rope of the model."""
-    rotations = dict.fromkeys(stack.block.mixer.rotation for stack in config.stacks)
+    rotations = dict.fromkeys(mixer.rotation for mixer in config.mixers)
     angles = {each: each[0].angles(position, each[1]) for each in rotations if each is not None}
     return Place(params.layout, angles)
 
@@ -159,8 +158,8 @@ def constrain_cache(layout: Layout, config: ModelConfig, cache: Cache) -> Cache:
 
     return tuple(
         Held(
-            positions=jax.tree.map(positions, held.positions, stack.block.mixer.room().positions),
-            fixed=jax.tree.map(fixed, held.fixed, stack.block.mixer.room().fixed),
+            positions=jax.tree.map(positions, held.positions, stack.block.room().positions),
+            fixed=jax.tree.map(fixed, held.fixed, stack.block.room().fixed),
         )
         for stack, held in zip(config.stacks, cache, strict=True)
     )
@@ -180,11 +179,14 @@ class _Mode:
     def block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
         """Return `x` with the outputs of one block added, and what its mixer keeps."""
         x = self.layout.constrain(x, "batch", *[None] * (x.ndim - 1))
-        epsilon = self.config.norm_epsilon
-        mixed, kept = self.mix(block.mixer, rms_norm(x, params["attn_norm"], epsilon), params, adapters, held)
-        x = x + mixed
-        y = rms_norm(x, params["mlp_norm"], epsilon)
-        return x + block.feed_forward.apply(y, params, adapters, self.layout), kept
+        epsilon, kept = self.config.norm_epsilon, Held()
+        if block.mixer is not None:
+            mixed, kept = self.mix(block.mixer, rms_norm(x, params["attn_norm"], epsilon), params, adapters, held)
+            x = x + mixed
+        if block.feed_forward is not None:
+            y = rms_norm(x, params["mlp_norm"], epsilon)
+            x = x + block.feed_forward.apply(y, params, adapters, self.layout)
+        return x, kept
 
 
 def _apply(
@@ -216,8 +218,8 @@ def _apply_group(
     """Run `x` through one group, whose first stack has number `first`; return it and what is kept, by stack.
 
     Stacked layers are computed by a loop, whose compile time does not depend on its number of repeats. Layers in a
-    tuple are computed without a loop, and what is kept is a tuple too: a larger program that copies nothing out of a
-    stack.
+    tuple are computed without a loop, and what mixers keep is a tuple too: a larger program that copies nothing out of
+    a stack.
     """
 
     def one_layer(place: int):
@@ -228,7 +230,8 @@ def _apply_group(
             return mode.block(block, x, own, adapters.of_layer(place, repeat, pairs), held)
 
         remat = mode.remat
-        if remat is RematPolicy.SAVE_MATMULS and not block.feed_forward.marks_matmuls:
+        is_marked = block.feed_forward is None or block.feed_forward.marks_matmuls
+        if remat is RematPolicy.SAVE_MATMULS and not is_marked:
             remat = RematPolicy.NONE
         return with_remat(remat, run)
 
@@ -252,7 +255,8 @@ def _apply_group(
         state = tuple(each[repeat] if each else () for each in fixed)
         x, new = cycle(x, (own, of_repeat, state, repeat))
         by_repeat.append(new)
-    return x, tuple(zip(*by_repeat, strict=True))
+    by_stack = zip(group.stacks, zip(*by_repeat, strict=True), strict=True)
+    return x, tuple(Held() if stack.block.mixer is None else kept for stack, kept in by_stack)
 
 
 def logits(

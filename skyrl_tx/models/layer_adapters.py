@@ -12,7 +12,7 @@ import jax
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, select_rows
 from skyrl_tx.layers.moe import pool_experts, share_experts
 from skyrl_tx.models.config import Group, ModelConfig
-from skyrl_tx.models.parts.base import LayerAdapters, Target
+from skyrl_tx.models.parts.base import LayerAdapters
 from skyrl_tx.models.parts.mixture import EXPERT_PREFIX
 
 
@@ -71,7 +71,7 @@ class GroupAdapters:
         adapter = self._adapter
         if adapter is None:
             return LayerAdapters()
-        targets = _targets(self._group, place)
+        targets = self._group.stacks[place].block.targets()
         has_experts = any(target.num_experts is not None for target in targets.values())
         if self._is_shared:
             rows = {name: RowAdapter(self._pair(name, place, pairs), adapter.scale) for name in targets}
@@ -99,19 +99,12 @@ class GroupAdapters:
         return each.first + each.index(place, repeat)
 
 
-def _targets(group: Group, place: int) -> dict[str, Target]:
-    block = group.stacks[place].block
-    return {**block.mixer.targets(), **block.feed_forward.targets()}
-
-
 def _maps(config: ModelConfig, group: Group) -> dict[str, _Map]:
     """Return the maps of a group's layers."""
     earlier = config.groups[: config.groups.index(group)]
-    by_place = [_targets(group, place) for place in range(len(group.stacks))]
+    by_place = [stack.block.targets() for stack in group.stacks]
     found: dict[str, _Map] = {}
     for name in dict.fromkeys(name for targets in by_place for name in targets):
-        first = sum(
-            each.num_repeats for each in earlier for place in range(len(each.stacks)) if name in _targets(each, place)
-        )
+        first = sum(each.num_repeats for each in earlier for stack in each.stacks if name in stack.block.targets())
         found[name] = _Map(first, tuple(place for place, targets in enumerate(by_place) if name in targets))
     return found

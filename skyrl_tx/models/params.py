@@ -50,9 +50,13 @@ def describe_params(config: ModelConfig) -> DecoderParams:
 
 def _describe_stack(stack: Stack, hidden_size: int) -> Mapping[str, Parameter]:
     norm = Parameter((hidden_size,), ("embed",), "ones", is_float32=True)
-    mixer, feed_forward = stack.block.mixer.describe(), stack.block.feed_forward.describe()
-    found = {"attn_norm": norm, **mixer, "mlp_norm": norm, **feed_forward}
-    assert len(found) == 2 + len(mixer) + len(feed_forward), f"the names of a block are not unique: {sorted(found)}"
+    block, found = stack.block, dict[str, Parameter]()
+    for name, part in (("attn_norm", block.mixer), ("mlp_norm", block.feed_forward)):
+        own = {} if part is None else {name: norm, **part.describe()}
+        assert not found.keys() & own.keys(), (
+            f"the names of a block are not unique: {sorted(found.keys() & own.keys())}"
+        )
+        found |= own
     return {
         name: replace(each, shape=(len(stack.layers), *each.shape), axes=("layers", *each.axes), layers=stack.layers)
         for name, each in found.items()
@@ -84,7 +88,7 @@ def cache_shapes(params: DecoderParams, config: ModelConfig, num_rows: int, leng
         return jax.ShapeDtypeStruct(dims, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
 
     def held(stack: Stack) -> Held:
-        room, leading = stack.block.mixer.room(), (len(stack.layers), num_rows)
+        room, leading = stack.block.room(), (len(stack.layers), num_rows)
 
         def positions(each: Parameter) -> jax.ShapeDtypeStruct:
             num_heads, dim = each.shape

@@ -207,7 +207,7 @@ class RoomBytes:
             shards = (math.gcd(layout.num_shards(axis), size) for axis, size in zip(each.axes, each.shape, strict=True))
             return math.prod(each.shape) // math.prod(shards) * (4 if each.is_float32 else itemsize)
 
-        rooms = [(len(stack.layers), stack.block.mixer.room()) for stack in model.stacks]
+        rooms = [(len(stack.layers), stack.block.room()) for stack in model.stacks]
         position = sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.positions))
         return cls(
             position=max(position, 1),  # a model without attention keeps nothing of positions

@@ -66,8 +66,8 @@ def _sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
     yield "embed", "hidden_size", config.hidden_size
     yield "vocab", "vocab_size", config.vocab_size
     for stack in config.stacks:
-        yield from stack.block.mixer.sharded_sizes()
-        yield from stack.block.feed_forward.sharded_sizes()
+        for part in stack.block.parts:
+            yield from part.sharded_sizes()
 
 
 def parameter_sharding(layout: Layout, parameter: Parameter) -> NamedSharding:

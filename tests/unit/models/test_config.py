@@ -1,11 +1,14 @@
 """config.json is read correctly, and unsupported features are refused by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models import UnsupportedModel, find_family
+from skyrl_tx.models import UnsupportedModel, describe_params, find_family
 from skyrl_tx.models.config import Block, group_blocks
 from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.parts.base import Room
 from skyrl_tx.models.parts.dense import Dense
 
 QWEN3_06B = {  # as published, less what no model reads
@@ -138,6 +141,7 @@ def test_a_window_that_is_off_is_accepted():
         ("ababa", ["(a b) x 2", "a"]),
         ("abc", ["a", "b", "c"]),
         ("dsssdsss", ["(d s s s) x 2"]),
+        ("aeae*eaeae*e", ["(a e a e * e) x 2"]),  # Nemotron-H, of one part a layer
         ("dsssssdsssss", ["d", "sssss", "d", "sssss"]),  # the cycle would have six stacks
     ],
 )
@@ -155,3 +159,15 @@ def test_layers_are_grouped_into_cycles(kinds, groups):
     assert layers == list(range(len(kinds)))
     for stack in (stack for group in found for stack in group.stacks):
         assert {kinds[layer] for layer in stack.layers} == {names[stack.block]}
+
+
+def test_a_block_may_lack_one_part():
+    mixer, dense = read().blocks[0].parts
+    whole, first, second = Block(mixer, dense), Block(mixer, None), Block(None, dense)
+    assert [block.parts for block in (whole, first, second)] == [(mixer, dense), (mixer,), (dense,)]
+    assert whole.targets() == first.targets() | second.targets()
+    assert whole.room() == first.room() and second.room() == Room()
+    config = replace(read(), groups=group_blocks([first, second, second]))
+    attention, denses = describe_params(config).layers
+    assert set(attention) == {"attn_norm", *mixer.describe()} and attention["attn_norm"].layers == (0,)
+    assert set(denses) == {"mlp_norm", *dense.describe()} and denses["mlp_norm"].layers == (1, 2)
