@@ -382,7 +382,8 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
     names = (("QK norm", "q_norm"), (biases, "q_bias"), ("sinks", "sinks"))
     attention = [name for name, path in names if path in has]
     attention += ["latents"] if "kv_a_proj" in has else []
-    attention += ["gated", "delta nets in most layers"] if "decay_log" in has else []
+    attention += ["gated", "delta nets in most layers"] if "in_proj_q" in has else []
+    attention += ["no ropes", "Mamba-2 in most layers"] if "in_proj_dt" in has else []
     attention += ["sliding windows"] if "sliding_window" in family.defaults else []
     return (
         _codes(family.names),
@@ -395,7 +396,7 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
 def _feed_forward(has: set[str]) -> str:
     if "router" not in has:
         return "dense"
-    return "mixture of experts" + (", one of them shared" if "shared_gate_proj" in has else "")
+    return "mixture of experts" + (", one of them shared" if "shared_up_proj" in has else "")
 
 
 # Metrics

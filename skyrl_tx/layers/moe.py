@@ -3,15 +3,16 @@
 Legend: M tokens, D embed, E experts, K experts of a token, F mlp, W tiles, P places of a tile, R rank, X adapters of
 experts: E of the one adapter, or A * L * E of a pool.
 
-Each of an expert's three maps has adapters A [E, I, R] and B [E, R, O], of the adapter's rank. The factor next to the
-hidden size, A of gate and up and B of down, may be shared by all experts: then it is [1, I, R] or [1, R, O], and its
-products are computed once for each token, before tokens go to experts and after their outputs are summed. A tile holds
-tokens of one expert *and one adapter*, so that tenants do not meet even inside a product.
+An expert has three maps, or two, up and down, if it has no gate. Each has adapters A [E, I, R] and B [E, R, O], of the
+adapter's rank. The factor next to the hidden size, A of gate and up and B of down, may be shared by all experts: then
+it is [1, I, R] or [1, R, O], and its products are computed once for each token, before tokens go to experts and after
+their outputs are summed. A tile holds tokens of one expert *and one adapter*, so that tenants do not meet even inside a
+product.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import jax
@@ -60,13 +61,18 @@ class Clamp:
 class ExpertWeights:
     """The maps of all experts of a layer, with their biases if they have any, and the activation between them."""
 
-    gate_proj: jax.Array  # [E, D, F]
+    gate_proj: jax.Array | None  # [E, D, F]; None: relu(up) squared
     up_proj: jax.Array  # [E, D, F]
     down_proj: jax.Array  # [E, F, D]
     gate_bias: jax.Array | None = None  # [E, F]
     up_bias: jax.Array | None = None  # [E, F]
     down_bias: jax.Array | None = None  # [E, D]
     clamp: Clamp | None = struct.field(pytree_node=False, default=None)  # None: silu(gate) * up
+
+    @property
+    def maps(self) -> dict[str, jax.Array]:
+        """The maps that the experts have, by name, in the order of MAPS."""
+        return {name: leaf for name in MAPS if (leaf := getattr(self, name)) is not None}
 
 
 @struct.dataclass
@@ -84,19 +90,20 @@ class ExpertAdapters:
 
 def share_experts(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters:
     """Return the adapters of the experts, of the one adapter that all rows share."""
-    found = {name: rows[prefix + name] for name in MAPS}
-    return ExpertAdapters(pairs={name: row.pair for name, row in found.items()}, scale=found[MAPS[0]].scale)
+    found = {name: rows[prefix + name] for name in MAPS if prefix + name in rows}
+    scale = next(row.scale for row in found.values())
+    return ExpertAdapters(pairs={name: row.pair for name, row in found.items()}, scale=scale)
 
 
 def pool_experts(adapter: Adapter, prefix: str, place_G: jax.Array, layer: jax.Array) -> ExpertAdapters:
     """Return the adapters of one layer's experts in a pool, without a copy."""
-    pairs = {name: adapter.weights[prefix + name] for name in MAPS}
+    pairs = {name: adapter.weights[prefix + name] for name in MAPS if prefix + name in adapter.weights}
     return ExpertAdapters(pairs=pairs, scale=adapter.scale, place_G=place_G, layer=layer)
 
 
 @struct.dataclass
 class _Visits:
-    """Tokens with the share and number of each chosen expert and, for a pool, the adapter slot of each token.
+    """Tokens as experts read them, the share and number of each chosen one and, for a pool, the adapter slot.
 
     `inner` are the products of the tokens with the A that all experts share, by its map.
     """
@@ -117,23 +124,29 @@ def mixture(
     layout: Layout = WHOLE,
     router_bias_E: jax.Array | None = None,
     correction_E: jax.Array | None = None,
+    latent: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D]."""
+    """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D].
+
+    With `latent` that is what experts read, in place of what the router reads; outputs have its shape.
+    """
     x_MD = x.reshape(-1, x.shape[-1])
-    place_M, dtype = None, weights.gate_proj.dtype
+    shape = x.shape if latent is None else latent.shape
+    read_MD = x_MD if latent is None else latent.reshape(-1, shape[-1])
+    place_M, dtype = None, weights.down_proj.dtype
     shared_a, shared_b = dict[str, jax.Array](), dict[str, jax.Array]()
     if adapters is not None:
         adapters, shared_a, shared_b = _take_shared(adapters, routing.num_experts)
         if (place_G := adapters.place_G) is not None:
             place_M = jnp.repeat(place_G, x_MD.shape[0] // place_G.shape[0])
             adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
-    inner = {name: _multiply_rows(x_MD, factor, dtype) for name, factor in shared_a.items()}
-    visits = _Visits(x_MD, *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner)
+    inner = {name: _multiply_rows(read_MD, factor, dtype) for name, factor in shared_a.items()}
+    visits = _Visits(read_MD, *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner)
     sums = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
     y_MD, outer_MR = sums
     if outer_MR is not None:
         y_MD = y_MD + _multiply_rows(outer_MR, shared_b["down_proj"], dtype)
-    return y_MD.reshape(x.shape)
+    return y_MD.reshape(shape)
 
 
 def _take_shared(
@@ -177,7 +190,7 @@ def _on_each_device(
     A device has all tokens that meet its experts, and leaves out those that go to others: no token is ever dropped.
     """
     assert layout.mesh is not None
-    num_shards, num_experts = layout.num_shards("expert"), weights.gate_proj.shape[0]
+    num_shards, num_experts = layout.num_shards("expert"), weights.down_proj.shape[0]
     summed_over = layout.mesh_axes("expert") + layout.mesh_axes("mlp")
 
     def local(
@@ -200,7 +213,7 @@ def _on_each_device(
         return None if leaf is None else layout.spec(("expert", axis), leaf.shape)
 
     weight_specs = weights.replace(  # type: ignore[attr-defined]
-        **{name: cut(getattr(weights, name), *ENDS[name]) for name in MAPS},
+        **{name: cut(leaf, *ENDS[name]) for name, leaf in weights.maps.items()},
         **{name: cut_bias(getattr(weights, name), axis) for name, axis in BIASES.items()},
     )
     adapter_specs = None
@@ -229,7 +242,7 @@ def _sum(
 
     And if the experts share B of down, the weighted sum of what it has to be multiplied with, [M, R].
     """
-    num_experts = weights.gate_proj.shape[0]
+    num_experts = weights.down_proj.shape[0]
     num_groups, group_MK = num_experts, visits.expert_MK
     if visits.place_M is not None:
         assert adapters is not None
@@ -294,7 +307,7 @@ def _adapters_of_tiles(
     """Return the adapters of all experts by their maps, and what each tile reads."""
     expert_W = tiling.group_W % num_experts
     if adapters is None:  # of rank 0: products with nothing are zero, and no program computes them
-        pairs = {name: _nothing(getattr(weights, name)) for name in MAPS}
+        pairs = {name: _nothing(leaf) for name, leaf in weights.maps.items()}
         zeros_W = jnp.zeros_like(expert_W)
         return pairs, _TileIndices(expert_W, zeros_W, zeros_W.astype(jnp.float32))
     if adapters.scale.ndim == 0:
@@ -314,17 +327,21 @@ def _nothing(weight_EIO: jax.Array) -> LoraPair:
 
 def _maps(
     weights: ExpertWeights, pairs: Mapping[str, LoraPair], expert: jax.Array, adapter: jax.Array, scale: jax.Array
-) -> list[ExpertMap]:
-    """Return the three maps of one tile."""
-    found: list[ExpertMap] = []
-    for name in MAPS:
-        weight_IO = getattr(weights, name)[expert]
+) -> dict[str, ExpertMap]:
+    """Return the maps of one tile, by name."""
+    found: dict[str, ExpertMap] = {}
+    for name, leaf in weights.maps.items():
+        weight_IO = leaf[expert]
         pair = jax.tree.map(lambda leaf, dtype=weight_IO.dtype: leaf[adapter].astype(dtype), pairs[name])
-        found.append(ExpertMap(weight_IO=weight_IO, a_IR=pair.a, b_RO=pair.b, scale=scale))
+        found[name] = ExpertMap(weight_IO=weight_IO, a_IR=pair.a, b_RO=pair.b, scale=scale)
     return found
 
 
-def _gate(clamp: Clamp | None, gate: jax.Array, up: jax.Array) -> jax.Array:
+def _gate(clamp: Clamp | None, *mapped: jax.Array) -> jax.Array:
+    """Return the activation of what the maps before the last return, gate and up or up alone."""
+    if len(mapped) == 1:
+        return jnp.square(jax.nn.relu(mapped[0]))
+    gate, up = mapped
     if clamp is None:
         return jax.nn.silu(gate) * up
     gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
@@ -355,34 +372,39 @@ def _experts_forward(
 ):
     def one(tile: tuple[_Tokens, _TileIndices]):
         (x_PD, inner), of = tile
-        gate, up, down = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
-        gate_PF = _biased(gate.product(x_PD, inner.get("gate_proj"))[0], weights.gate_bias, of.expert_W)
-        up_PF = _biased(up.product(x_PD, inner.get("up_proj"))[0], weights.up_bias, of.expert_W)
-        y_PD, outer_PR = down.product(_gate(weights.clamp, gate_PF, up_PF))
-        return (_biased(y_PD, weights.down_bias, of.expert_W), outer_PR), gate_PF, up_PF
+        maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
+        down, biases = maps.pop("down_proj"), {"gate_proj": weights.gate_bias, "up_proj": weights.up_bias}
+        mapped = tuple(
+            _biased(each.product(x_PD, inner.get(name))[0], biases[name], of.expert_W) for name, each in maps.items()
+        )
+        y_PD, outer_PR = down.product(_gate(weights.clamp, *mapped))
+        return (_biased(y_PD, weights.down_bias, of.expert_W), outer_PR), mapped
 
-    outputs_W, gate_WPF, up_WPF = each_tile(one, tiling, (jax.tree.map(tiling.gather, tokens), indices))
+    outputs_W, mapped_WPF = each_tile(one, tiling, (jax.tree.map(tiling.gather, tokens), indices))
     outputs = jax.tree.map(tiling.take_back, outputs_W)
-    return outputs, (tokens, weights, pairs, indices, tiling, gate_WPF, up_WPF)
+    return outputs, (tokens, weights, pairs, indices, tiling, mapped_WPF)
 
 
 def _experts_backward(kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
     """The gradient by tokens and by the adapters' factors; weights, biases and scales are constants."""
-    tokens, weights, pairs, indices, tiling, gate_WPF, up_WPF = kept
+    tokens, weights, pairs, indices, tiling, mapped_WPF = kept
 
     def one(tile: Any) -> tuple[_Tokens, dict[str, LoraPair]]:
-        (x_PD, inner), (d_y_PD, d_outer_PR), gate_PF, up_PF, of = tile
-        gate, up, down = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
-        inner_PF, pull = jax.vjp(partial(_gate, weights.clamp), gate_PF, up_PF)
+        (x_PD, inner), (d_y_PD, d_outer_PR), mapped, of = tile
+        maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
+        down = maps.pop("down_proj")
+        inner_PF, pull = jax.vjp(partial(_gate, weights.clamp), *mapped)
         d_inner_PF, _, d_down = down.gradient(inner_PF, None, d_y_PD, d_outer_PR)
-        d_gate_PF, d_up_PF = pull(d_inner_PF)
-        by_gate_PD, d_gate_PR, d_gate = gate.gradient(x_PD, inner.get("gate_proj"), d_gate_PF)
-        by_up_PD, d_up_PR, d_up = up.gradient(x_PD, inner.get("up_proj"), d_up_PF)
-        d_inner = {name: d for name, d in zip(MAPS, (d_gate_PR, d_up_PR), strict=False) if d is not None}
-        return (by_gate_PD + by_up_PD, d_inner), dict(zip(MAPS, (d_gate, d_up, d_down), strict=True))
+        d_x_PD, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
+        for (name, each), d_PF in zip(maps.items(), pull(d_inner_PF), strict=True):
+            by_map_PD, d_PR, d_pairs[name] = each.gradient(x_PD, inner.get(name), d_PF)
+            d_x_PD.append(by_map_PD)
+            if d_PR is not None:
+                d_inner[name] = d_PR
+        return (reduce(jnp.add, d_x_PD), d_inner), {**d_pairs, "down_proj": d_down}
 
     rows = jax.tree.map(tiling.gather, tokens), jax.tree.map(tiling.gather_visits, d_outputs)
-    d_tokens_W, d_pairs_W = each_tile(one, tiling, (*rows, gate_WPF, up_WPF, indices))
+    d_tokens_W, d_pairs_W = each_tile(one, tiling, (*rows, mapped_WPF, indices))
     d_tokens = jax.tree.map(lambda d: tiling.take_back(d).sum(axis=1), d_tokens_W)
     d_pairs = jax.tree.map(
         lambda d, leaf: sum_by_index(d, indices.adapter_W, tiling.num_used, leaf.shape[0]), d_pairs_W, pairs
@@ -394,7 +416,14 @@ _experts.defvjp(_experts_forward, _experts_backward)
 
 
 def backward_bytes(
-    *, num_visits: int, num_experts: int, hidden_size: int, mlp_size: int, rank: int, itemsize: int
+    *,
+    num_visits: int,
+    num_experts: int,
+    hidden_size: int,
+    mlp_size: int,
+    rank: int,
+    itemsize: int,
+    num_maps: int = len(MAPS),
 ) -> int:
     """Return the bytes of the arrays that `_experts_backward` has at the same time on an accelerator.
 
@@ -404,6 +433,6 @@ def backward_bytes(
     """
     num_tiles, places = tile_shape(num_visits, num_experts)
     rows = (3 * num_tiles * places + 2 * num_visits) * hidden_size
-    factors = num_tiles * rank * len(MAPS) * (hidden_size + mlp_size)
-    weights = min(TOGETHER, num_tiles) * len(MAPS) * hidden_size * mlp_size
+    factors = num_tiles * rank * num_maps * (hidden_size + mlp_size)
+    weights = min(TOGETHER, num_tiles) * num_maps * hidden_size * mlp_size
     return 4 * (rows + factors) + itemsize * weights

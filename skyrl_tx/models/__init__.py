@@ -31,6 +31,7 @@ from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE
 from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
+from skyrl_tx.models.nemotron_h import NEMOTRON_H
 from skyrl_tx.models.params import DecoderParams, by_layer, cache_shapes, describe_params, empty_cache
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.qwen2 import QWEN2
@@ -44,7 +45,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     name: family
     for family in (
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GPT_OSS),
-        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE),
+        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, NEMOTRON_H),
     )
     for name in family.names
 }

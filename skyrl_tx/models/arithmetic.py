@@ -10,6 +10,7 @@ from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Target
 from skyrl_tx.models.parts.delta_net import DeltaNet
 from skyrl_tx.models.parts.latent_attention import LatentAttention
+from skyrl_tx.models.parts.mamba import Mamba
 from skyrl_tx.models.parts.mixture import Mixture
 
 
@@ -17,13 +18,15 @@ def frozen_macs(config: ModelConfig) -> int:
     """Return the multiply-adds of a token with the base weights, those of the unembedding included."""
     found = config.hidden_size * config.vocab_size
     for block in config.blocks:
-        for target in (*block.mixer.targets().values(), *block.feed_forward.targets().values()):
+        for target in block.targets().values():
             found += _repeats(block, target) * target.inputs * target.outputs
         if isinstance(block.feed_forward, Mixture):
             found += config.hidden_size * block.feed_forward.routing.num_experts
         match block.mixer:
             case DeltaNet(num_value_heads=heads):  # decays and learning rates
                 found += 2 * config.hidden_size * heads
+            case Mamba(num_heads=heads, num_groups=groups, state_dim=dim):  # steps; what is written and read
+                found += config.hidden_size * (heads + 2 * groups * dim)
             case LatentAttention(num_heads=heads, latent_dim=latent) as mixer:  # the maps from latents
                 found += heads * (mixer.plain_dim + mixer.value_dim) * latent
                 found += heads * (mixer.plain_dim + mixer.rotary_dim) * (mixer.query_latent_dim or 0)
@@ -36,7 +39,7 @@ def adapter_macs(config: ModelConfig, rank: int, *, with_unembed: bool = True) -
     """Return the multiply-adds of a token with an adapter; factors that all experts share count once."""
     found = 0
     for block in config.blocks:
-        for target in (*block.mixer.targets().values(), *block.feed_forward.targets().values()):
+        for target in block.targets().values():
             for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True):
                 is_shared = config.expert_lora == "shared" and axis == "embed"
                 found += rank * size * (1 if is_shared else _repeats(block, target))
@@ -57,6 +60,10 @@ def mixing_macs(config: ModelConfig, length: int) -> int:
                 found += heads * dims * (length * (length + 1) // 2)
             case DeltaNet(num_value_heads=heads, key_dim=keys, value_dim=values):
                 found += 3 * heads * keys * values * length  # the state is read, changed, and read by the query
+            case Mamba(num_heads=heads, state_dim=written, head_dim=dim):
+                found += 2 * heads * written * dim * length  # the state is changed, and read
+            case None:
+                pass
             case mixer:
                 raise TypeError(f"the arithmetic of {type(mixer).__name__} is not known")
     return found

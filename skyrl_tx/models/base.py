@@ -55,6 +55,8 @@ class ModelFamily:
     """Other names of the architecture, such as that of the model with images, whose text model this is."""
     reads: frozenset[str] = frozenset()
     """The config keys of `NEUTRAL` that `read_blocks` reads with any value."""
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Config keys of this family, with the names that others give them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config keys that a checkpoint may leave out
 
     @property
@@ -68,6 +70,7 @@ class ModelFamily:
         Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
         """
         hf = {**self.defaults, **text_config(hf)}
+        hf |= {name: hf.pop(key) for key, name in self.renamed.items() if key in hf}
         refuse_what_changes_the_maths(hf, reads=self.reads)
         return ModelConfig(
             architecture=self.architecture,
@@ -100,7 +103,7 @@ def read_epsilon(hf: HfConfig) -> float:
     return float(hf["rms_norm_eps"])
 
 
-def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = False) -> Attention:
+def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = False, has_rope: bool = True) -> Attention:
     """Read the attention of Llama and its relatives; `has_norm` is of queries and keys."""
     hidden_size, num_heads = read_size(hf, "hidden_size"), read_size(hf, "num_attention_heads")
     return Attention(
@@ -108,7 +111,7 @@ def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = Fal
         num_heads=num_heads,
         num_kv_heads=read_size(hf, "num_key_value_heads") if hf.get("num_key_value_heads") is not None else num_heads,
         head_dim=read_size(hf, "head_dim") if hf.get("head_dim") is not None else hidden_size // num_heads,
-        rope=read_rope(hf),
+        rope=read_rope(hf) if has_rope else None,
         has_bias=has_bias,
         norm_epsilon=read_epsilon(hf) if has_norm else None,
     )

@@ -26,7 +26,7 @@ class Block:
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward, ...]:
-        """What the block has of the two, in order."""
+        """The one or two parts, in order."""
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
     def targets(self) -> dict[str, Target]:

@@ -97,6 +97,23 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "Glm4MoeLiteForCausalLM": {**LATENTS, **ROUTED_EXPERTS, "num_key_value_heads": 4},
+    "NemotronHForCausalLM": {
+        **{key: value for key, value in ROUTED_EXPERTS.items() if key != "first_k_dense_replace"},
+        "hybrid_override_pattern": "MEME*-",  # one cycle twice, then one layer of each other kind
+        "num_hidden_layers": 6,
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-5,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "mlp_hidden_act": "relu2",
+    },
     "Qwen3_5ForCausalLM": {
         **DELTA_NETS,
         "model_type": "qwen3_5_text",  # without the suffix, that of the model with images
@@ -122,6 +139,10 @@ _CORRELATED = {"layers.in_proj_k": "layers.in_proj_q", "layers.k_conv": "layers.
 The first outputs of a sequence are products of few queries and keys, and a norm divides by them. Without a correlation
 some are 1,000 times smaller than others, and a change of the last bit of the weights changes logits by up to 4e-5.
 """
+
+
+_PREFIXES = {"NemotronHForCausalLM": "backbone."}
+"""How names of tensors begin, if not with `model.`; transformers reads and writes both."""
 
 
 class _Sizes(TypedDict):
@@ -239,6 +260,8 @@ def write_model(
         own = [parameter for path, parameter in parameters.items() if rule_path(path) == rule.path]
         for layer, (name, parameter) in enumerate(rule.in_layer_order(own)):
             shape = parameter.shape[rule.num_stacked :]
+            if (prefix := _PREFIXES.get(architecture)) and name.startswith("model."):
+                name = prefix + name.removeprefix("model.")
             tensor = tensors.setdefault(name, np.zeros(rule.shape_of_tensor(shape), np.float32))
             value = _draw(generator, rule.path, parameter, shape, std)
             if rule.path in _CORRELATED:

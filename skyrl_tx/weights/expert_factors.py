@@ -11,16 +11,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from skyrl_tx.weights.weight_map import STACKED_EXPERTS
+from skyrl_tx.weights.weight_map import stacked_experts
 
 Factors = tuple[np.ndarray, np.ndarray]
 """A [R, I] and B [O, R] of one module; of a stack [E, R, I] and [E, O, R], where E is 1 of a factor that all share."""
 
 _OUTER = {"w1": 0, "w3": 0, "w2": 1}
 """Which factor, A or B, lies next to the hidden size, by the last part of the stack's name."""
-_EXPERT_OF = {stacked: name for name, stacked in STACKED_EXPERTS.items()}
-_EXPERT = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(STACKED_EXPERTS)})")
-_STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_EXPERT_OF)})")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_OUTER)})")
 
 
 def stack_of(module: str) -> tuple[str, int | None]:
@@ -29,12 +28,14 @@ def stack_of(module: str) -> tuple[str, int | None]:
     if match is None:
         return module, None
     prefix, index, leaf = match.groups()
-    return f"{prefix}.{STACKED_EXPERTS[leaf]}", int(index)
+    stacked = stacked_experts(prefix).get(leaf)
+    return (module, None) if stacked is None else (f"{prefix}.{stacked}", int(index))
 
 
 def is_stack(module: str) -> bool:
     """Return whether a module is named as a stack of experts."""
-    return _STACK.fullmatch(module) is not None
+    match = _STACK.fullmatch(module)
+    return match is not None and match[2] in stacked_experts(match[1]).values()
 
 
 def unstack(stack: str, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
@@ -42,9 +43,10 @@ def unstack(stack: str, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
     match = _STACK.fullmatch(stack)
     assert match is not None, stack
     prefix, leaf = match.groups()
+    leaf_of = {stacked: name for name, stacked in stacked_experts(prefix).items()}
     num_experts = max(len(a), len(b))
     each_a, each_b = (np.broadcast_to(array, (num_experts, *array.shape[1:])) for array in (a, b))
-    return {f"{prefix}.{index}.{_EXPERT_OF[leaf]}": (each_a[index], each_b[index]) for index in range(num_experts)}
+    return {f"{prefix}.{index}.{leaf_of[leaf]}": (each_a[index], each_b[index]) for index in range(num_experts)}
 
 
 def stack_experts(factors: Mapping[str, Factors]) -> dict[str, Factors]:

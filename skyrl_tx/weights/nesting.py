@@ -1,4 +1,4 @@
-"""The names of a text model's tensors in the checkpoint of a model with images, which has it as a part."""
+"""The names of a text model's tensors in a checkpoint that has it as a part, or under another name."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ class Nesting:
 
 _NOT_NESTED = Nesting("", "")
 _NESTINGS = (
+    Nesting("backbone.", "model."),  # Nemotron-H, whose modules have the plain names in transformers
     Nesting("model.language_model.", "model."),  # Qwen3.5, whose unembedding has its plain name
     Nesting("language_model.", ""),  # Kimi K2.5
 )

@@ -46,7 +46,7 @@ from skyrl_tx.weights.expert_factors import (
 from skyrl_tx.weights.hf import locate_tensors
 from skyrl_tx.weights.weight_map import (
     FUSED_MAPS,
-    FUSED_PART,
+    FUSED_PARTS,
     FusedModules,
     Rows,
     expand,
@@ -222,7 +222,7 @@ class AdapterFiles:
     @property
     def is_of_fused_maps(self) -> bool:
         """Whether it changes maps that share a module, which only the base model tells."""
-        return any(module.endswith(f".{FUSED_PART}") for module in self.factors)
+        return any(module.rpartition(".")[2] in FUSED_PARTS for module in self.factors)
 
     def shares_factors(self, num_experts: int) -> bool:
         """Return whether in each layer all experts have the same A of gate and up, and the same B of down."""
@@ -278,14 +278,18 @@ class AdapterFiles:
 
 
 def fuse(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
-    """Return the factors with those of maps that share a module as one of the sum of their ranks, block by block."""
+    """Return the factors with those of maps that share a module as one of the sum of their ranks, block by block.
+
+    Rows of maps that adapters do not change are zeros.
+    """
     found = dict(factors)
     for leaf, parts in fused.items():
         first = next(iter(parts))
         for prefix in [each.removesuffix(first) for each in factors if each.endswith(f".{first}")]:
             pairs = [found.pop(f"{prefix}{part}") for part in parts]
             rank = pairs[0][0].shape[0]
-            b_OR = np.zeros((sum(len(b) for _, b in pairs), rank * len(parts)), np.float32)
+            whole = next(iter(parts.values()))
+            b_OR = np.zeros((whole.total * whole.num_heads, rank * len(parts)), np.float32)
             for place, (rows, (_, b)) in enumerate(zip(parts.values(), pairs, strict=True)):
                 b_OR[rows.index, place * rank : (place + 1) * rank] = b
             found[f"{prefix}{leaf}"] = np.concatenate([a for a, _ in pairs]), b_OR
@@ -295,7 +299,8 @@ def fuse(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Facto
 def split(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dict[str, Factors]:
     """Return the factors with those of a fused module as one pair of `rank` for each of its maps.
 
-    Raises AdapterError for a pair that is neither of that rank nor one block of it for each map.
+    Raises AdapterError for a pair that is neither of that rank nor one block of it for each map, and for one that
+    changes rows of other maps.
     """
     found = dict(factors)
     for leaf in FUSED_MAPS:
@@ -306,6 +311,11 @@ def split(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dic
                 raise AdapterError(
                     f"adapter: module {module!r} has a factor {b_OR.shape} that does not fit the base model"
                 )
+            others = np.ones(len(b_OR), bool)
+            for of_part in parts.values():
+                others[of_part.index] = False
+            if b_OR[others].any():
+                raise AdapterError(f"adapter: module {module!r} changes more rows than those of {', '.join(parts)}")
             for place, (part, of_part) in enumerate(parts.items()):
                 rows, own = b_OR[of_part.index], slice(place * rank, (place + 1) * rank)
                 if len(a_RI) == rank:
@@ -333,6 +343,8 @@ def read_adapter(directory: Path) -> AdapterFiles:
         if a is None or b is None:
             raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has lora_A or lora_B, not both")
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        if ".experts." in module and not a.size and not b.size:
+            continue  # the hosted service writes a map that the experts of a model lack without numbers
         if is_stack(module) and a.ndim == b.ndim == 3:
             if not {len(a), len(b)} <= {1, max(len(a), len(b))}:
                 raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has factors of {len(a)} and of {len(b)} experts")

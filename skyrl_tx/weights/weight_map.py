@@ -148,12 +148,18 @@ WeightMap = tuple[WeightRule, ...]
 
 
 def bind_rows(weights: WeightMap, parameters: Mapping[str, Parameter]) -> WeightMap:
-    """Return the rules with the rows of those that share a tensor; `parameters` are by dotted path."""
+    """Return the rules with the rows of those that share a tensor; `parameters` are by dotted path.
+
+    Rules of different layers may name equal tensors, and share none.
+    """
     own = {rule_path(path): each for path, each in parameters.items()}
-    shared: dict[str, list[WeightRule]] = {}
+    layers: dict[str, set[int]] = {}
+    for path, each in parameters.items():
+        layers.setdefault(rule_path(path), set()).update(each.layers or ())
+    shared: dict[tuple[str, frozenset[int]], list[WeightRule]] = {}
     for rule in weights:
         if rule.every is None and rule.path in own:
-            shared.setdefault(rule.tensor, []).append(rule)
+            shared.setdefault((rule.tensor, frozenset(layers[rule.path])), []).append(rule)
     rows: dict[str, Rows] = {}
     for rules in shared.values():
         num_heads = own[rules[0].path].num_heads if rules[0].by_head else 1
@@ -355,15 +361,62 @@ DELTA_NET_BY_HEAD_WEIGHTS = _delta_net(  # of Qwen3-Next: all maps of a key head
 )
 
 
+def _mamba() -> WeightMap:
+    """Return the rules of a Mamba-2 layer, whose maps and convolutions have a part of one tensor each."""
+    module = "model.layers.{layer}.mixer"
+    maps = (("z", "gate_proj"), ("x", "x_proj"), ("b", None), ("c", None), ("dt", None))
+    return (
+        *(
+            WeightRule(
+                f"layers.in_proj_{name}",
+                f"{module}.in_proj.weight",
+                transpose=adapted is not None,
+                adapted_as=adapted and f"{module}.{adapted}",
+            )
+            for name, adapted in maps
+        ),
+        *(_layer(f"{name}_conv", "mixer.conv1d.weight") for name in "xbc"),
+        *(_layer(f"{name}_conv_bias", "mixer.conv1d.bias") for name in "xbc"),
+        _layer("decay_log", "mixer.A_log"),
+        _layer("skip", "mixer.D"),
+        _layer("dt_bias", "mixer.dt_bias"),
+        _layer("out_norm", "mixer.norm.weight"),
+        _layer("out_proj", "mixer.out_proj.weight", transpose=True),
+    )
+
+
+NEMOTRON_WEIGHTS: WeightMap = (  # every layer has one part, and one norm
+    WeightRule("embed", "model.embeddings.weight"),
+    _layer("attn_norm", "norm.weight"),
+    _layer("mlp_norm", "norm.weight"),
+    *(_layer(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("q", "k", "v", "o")),
+    *_mamba(),
+    *(_layer(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("up", "down")),
+    _layer("router", "mixer.gate.weight"),
+    _layer("router_correction", "mixer.gate.e_score_correction_bias"),
+    *(_layer(name, f"mixer.{name}.weight", transpose=True) for name in ("fc1_latent_proj", "fc2_latent_proj")),
+    *(
+        _layer(f"{ours}_{name}_proj", f"mixer.{theirs}.{name}_proj.weight", transpose=True)
+        for ours, theirs in (("expert", "experts.{expert}"), ("shared", "shared_experts"))
+        for name in ("up", "down")
+    ),
+    WeightRule("final_norm", "model.norm_f.weight"),
+    WeightRule("unembed", "lm_head.weight"),
+)
+
+
 def norms_from_one(weights: WeightMap) -> WeightMap:
     """Return the rules of a checkpoint that stores the weights of its norms relative to 1."""
     return tuple(replace(rule, offset=1.0) if rule.path.endswith("_norm") else rule for rule in weights)
 
 
-FUSED_MAPS = {"in_proj_qkv": 3, "in_proj_qkvz": 4}
-"""Modules whose rows are several linear maps, and how many: PEFT adapts them as one, the hosted service one by one."""
-FUSED_PART = "in_proj_q"
-"""One of these maps, in all such modules."""
+FUSED_MAPS = {"in_proj_qkv": 3, "in_proj_qkvz": 4, "in_proj": 2}
+"""Modules whose rows are several linear maps, and how many adapters change.
+
+PEFT adapts a module as one, the hosted service its maps one by one.
+"""
+FUSED_PARTS = ("in_proj_q", "x_proj")
+"""Maps of such modules, one of each."""
 
 FusedModules = Mapping[str, Mapping[str, Rows]]
 """The rows of the linear maps of each module that has several."""
@@ -374,13 +427,21 @@ def fused_modules(weights: WeightMap) -> FusedModules:
     found: dict[str, dict[str, Rows]] = {}
     for rule in weights:
         leaf = rule.tensor.removesuffix(".weight").rpartition(".")[2]
-        if leaf in FUSED_MAPS and rule.rows is not None:
+        if leaf in FUSED_MAPS and rule.rows is not None and rule.adapted_as is not None:
             found.setdefault(leaf, {})[rule.module.rpartition(".")[2]] = rule.rows
     return found
 
 
-STACKED_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Names in adapter files of stacked tensors with all experts of a layer; a large mixture has thousands of maps."""
+_STACKED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_STACKED_UNGATED = {"up_proj": "w1", "down_proj": "w2"}
+
+
+def stacked_experts(prefix: str) -> Mapping[str, str]:
+    """Return the names in adapter files of stacked tensors with all experts of a layer, by those of one expert's maps.
+
+    `prefix` is the module of the experts: those of Nemotron-H have no gate. A large mixture has thousands of maps.
+    """
+    return _STACKED_UNGATED if prefix.endswith(".mixer.experts") else _STACKED
 
 
 def adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts: bool = True) -> dict[str, str]:
@@ -391,7 +452,9 @@ def adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts
     maps = [rule for rule in weights if rule.transpose or rule.adapted_as]
     modules = {rule.path.removeprefix("layers."): rule.module for rule in maps}
     if stacks_experts:
-        for leaf, stacked in STACKED_EXPERTS.items():
-            modules = {name: each.replace(f"{{expert}}.{leaf}", stacked) for name, each in modules.items()}
+        for name, module in modules.items():
+            prefix, is_expert, leaf = module.partition(".{expert}.")
+            if is_expert:
+                modules[name] = f"{prefix}.{stacked_experts(prefix)[leaf]}"
     unembed = next(rule.module for rule in weights if rule.path == "unembed")
     return {**modules, "unembed": TIED_UNEMBED_MODULE if tied_embeddings else unembed}

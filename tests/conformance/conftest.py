@@ -69,11 +69,17 @@ VARIANTS = {
         "num_layers": 3,
         "keys": {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None},
     },
+    "nemotron-untied": {"architecture": "NemotronHForCausalLM"},
+    "nemotron-dense": {
+        "architecture": "NemotronHForCausalLM",
+        "experts": {"moe_latent_size": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        "keys": {"hybrid_override_pattern": "M-M-*EM-M-*E", "num_hidden_layers": 12, "use_conv_bias": False},
+    },
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
 OWN = (
     *("qwen3-moe-untied", "qwen3-moe-alternating", "qwen3_5-moe-untied", "qwen3_5-moe-tied", "qwen3-next-tied"),
-    *("deepseek-tied", "glm-tied", "glm-lite-tied", "gpt-oss-tied"),
+    *("deepseek-tied", "glm-tied", "glm-lite-tied", "nemotron-dense", "gpt-oss-tied"),
 )
 """The variants whose experts have factors of their own; those of others share the ones next to the hidden size."""
 UNTIED = "qwen3-untied"
@@ -87,6 +93,7 @@ DEFAULT = (
     "deepseek-untied",
     "qwen3_5-untied",
     "qwen3_5-moe-untied",
+    "nemotron-untied",
 )
 """The variants of the default run; the slow tests compare all."""
 

@@ -27,6 +27,7 @@ COPIES = "abc"  # of each request
         "deepseek-untied",
         "glm-untied",
         "glm-lite-untied",
+        "nemotron-untied",
         "qwen3_5-untied",
         "qwen3_5-moe-untied",
         "qwen3-next-untied",

@@ -103,10 +103,13 @@ OF_PEFT: Mapping[str, dict[str, Any]] = {
     "by-head": {"target_modules": ["q_proj", "in_proj_qkvz", "lm_head"]},  # the second is four maps, head by head
     "sigmoid": WITHOUT_EXPERTS,
     "latents": {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "lm_head"]},
+    "mamba": WITHOUT_EXPERTS,
     "linear-experts/stabilised": {"target_modules": ["out_proj", "shared_expert.up_proj", "shared_expert.down_proj"]},
 }
 UNKNOWN_EXPERTS = ("gpt-oss", "linear-experts", "by-head", "latents", "sigmoid")
 """The models of whose experts peft does not apply the factors."""
+REFUSED = "mamba"
+"""The model whose adapters peft refuses, because fused kernels would not see that of `out_proj`."""
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "untied": {"tied_embeddings": False},
@@ -117,6 +120,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "latents": {"tied_embeddings": False, "architecture": "DeepseekV3ForCausalLM"},
     "linear": {"tied_embeddings": False, "architecture": "Qwen3_5ForCausalLM", "num_layers": 4},
     "linear-experts": {"tied_embeddings": False, "architecture": "Qwen3_5MoeForCausalLM", "num_layers": 4},
+    "mamba": {"architecture": "NemotronHForCausalLM"},
     "by-head": {
         "tied_embeddings": False,
         "architecture": "Qwen3NextForCausalLM",
@@ -149,7 +153,7 @@ def comparison(
     loading: dict[str, dict[str, Any]] = {"base": {"model": model}}
     for name in ("further", "fresh"):
         kinds = ("weights", "external_weights")
-        if request.param in UNKNOWN_EXPERTS and name == "fresh":
+        if (request.param in UNKNOWN_EXPERTS and name == "fresh") or request.param == REFUSED:
             kinds = ()
         loading |= {
             f"{name}-{kind}": {"model": model, "adapter": str(folder / "adapters" / name / kind)} for kind in kinds

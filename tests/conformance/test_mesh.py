@@ -72,6 +72,7 @@ def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None
         ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
         pytest.param("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
         ("DeepseekV3ForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
+        ("NemotronHForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
         pytest.param("Glm4MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
     ],
 )
@@ -89,6 +90,7 @@ def test_training_and_sampling_on_a_mesh(
         "Qwen3_5MoeForCausalLM": {"tied_embeddings": False, **linear},
         "Qwen3NextForCausalLM": {"tied_embeddings": False, **linear},
         "DeepseekV3ForCausalLM": {"tied_embeddings": False, "std": 0.1},
+        "NemotronHForCausalLM": {"std": 0.1},
         "Glm4MoeForCausalLM": {"tied_embeddings": False, "std": 0.1},
     }.get(architecture, {})
     directory = write_model(tmp_path, architecture, **SIZES | more)

@@ -38,6 +38,7 @@ VARIANTS = {
     "DeepseekV3ForCausalLM": {"num_layers": 3},
     "Glm4MoeForCausalLM": {"num_layers": 3},
     "Glm4MoeLiteForCausalLM": {"num_layers": 3},
+    "NemotronHForCausalLM": {},
 }
 
 

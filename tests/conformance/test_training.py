@@ -71,6 +71,7 @@ SLOW_VARIANTS = (
     "deepseek-untied",
     "glm-untied",
     "glm-lite-untied",
+    "nemotron-untied",
     "qwen3_5-moe-untied",
     "qwen3-next-untied",
 )

@@ -18,6 +18,7 @@ from tests.support.tiny import (
     HYBRID,
     HYBRID_MOE,
     LATENTS,
+    MAMBA,
     MOE,
     SINKS,
     TINY_CONFIG,
@@ -77,6 +78,11 @@ class TestJaxWithStates(TestJax):
 @pytest.mark.slow
 class TestJaxWithStatesAndExperts(TestJax):
     architecture = HYBRID_MOE
+
+
+@pytest.mark.slow
+class TestJaxWithMamba(TestJax):
+    architecture = MAMBA
 
 
 @pytest.mark.slow

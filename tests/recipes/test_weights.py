@@ -45,6 +45,7 @@ TOKENS = [3, 17, 201, 5, 90, 4, 44, 131, 9, 250, 77, 8]
         ("Qwen3ForCausalLM", True, ("save_state", "save_weights_external")),
         ("Qwen3MoeForCausalLM", False, ("save_weights_external",)),
         ("GptOssForCausalLM", False, ("save_weights_external",)),
+        ("NemotronHForCausalLM", False, ("save_weights_external",)),
     ],
 )
 def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(

@@ -62,6 +62,7 @@ def compiled_under(cache: Path) -> set[str]:
     [
         *("Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"),
         *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+        "NemotronHForCausalLM",
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
             for name in ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")

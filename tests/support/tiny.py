@@ -28,6 +28,7 @@ DENSE, MOE, WINDOWS, SINKS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Mistral
 HYBRID, HYBRID_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 BY_HEAD = "Qwen3NextForCausalLM"
 LATENTS = "DeepseekV3ForCausalLM"
+MAMBA = "NemotronHForCausalLM"
 GLM, GLM_LATENTS = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
@@ -35,6 +36,7 @@ MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "ro
 OWN: dict[str, dict[str, Any]] = {
     **{each: {"keys": {"sliding_window": 9}} for each in (WINDOWS, SINKS)},
     **{each: {"num_layers": 4} for each in (HYBRID, HYBRID_MOE, BY_HEAD)},
+    MAMBA: {"keys": {"ssm_state_size": 64}},  # a state as large as many positions
 }
 """Further arguments of some. The window is shorter than prompts and slices; four layers are one cycle."""
 RANK = 4

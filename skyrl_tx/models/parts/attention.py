@@ -38,7 +38,8 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
+    """None: positions are not rotated, and order is seen by the mask alone."""
     has_bias: bool = False
     """Whether queries, keys and values have a bias."""
     norm_epsilon: float | None = None
@@ -56,12 +57,14 @@ class Attention:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
-        if self.rotation[1] % 2:
+        if self.rotation is not None and self.rotation[1] % 2:
             raise UnsupportedModel(f"the rotated dims of a head must be an even number, not {self.rotation[1]}")
 
     @property
-    def rotation(self) -> Rotation:
+    def rotation(self) -> Rotation | None:
         """See Mixer."""
+        if self.rope is None:
+            return None
         return self.rope, self.head_dim if self.rotary_dims is None else self.rotary_dims
 
     def targets(self) -> dict[str, Target]:
@@ -136,8 +139,11 @@ class Attention:
         if self.norm_epsilon is not None:
             q = rms_norm(q, params["q_norm"], self.norm_epsilon)
             k = rms_norm(k, params["k_norm"], self.norm_epsilon)
-        dtype, angles = params["q_proj"].dtype, at.angles[self.rotation]
-        return rotate(q, *angles).astype(dtype), rotate(k, *angles).astype(dtype), v.astype(dtype), gate
+        dtype = params["q_proj"].dtype
+        if self.rotation is not None:
+            angles = at.angles[self.rotation]
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
 
 def _output(mixed: jax.Array, gate: jax.Array | None, params: LayerParams, adapters: LayerAdapters) -> jax.Array:

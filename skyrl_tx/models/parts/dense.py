@@ -1,9 +1,14 @@
-"""A dense feed-forward with a gate (SwiGLU: Shazeer 2020, arXiv:2002.05202), as a part of a block."""
+"""A dense feed-forward, as a part of a block.
+
+Most have a gate (SwiGLU: Shazeer 2020, arXiv:2002.05202); those without square a relu (So et al. 2021,
+arXiv:2109.08668).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.parameter import Parameter
@@ -17,6 +22,8 @@ class Dense:
 
     hidden_size: int
     mlp_size: int
+    is_gated: bool = True
+    """Whether silu of a gate is multiplied by the map up. Without a gate, that is squared where it is above 0."""
 
     @property
     def marks_matmuls(self) -> bool:
@@ -26,8 +33,8 @@ class Dense:
     def targets(self) -> dict[str, Target]:
         """See Part."""
         D, F = self.hidden_size, self.mlp_size
-        return {
-            "gate_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp"),
+        gate = {"gate_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp")} if self.is_gated else {}
+        return gate | {
             "up_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp"),
             "down_proj": Target(inputs=F, outputs=D, axes=("mlp", "embed"), group="mlp"),
         }
@@ -42,17 +49,23 @@ class Dense:
 
     def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
         """See FeedForward."""
-        return apply_gated(x, params, adapters)
+        return apply_dense(x, params, adapters)
 
 
-def apply_gated(
+def apply_dense(
     x: jax.Array, params: LayerParams, adapters: LayerAdapters, prefix: str = "", weight: jax.Array | None = None
 ) -> jax.Array:
-    """Return the output of the feed-forward whose maps have this prefix, times a weight of each position [..., 1]."""
+    """Return the output of the feed-forward whose maps have this prefix, times a weight of each position [..., 1].
+
+    It has a gate if `params` have one.
+    """
 
     def apply(x: jax.Array, name: str) -> jax.Array:
         return linear(x, params[prefix + name], adapters.maps.get(prefix + name))
 
-    gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
-    inner = jax.nn.silu(gate) * up
+    if prefix + "gate_proj" in params:
+        gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
+        inner = jax.nn.silu(gate) * up
+    else:
+        inner = jnp.square(jax.nn.relu(apply(x, "up_proj")))
     return apply(inner if weight is None else inner * weight, "down_proj")

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.apart import add_apart
+from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, backward_bytes, mixture
-from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target, UnsupportedModel
-from skyrl_tx.models.parts.dense import Dense, apply_gated
+from skyrl_tx.models.parts.dense import Dense, apply_dense
 
 EXPERT_PREFIX = "expert_"
 """Begins the names of the experts' maps, which lie next to those of dense feed-forwards in adapters."""
@@ -35,6 +36,10 @@ class Mixture:
     """Whether a correction of each expert's score takes part in the choice of experts. It is not trained."""
     shared_size: int | None = None
     """The width of one more expert, to which all tokens go. None: there is none."""
+    is_gated: bool = True
+    """Whether experts have gates, the shared one too. Without, they square what is above 0."""
+    latent_size: int | None = None
+    """The width of what experts read and return, if maps lead from the hidden size to it and back."""
     has_shared_gate: bool = True
     """Whether a gate weights the output of that expert for each token."""
     config_keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
@@ -57,7 +62,7 @@ class Mixture:
 
     def targets(self) -> dict[str, Target]:
         """See Part."""
-        D, F, E = self.hidden_size, self.mlp_size, self.routing.num_experts
+        D, F, E = self.latent_size or self.hidden_size, self.mlp_size, self.routing.num_experts
         ends = {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
         found = {
             EXPERT_PREFIX + name: Target(
@@ -67,8 +72,18 @@ class Mixture:
                 group="mlp",
                 num_experts=E,
             )
-            for name in MAPS
+            for name in self._maps
         }
+        if self.latent_size is not None:
+            ends = {"fc1_latent_proj": (self.hidden_size, D), "fc2_latent_proj": (D, self.hidden_size)}
+            axes: dict[str, tuple[Axis, Axis]] = {
+                "fc1_latent_proj": ("embed", "head_dim"),  # latents are whole on each device
+                "fc2_latent_proj": ("head_dim", "embed"),
+            }
+            found |= {
+                name: Target(inputs=inputs, outputs=outputs, axes=axes[name], group="mlp")
+                for name, (inputs, outputs) in ends.items()
+            }
         shared = {} if self._shared is None else self._shared.targets()
         return found | {SHARED_PREFIX + name: each for name, each in shared.items()}
 
@@ -83,6 +98,8 @@ class Mixture:
         for name, each in self.targets().items():
             if each.num_experts is not None:
                 found[name] = Parameter((E, each.inputs, each.outputs), ("expert", *each.axes))
+            elif not name.startswith(SHARED_PREFIX):
+                found[name] = Parameter((each.inputs, each.outputs), each.axes)
         if self._shared is not None:
             found |= {SHARED_PREFIX + name: each for name, each in self._shared.describe().items()}
         if self._shared is not None and self.has_shared_gate:
@@ -99,22 +116,28 @@ class Mixture:
         width, number = self.config_keys
         yield "mlp", width, self.mlp_size
         yield "expert", number, self.routing.num_experts
+        if self.latent_size is not None:
+            yield "embed", "moe_latent_size", self.latent_size
         if self.shared_size is not None:
             yield "mlp", "shared_expert_intermediate_size", self.shared_size
 
     def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
         """See FeedForward."""
-        maps = (params[EXPERT_PREFIX + name] for name in MAPS)
+        gate, up, down = (params.get(EXPERT_PREFIX + name) for name in MAPS)
+        assert up is not None and down is not None, "experts have these maps"
         biases = (params.get(EXPERT_PREFIX + name) for name in BIASES)
-        weights = ExpertWeights(*maps, *biases, clamp=self.clamp)
+        weights = ExpertWeights(gate, up, down, *biases, clamp=self.clamp)
         own = params.get("router_bias"), params.get("router_correction")
-        y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, *own)
+        latent = None if self.latent_size is None else _mapped(x, "fc1_latent_proj", params, adapters)
+        y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, *own, latent)
+        if self.latent_size is not None:
+            y = _mapped(y, "fc2_latent_proj", params, adapters)
         if self.shared_size is None:
             return y
         # The weight is multiplied in before the last map. A product next to the sum would be rounded apart from it or
         # not, as XLA fuses them: a pass with a gradient would differ from one without.
         weight = _gate(x, params["shared_gate"]) if self.has_shared_gate else None
-        return add_apart(y, apply_gated(x, params, adapters, SHARED_PREFIX, weight))
+        return add_apart(y, apply_dense(x, params, adapters, SHARED_PREFIX, weight))
 
     def backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
         """Return the bytes that the backward pass of one layer takes on a device through which `num_tokens` pass.
@@ -124,15 +147,26 @@ class Mixture:
         return backward_bytes(
             num_visits=num_tokens * self.routing.num_chosen,
             num_experts=self.routing.num_experts // ep,
-            hidden_size=self.hidden_size,
+            hidden_size=self.latent_size or self.hidden_size,
             mlp_size=self.mlp_size // tp,
             rank=rank,
             itemsize=itemsize,
+            num_maps=len(self._maps),
         )
 
     @property
+    def _maps(self) -> tuple[str, ...]:
+        return MAPS if self.is_gated else MAPS[1:]
+
+    @property
     def _shared(self) -> Dense | None:
-        return None if self.shared_size is None else Dense(hidden_size=self.hidden_size, mlp_size=self.shared_size)
+        if self.shared_size is None:
+            return None
+        return Dense(hidden_size=self.hidden_size, mlp_size=self.shared_size, is_gated=self.is_gated)
+
+
+def _mapped(x: jax.Array, name: str, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
+    return linear(x, params[name], adapters.maps.get(name))
 
 
 def _gate(x: jax.Array, weight_1D: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What parts with state of fixed size share: the sharding of their rule, and the kernels of their convolutions."""
+"""The common code of parts with a recurrent state: sharding of their rule, and kernels of their convolutions."""
 
 from collections.abc import Callable
 from typing import Any

@@ -16,6 +16,10 @@ from transformers import AutoModelForCausalLM
 
 RANK, ALPHA = 4, 32
 NOT_ADAPTED = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate", "q_b_proj", "kv_b_proj")
+FUSED = ("in_proj_qkv", "in_proj_qkvz", "in_proj")
+"""Modules whose rows are several maps with adapters of their own."""
+BY_HAND = ("up_proj", "down_proj", "_latent_proj", "out_proj")
+"""Maps of Nemotron-H: of its feed-forwards, and that which peft refuses, as fused kernels would not see it."""
 PROMPT, NEW = 20, 24  # tokens of greedy decoding
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1}
 STEPS = 3
@@ -70,10 +74,12 @@ def adapt(model: torch.nn.Module, *, shares_factors: bool) -> torch.nn.Module:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and not name.endswith(NOT_ADAPTED)
     ]
-    fused = [name for name in maps if name.endswith(("in_proj_qkv", "in_proj_qkvz"))]  # maps that peft takes for one
+    fused = [name for name in maps if name.endswith(FUSED)]  # maps that peft takes for one
     maps = [name for name in maps if name not in fused]
-    if any(hasattr(layer.mlp, "experts") for layer in model.model.layers):  # peft would fuse gates with up-projections
-        by_hand += [name for name in maps if ".mlp." in name]
+    parts = [getattr(layer, "mlp", None) or layer.mixer for layer in model.model.layers]
+    mixtures = [part for part in parts if hasattr(part, "experts")]
+    if mixtures:  # peft would fuse gates with up-projections
+        by_hand += [name for name in maps if ".mlp." in name or (".mixer." in name and name.endswith(BY_HAND))]
     if is_tied:
         by_hand.append("lm_head")
     with_peft = [name for name in maps if name not in by_hand]
@@ -83,18 +89,27 @@ def adapt(model: torch.nn.Module, *, shares_factors: bool) -> torch.nn.Module:
         setattr(model.get_submodule(parent), leaf, AdaptedMap(model.get_submodule(name)))
     for name in fused:
         net = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(net, "in_proj"):
+            sizes = {"gate_proj": net.intermediate_size, "x_proj": net.intermediate_size}
+            net.in_proj = AdaptedRows(net.in_proj, sizes)
+            continue
         rows = {"in_proj_q": net.key_dim, "in_proj_k": net.key_dim, "in_proj_v": net.value_dim}
         if hasattr(net, "in_proj_qkvz"):
             net.in_proj_qkvz = AdaptedRows(net.in_proj_qkvz, rows | {"in_proj_z": net.value_dim}, net.num_k_heads)
         else:
             net.in_proj_qkv = AdaptedRows(net.in_proj_qkv, rows)
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "experts"):
-            is_fused = hasattr(layer.mlp.experts, "gate_up_proj_bias")
-            layer.mlp.experts = (AdaptedGptOssExperts if is_fused else AdaptedExperts)(layer.mlp.experts)
-            if shares_factors:
-                layer.mlp.experts.share_factors()
+    for mixture in mixtures:
+        mixture.experts = kind_of(mixture.experts)(mixture.experts)
+        if shares_factors:
+            mixture.experts.share_factors()
     return wrapped
+
+
+def kind_of(experts: torch.nn.Module) -> type["AdaptedExperts"]:
+    """Return the class that adapts them."""
+    if hasattr(experts, "gate_up_proj_bias"):
+        return AdaptedGptOssExperts
+    return AdaptedExperts if hasattr(experts, "gate_up_proj") else AdaptedUngatedExperts
 
 
 class Update(torch.nn.Module):
@@ -121,7 +136,7 @@ class AdaptedMap(Update):
 
 
 class AdaptedRows(torch.nn.Module):
-    """A linear map whose rows are several maps, each with a LoRA update of its own: head by head."""
+    """A linear map whose first rows are several maps, each with a LoRA update of its own: head by head."""
 
     def __init__(self, base: torch.nn.Linear, rows: dict[str, int], num_heads: int = 1):
         super().__init__()
@@ -133,36 +148,35 @@ class AdaptedRows(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         updates = [module(x) for module in self.children() if isinstance(module, Update)]
         by_head = [update.unflatten(-1, (self.num_heads, -1)) for update in updates]
-        return self.base(x) + torch.cat(by_head, dim=-1).flatten(-2)
+        update = torch.cat(by_head, dim=-1).flatten(-2)
+        return self.base(x) + torch.nn.functional.pad(update, (0, self.base.out_features - update.shape[-1]))
 
 
 class AdaptedExperts(torch.nn.Module):
     """The experts of a layer, with a LoRA update for each map of each expert."""
 
+    first = ("gate_proj", "up_proj")
+
     def __init__(self, base: torch.nn.Module):
         super().__init__()
         self.base = base
-        inner, outer = self.sizes(base.gate_up_proj)
+        inner, outer = self.sizes(base)
         for index in range(base.num_experts):
-            maps = {
-                "gate_proj": Update(outer, inner),
-                "up_proj": Update(outer, inner),
-                "down_proj": Update(inner, outer),
-            }
-            self.add_module(str(index), torch.nn.ModuleDict(maps))
+            maps = {name: Update(outer, inner) for name in self.first}
+            self.add_module(str(index), torch.nn.ModuleDict(maps | {"down_proj": Update(inner, outer)}))
 
     def share_factors(self) -> None:
         """Give all experts the factors of the first one next to the hidden size."""
         first = getattr(self, "0")
         for index in range(1, self.base.num_experts):
             maps = getattr(self, str(index))
-            maps["gate_proj"].lora_A = first["gate_proj"].lora_A
-            maps["up_proj"].lora_A = first["up_proj"].lora_A
+            for name in self.first:
+                maps[name].lora_A = first[name].lora_A
             maps["down_proj"].lora_B = first["down_proj"].lora_B
 
-    def sizes(self, gate_up: torch.Tensor) -> tuple[int, int]:
+    def sizes(self, base: torch.nn.Module) -> tuple[int, int]:
         """Return the sizes of an expert and of its inputs."""
-        return gate_up.shape[1] // 2, gate_up.shape[2]
+        return base.gate_up_proj.shape[1] // 2, base.gate_up_proj.shape[2]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
@@ -179,8 +193,8 @@ class AdaptedExperts(torch.nn.Module):
 class AdaptedGptOssExperts(AdaptedExperts):
     """The same for gpt-oss: columns of gate and up in turn, and biases."""
 
-    def sizes(self, gate_up: torch.Tensor) -> tuple[int, int]:
-        return gate_up.shape[2] // 2, gate_up.shape[1]
+    def sizes(self, base: torch.nn.Module) -> tuple[int, int]:
+        return base.gate_up_proj.shape[2] // 2, base.gate_up_proj.shape[1]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         out, base = torch.zeros_like(x), self.base
@@ -195,6 +209,25 @@ class AdaptedGptOssExperts(AdaptedExperts):
         return out
 
 
+class AdaptedUngatedExperts(AdaptedExperts):
+    """The same for Nemotron-H: no gates."""
+
+    first = ("up_proj",)
+
+    def sizes(self, base: torch.nn.Module) -> tuple[int, int]:
+        return base.up_proj.shape[1], base.up_proj.shape[2]
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for index in range(self.base.num_experts):
+            rows, ways = torch.where(chosen == index)
+            maps, mine = getattr(self, str(index)), x[rows]
+            y = self.base.act_fn(mine @ self.base.up_proj[index].T + maps["up_proj"](mine))
+            y = y @ self.base.down_proj[index].T + maps["down_proj"](y)
+            out = out.index_add(0, rows, y * shares[rows, ways, None])
+        return out
+
+
 def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
     """Decode greedily from the first tokens of each row, ignoring end-of-sequence tokens."""
     prompts = tokens[:, :PROMPT]
@@ -204,7 +237,9 @@ def decode(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
 
 def plain(name: str) -> str:
     """Convert `base_model.model.X.lora_A.default.weight` to `X.lora_A`."""
-    name = name.removeprefix("base_model.model.").replace(".in_proj_qkv.", ".").replace(".in_proj_qkvz.", ".")
+    name = name.removeprefix("base_model.model.")
+    for fused in FUSED:
+        name = name.replace(f".{fused}.", ".")
     if name in ("lm_head.lora_A", "lm_head.lora_B"):  # tied embeddings: files use another name
         return name.replace("lm_head", "model.unembed_tokens")
     return name.removesuffix(".default.weight")

@@ -50,6 +50,9 @@ LATENTS = "deepseek"
 BY_HEAD = "qwen3-next"
 """Maps of linear attention that are stored head by head."""
 
+MAMBA = "nemotron"
+"""Layers of one part each: Mamba-2, attention without ropes, experts that read latents, and a dense one."""
+
 VARIANTS = {
     CYCLE: {
         "architecture": "Qwen3MoeForCausalLM",
@@ -66,6 +69,7 @@ VARIANTS = {
     HYBRID: {"architecture": "Qwen3_5ForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.1},
     SHARED: {"architecture": "Qwen3_5MoeForCausalLM", "tied_embeddings": False, "num_layers": 4, "std": 0.1},
     BY_HEAD: {"architecture": "Qwen3NextForCausalLM", "num_layers": 4, "std": 0.1, "split_experts": True},
+    MAMBA: {"architecture": "NemotronHForCausalLM", "std": 0.1},
     LATENTS: {"architecture": "DeepseekV3ForCausalLM", "tied_embeddings": False, "num_layers": 3, "std": 0.1},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
@@ -87,7 +91,7 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), CYCLE)
 
 
-@pytest.fixture(scope="module", params=[SINKS, SHARED, BY_HEAD, LATENTS])
+@pytest.fixture(scope="module", params=[SINKS, SHARED, BY_HEAD, LATENTS, MAMBA])
 def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Give models whose layers read sequences in other ways than whole."""
     return read_back(tmp_path_factory.mktemp("model"), request.param)

@@ -61,6 +61,15 @@ COUNTS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "deepseek-ai/DeepSeek-V3.1": (hub("DeepSeek-V3.1"), (94_307_328, 2_440_000, 136_448)),
     "moonshotai/Kimi-K2-Thinking": (hub("Kimi-K2-Thinking"), (144_583_680, 1_940_288, 171_008)),
     "moonshotai/Kimi-K2.5": (hub("Kimi-K2.5"), (144_583_680, 1_940_288, 171_008)),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (hub("Nemotron-3-Nano-30B-A3B"), (11_346_176, 584_832, 133_760)),
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": (
+        hub("Nemotron-3.5-Lightning-30B-A3B"),
+        (11_346_176, 584_832, 133_760),
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (
+        hub("Nemotron-3-Super-120B-A12B"),
+        (111_349_760, 1_675_264, 135_168),
+    ),
     "openai/gpt-oss-20b": (hub("gpt-oss-20b"), (6_842_880, 497_664, 203_968)),
     "openai/gpt-oss-120b": (hub("gpt-oss-120b"), (40_124_160, 746_496, 203_968)),
 }

@@ -63,3 +63,15 @@ def test_the_delta_rule_takes_the_same_for_each_position() -> None:
     of_states = 24 * 3 * 32 * 128 * 128  # layers, products, value heads, key dim, value dim
     of_pair = 8 * 2 * 16 * 256  # every fourth layer has softmax attention
     assert mixing_macs(hub_model("Qwen3.5-9B"), 100) == 100 * of_states + of_pair * 100 * 101 // 2
+
+
+def test_layers_of_one_part_count_that_part() -> None:
+    model = hub_model("Nemotron-3-Super-120B-A12B")
+    mamba = 4096 * (2 * 8192 + 2 * 8 * 128 + 128) + 8192 * 4096
+    attention = 2 * 4096 * 32 * 128 + 2 * 4096 * 2 * 128
+    latents, expert, shared, router = 2 * 4096 * 1024, 2 * 1024 * 2688, 2 * 4096 * 5376, 4096 * 512
+    of_layers = 40 * mamba + 8 * attention + 40 * (latents + 22 * expert + shared + router)
+    assert frozen_macs(model) == of_layers + 4096 * 131072
+    assert expert_parameters(model) == 40 * 512 * expert
+    of_states, of_pair = 40 * 2 * 128 * 64 * 128, 8 * 2 * 32 * 128  # layers, products, heads, dims
+    assert mixing_macs(model, 100) == 100 * of_states + of_pair * 100 * 101 // 2

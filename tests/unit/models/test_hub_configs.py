@@ -20,7 +20,7 @@ from skyrl_tx.models.parts.mixture import Mixture
 
 MOONLIGHT = "Moonlight-16B-A3B"
 FOLDER = Path(__file__).parent / "hub_configs"
-"""Files as published, less what no model reads; of Qwen3.5 and DeepSeek's line the published sizes."""
+"""Files as published, less what no model reads; of Qwen3.5, DeepSeek's line and Nemotron the published sizes."""
 
 
 def content_of(name: str) -> dict[str, Any]:

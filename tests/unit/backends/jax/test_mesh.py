@@ -82,6 +82,15 @@ def test_a_mesh_must_divide_the_heads_of_latent_attention_and_its_experts(tmp_pa
         check_divides(layout_of(ep=3), config)
 
 
+def test_a_mesh_must_divide_the_groups_of_mamba_and_latents(tmp_path):
+    config = config_of(tmp_path, "NemotronHForCausalLM", num_kv_heads=4, experts={"moe_latent_size": 18})
+    check_divides(layout_of(fsdp=2, tp=2, ep=2), config)
+    with pytest.raises(MeshError, match="tp=4 does not divide n_groups = 2"):
+        check_divides(layout_of(tp=4), config)
+    with pytest.raises(MeshError, match="fsdp=4 does not divide moe_latent_size = 18"):
+        check_divides(layout_of(fsdp=4), config)
+
+
 def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():
     wanted = len(jax.devices()) + 1
     backend = JaxBackend("no-such-directory/either", JaxConfig(compile_cache_dir=None, mesh=MeshConfig(tp=wanted)))

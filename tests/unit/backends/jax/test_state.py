@@ -16,7 +16,7 @@ from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, ask, prompt_of, run
-from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, TINY_CONFIG, TinyModel, load_model, tiny_directory
+from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, MAMBA, TINY_CONFIG, TinyModel, load_model, tiny_directory
 
 LENGTH = 160
 """The length to which sequences are padded for the full forward pass."""
@@ -28,6 +28,7 @@ STD = 0.1
     scope="module",
     params=[
         HYBRID,
+        MAMBA,
         pytest.param(HYBRID_MOE, marks=pytest.mark.slow),
         pytest.param(BY_HEAD, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],

@@ -1,0 +1,85 @@
+"""Nemotron-H (Nemotron 3 Nano, Super, Ultra): Mamba-2, attention or a feed-forward in each layer. NVIDIA 2025."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
+from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
+from skyrl_tx.models.deepseek_v3 import read_routed
+from skyrl_tx.models.parts.mamba import Mamba
+from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.weights.weight_map import NEMOTRON_WEIGHTS
+
+ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "mlp_hidden_act": ("relu2",),
+    "mamba_hidden_act": ("silu",),
+    "n_shared_experts": (1,),
+    "tie_word_embeddings": (False,),
+    **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "sliding_window"), (False,)),
+}
+"""Keys that would change the maths, with the values that are implemented."""
+_MAMBA, _ATTENTION, _EXPERTS, _DENSE = "linear_attention", "full_attention", "moe", "mlp"
+_LETTERS = {"M": _MAMBA, "*": _ATTENTION, "E": _EXPERTS, "-": _DENSE}
+_KINDS: Mapping[str, str] = {**_LETTERS, "mamba": _MAMBA, "attention": _ATTENTION}
+
+
+def read_kinds(hf: HfConfig) -> tuple[str, ...]:
+    """Return the kind of each layer: as listed, else by the letters of a pattern."""
+    given: Sequence[str] = hf.get("layers_block_type") or hf.get("hybrid_override_pattern") or ()
+    kinds = tuple(_KINDS.get(each, each) for each in given)
+    number = hf.get("num_hidden_layers", len(kinds))  # which transformers does not write
+    if not kinds or len(kinds) != number or not set(kinds) <= set(_KINDS.values()):
+        raise UnsupportedModel(f"config.json has layers_block_type = {given!r} of {number} layers")
+    return kinds
+
+
+def read_mamba(hf: HfConfig) -> Mamba:
+    """Read the state space. `time_step_limit` bounds steps, as in the vendor's code; `time_step_min` is of training."""
+    least, most = hf["time_step_limit"]
+    if most not in (None, math.inf):
+        raise UnsupportedModel(f"config.json has time_step_limit = {hf['time_step_limit']!r}; supported: [_, Infinity]")
+    return Mamba(
+        hidden_size=read_size(hf, "hidden_size"),
+        num_heads=read_size(hf, "mamba_num_heads"),
+        head_dim=read_size(hf, "mamba_head_dim"),
+        num_groups=read_size(hf, "n_groups"),
+        state_dim=read_size(hf, "ssm_state_size"),
+        conv_width=read_size(hf, "conv_kernel"),
+        has_conv_bias=bool(hf["use_conv_bias"]),
+        norm_epsilon=read_epsilon(hf),
+        least_step=float(least),
+    )
+
+
+def read_experts(hf: HfConfig) -> Mixture:
+    """Read the experts, which may read latents."""
+    latent_size = None if hf.get("moe_latent_size") is None else read_size(hf, "moe_latent_size")
+    shared_size = read_size(hf, "moe_shared_expert_intermediate_size")
+    return replace(read_routed(hf), is_gated=False, shared_size=shared_size, latent_size=latent_size)
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers."""
+    refuse_other_values(hf, ACCEPTED)
+    read = {
+        _MAMBA: lambda: Block(read_mamba(hf), None),
+        _ATTENTION: lambda: Block(read_attention(hf, has_rope=False), None),
+        _EXPERTS: lambda: Block(None, read_experts(hf)),
+        _DENSE: lambda: Block(None, replace(read_dense(hf), is_gated=False)),
+    }
+    return tuple(read[kind]() for kind in read_kinds(hf))
+
+
+NEMOTRON_H = ModelFamily(
+    architecture="NemotronHForCausalLM",
+    weights=NEMOTRON_WEIGHTS,
+    read_blocks=read_blocks,
+    renamed={"layer_norm_epsilon": "rms_norm_eps", "layer_types": "layers_block_type"},
+    defaults={
+        **{"layer_norm_epsilon": 1e-5, "max_position_embeddings": 4096, "head_dim": 128, "conv_kernel": 4},
+        **{"n_groups": 8, "ssm_state_size": 128, "use_conv_bias": True, "time_step_limit": (0.0, math.inf)},
+        **{"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    },
+)

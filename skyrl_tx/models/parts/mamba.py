@@ -1,0 +1,203 @@
+"""The Mamba-2 layer (Dao and Gu 2024, arXiv:2405.21060), as a part of a block.
+
+A head's input, and what its group writes and reads (B and C), pass a short convolution each. The output is gated, and
+then normalised within a group.
+
+Legend: B batch, T tokens, S slots, G groups, H heads of a group, N dims of what is written and read, P dims of a head,
+I channels.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx.layers.chunks import ChunkMasks
+from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.lora import linear, multiply
+from skyrl_tx.layers.norm import rms_norm
+from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.layers.short_conv import conv_masks, conv_step, last_inputs, short_conv
+from skyrl_tx.layers.state_space import state_space, state_space_step
+from skyrl_tx.models.parts.base import (
+    LayerAdapters,
+    LayerParams,
+    Place,
+    Room,
+    Rotation,
+    ShardedSize,
+    Target,
+    UnsupportedModel,
+)
+from skyrl_tx.models.parts.recurrence import apply_rule, kernel_of
+
+_Masks = tuple[jax.Array, ChunkMasks]
+_XBC = "x", "b", "c"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """See Mixer."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    """How many dims the groups write and read."""
+    conv_width: int
+    has_conv_bias: bool
+    norm_epsilon: float
+    least_step: float = 0.0
+    """The least of the numbers by which a position's decay and input are multiplied."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise UnsupportedModel(f"mamba_num_heads = {self.num_heads} cannot be in n_groups = {self.num_groups}")
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """See Mixer. Positions are not rotated."""
+        return None
+
+    def targets(self) -> dict[str, Target]:
+        """See Part. What groups write and read, and steps, have no adapters, as on the hosted service."""
+        D, channels = self.hidden_size, self.num_heads * self.head_dim
+        into = Target(inputs=D, outputs=channels, axes=("embed", "heads"), group="attn")
+        out = Target(inputs=channels, outputs=D, axes=("heads", "embed"), group="attn")
+        return {"in_proj_z": into, "in_proj_x": into, "out_proj": out}
+
+    def describe(self) -> dict[str, Parameter]:
+        """See Part."""
+        found = {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in self.targets().items()}
+        sizes = self._channels()
+        for name, size in (("b", sizes["b"]), ("c", sizes["c"]), ("dt", self.num_heads)):
+            # As they lie in checkpoints, [out, in]: no maps that adapters change.
+            found[f"in_proj_{name}"] = Parameter((size, self.hidden_size), ("heads", "embed"))
+        for name, size in sizes.items():
+            found[f"{name}_conv"] = Parameter((size, 1, self.conv_width), ("heads", "head_dim", "head_dim"))
+            if self.has_conv_bias:
+                found[f"{name}_conv_bias"] = Parameter((size,), ("heads",), "zeros")
+        for name in ("decay_log", "dt_bias", "skip"):
+            init = "ones" if name == "skip" else "zeros"
+            found[name] = Parameter((self.num_heads,), ("heads",), init, is_float32=True)
+        return found | {"out_norm": Parameter((sizes["x"],), ("heads",), "ones", is_float32=True)}
+
+    def sharded_sizes(self) -> Iterator[ShardedSize]:
+        """See Part. A group stays whole, with its heads."""
+        yield "heads", "n_groups", self.num_groups
+
+    def room(self) -> Room:
+        """See Mixer: the state, and the last inputs of each convolution."""
+        tails = {
+            f"{name}_tail": Parameter((self.conv_width - 1, size), ("head_dim", "heads"), "zeros")
+            for name, size in self._channels().items()
+        }
+        shape = (self.num_groups, self._group, self.state_dim, self.head_dim)
+        axes: tuple[Axis, ...] = ("heads", "head_dim", "head_dim", "head_dim")
+        return Room(fixed={"state": Parameter(shape, axes, "zeros", is_float32=True), **tails})
+
+    def prepare(self, start_BT: jax.Array | None) -> _Masks | None:
+        """See Mixer: what the first positions of a sequence do not read."""
+        return None if start_BT is None else (conv_masks(start_BT, self.conv_width), ChunkMasks.of(start_BT))
+
+    def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+        """See Mixer."""
+        num_rows = x.shape[0]
+        empty = {
+            name: jnp.zeros((num_rows, *each.shape), jnp.float32 if each.is_float32 else params["in_proj_x"].dtype)
+            for name, each in self.room().fixed.items()
+        }
+        mixed, _ = self._mix_rows(x, params, adapters, empty, at.layout, masks=at.prepared[self])
+        return mixed
+
+    def extend(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
+    ) -> tuple[jax.Array, Held]:
+        """See Mixer. Tokens from `at.size` on are padding and leave no trace."""
+        mixed, fixed = self._mix_rows(x, params, adapters, held.fixed, at.layout, size=at.size)
+        return mixed, Held(fixed=fixed)
+
+    def step(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
+    ) -> tuple[jax.Array, Held]:
+        """See Mixer."""
+        projected, fixed, convolved = self._project(x, params, adapters), {}, {}
+        for name in _XBC:
+            tail = held.fixed[f"{name}_tail"]
+            convolved[name], fixed[f"{name}_tail"] = conv_step(projected[name], kernel_of(params, name), tail)
+        inputs, c, b = self._heads(convolved, params)
+        step, decay = self._steps(x, params)
+        mixed, fixed["state"] = state_space_step(c, b, step[..., None] * inputs, decay, held.fixed["state"])
+        return self._finish(mixed, inputs, projected["z"], params, adapters), Held(fixed=fixed)
+
+    def _mix_rows(
+        self,
+        x_BTD: jax.Array,
+        params: LayerParams,
+        adapters: LayerAdapters,
+        fixed: dict[str, jax.Array],
+        layout: Layout,
+        *,
+        masks: _Masks | None = None,
+        size: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the output for rows whose state before was `fixed`, and the state after the first `size` tokens."""
+        projected = self._project(x_BTD, params, adapters)
+        conv, chunks = (None, None) if masks is None else masks
+        convolved = {
+            name: short_conv(projected[name], kernel_of(params, name), fixed[f"{name}_tail"], conv) for name in _XBC
+        }
+        inputs, c, b = self._heads(convolved, params)
+        step, decay = self._steps(x_BTD, params)
+        length = x_BTD.shape[1]
+        if size is not None:
+            is_token_T11 = (jnp.arange(length) < size)[:, None, None]
+            step, decay = jnp.where(is_token_T11, step, 0.0), jnp.where(is_token_T11, decay, 0.0)
+        mixed, state = apply_rule(state_space, (c, b, step[..., None] * inputs, decay), fixed["state"], chunks, layout)
+        last = length if size is None else size
+        tails = {f"{name}_tail": last_inputs(projected[name], fixed[f"{name}_tail"], last) for name in _XBC}
+        return self._finish(mixed, inputs, projected["z"], params, adapters), {"state": state, **tails}
+
+    def _project(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters) -> dict[str, jax.Array]:
+        """Return the inputs of the convolutions and of the gate."""
+        found = {name: linear(x, params[f"in_proj_{name}"].T, None) for name in ("b", "c")}
+        for name in ("x", "z"):
+            found[name] = linear(x, params[f"in_proj_{name}"], adapters.maps.get(f"in_proj_{name}"))
+        return found
+
+    def _heads(self, convolved: dict[str, jax.Array], params: LayerParams) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the inputs of heads [..., G, H, P], and what groups read and write [..., G, N]."""
+        if self.has_conv_bias:
+            convolved = {name: each + params[f"{name}_conv_bias"] for name, each in convolved.items()}
+        x, b, c = (jax.nn.silu(convolved[name]) for name in _XBC)
+        leading = x.shape[:-1]
+        c, b = (each.reshape(*leading, self.num_groups, self.state_dim) for each in (c, b))
+        return x.reshape(*leading, self.num_groups, self._group, self.head_dim), c, b
+
+    def _steps(self, x: jax.Array, params: LayerParams) -> tuple[jax.Array, jax.Array]:
+        """Return the step and the decay of each position, float32 [..., G, H]."""
+        step = jax.nn.softplus(multiply(x, params["in_proj_dt"].T) + params["dt_bias"])
+        step = jnp.maximum(step, self.least_step) if self.least_step else step
+        shape = (*x.shape[:-1], self.num_groups, self._group)
+        return step.reshape(shape), (-jnp.exp(params["decay_log"]) * step).reshape(shape)
+
+    def _finish(
+        self, mixed: jax.Array, inputs: jax.Array, z: jax.Array, params: LayerParams, adapters: LayerAdapters
+    ) -> jax.Array:
+        """Return the output map of the heads [..., G, H, P] with their inputs, gated and normalised."""
+        mixed = mixed + params["skip"].reshape(self.num_groups, self._group, 1) * inputs
+        by_group = (self.num_groups, -1)
+        gated = (mixed.reshape(z.shape) * jax.nn.silu(z)).reshape(*z.shape[:-1], *by_group)
+        normalised = rms_norm(gated, params["out_norm"].reshape(by_group), self.norm_epsilon)
+        return linear(normalised.reshape(z.shape), params["out_proj"], adapters.maps.get("out_proj"))
+
+    @property
+    def _group(self) -> int:
+        return self.num_heads // self.num_groups
+
+    def _channels(self) -> dict[str, int]:
+        groups = self.num_groups * self.state_dim
+        return {"x": self.num_heads * self.head_dim, "b": groups, "c": groups}
