@@ -72,7 +72,7 @@ def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None
         ("Qwen3_5MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
         pytest.param("Qwen3NextForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
         ("DeepseekV3ForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
-        ("NemotronHForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
+        ("NemotronHForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared"),
         pytest.param("Glm4MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
     ],
 )
@@ -83,6 +83,7 @@ def test_training_and_sampling_on_a_mesh(
     mixed = {"tied_embeddings": False, "num_layers": 2, "experts": {"mlp_only_layers": [0]}, "std": 0.1}
     # A norm divides by outputs near 0, and AdamW by gradients near 0: epsilon bounds what rounding becomes.
     linear = {"num_layers": 4, "hidden_size": 64, "head_dim": 16, "std": 0.1, "keys": {"rms_norm_eps": 0.1}}
+    four_layers = {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4}
     more = {
         "Qwen3MoeForCausalLM": mixed,
         "GptOssForCausalLM": {"tied_embeddings": False, "std": 0.1},
@@ -90,7 +91,7 @@ def test_training_and_sampling_on_a_mesh(
         "Qwen3_5MoeForCausalLM": {"tied_embeddings": False, **linear},
         "Qwen3NextForCausalLM": {"tied_embeddings": False, **linear},
         "DeepseekV3ForCausalLM": {"tied_embeddings": False, "std": 0.1},
-        "NemotronHForCausalLM": {"std": 0.1},
+        "NemotronHForCausalLM": {**linear, "keys": {"layer_norm_epsilon": 0.1, **four_layers}},
         "Glm4MoeForCausalLM": {"tied_embeddings": False, "std": 0.1},
     }.get(architecture, {})
     directory = write_model(tmp_path, architecture, **SIZES | more)

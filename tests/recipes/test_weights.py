@@ -10,6 +10,8 @@ import pytest
 import tinker
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx.models import adapter_format
+from skyrl_tx.models.nemotron_h import NEMOTRON_H
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights.merge import merge
 from skyrl_tx.weights.peft import AdapterFiles, read_adapter
@@ -86,10 +88,24 @@ def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
     assert sorted(checkpoint.tinker_path for checkpoint in left) == sorted(folders)
     for folder in folders.values():
         output = json.loads((folder / "output.json").read_text())
-        assert np.abs(np.subtract(output["lora"], output["base"])).max() > 0.01
-        if architecture != "GptOssForCausalLM":  # peft does not apply factors of its experts
+        assert np.abs(np.subtract(output["merged"], output["base"])).max() > 0.01
+        if architecture == NEMOTRON_H.architecture:
+            assert_equal_factors(model, folder)
+        elif architecture != "GptOssForCausalLM":  # peft does not apply factors of its experts
             np.testing.assert_allclose(output["lora"], server, atol=1e-5)
         np.testing.assert_allclose(output["merged"], server, atol=1e-5)
+
+
+def assert_equal_factors(model: Path, folder: Path) -> None:
+    """Check that the cookbook's adapter for PEFT is ours, with the maps of `in_proj` as one."""
+    config = NEMOTRON_H.config_from_hf(json.loads((model / "config.json").read_text()))
+    fused = adapter_format(config, NEMOTRON_H.weights, NAME).fused
+    ours, theirs = read_adapter(folder / "adapter").in_layout("peft", fused), read_adapter(folder / "lora")
+    assert ours.factors.keys() == theirs.factors.keys() and ours.scale == theirs.scale
+    assert theirs.config["rank_pattern"] == ours.config["rank_pattern"] == {"in_proj": 16}
+    for module, factors in ours.factors.items():
+        for found, wanted in zip(factors, theirs.factors[module], strict=True):
+            np.testing.assert_array_equal(found, wanted, err_msg=module)
 
 
 def test_merged_experts_equal_those_merged_by_the_cookbook(tmp_path: Path, client_environment) -> None:

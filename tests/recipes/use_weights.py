@@ -32,11 +32,10 @@ def use(base_model: str, tokens: list[int], tinker_path: str, folder: Path) -> N
     built = {"base_model": base_model, "adapter_path": adapter}
     weights.build_lora_adapter(**built, output_path=str(folder / "lora"))
     weights.build_hf_model(**built, output_path=str(folder / "merged"), dtype="float32")
-    output = {
-        "base": logprobs(load(Path(base_model)), tokens),
-        "lora": logprobs(PeftModel.from_pretrained(load(Path(base_model)), folder / "lora"), tokens),
-        "merged": logprobs(load(folder / "merged"), tokens),
-    }
+    base = load(Path(base_model))
+    output = {"base": logprobs(base, tokens), "merged": logprobs(load(folder / "merged"), tokens)}
+    if base.config.model_type != "nemotron_h":  # peft refuses the adapter of its `out_proj`
+        output["lora"] = logprobs(PeftModel.from_pretrained(base, folder / "lora"), tokens)
     (folder / "output.json").write_text(json.dumps(output))
 
 

@@ -50,7 +50,9 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
 
     # Held during one layer's backward pass. Tokens on their way through experts are whole on each device of `tp`.
     has_experts = any(isinstance(block.feed_forward, Mixture) for block in config.blocks)
-    one_layer = of_token(RematPolicy.NONE) // config.num_layers // (1 if has_experts else tp)
+    # A layer of one part may hold twice what such layers do on average, as a mixture does next to a mixer.
+    num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
+    one_layer = of_token(RematPolicy.NONE) // num_layers // (1 if has_experts else tp)
     inputs = of_token(RematPolicy.FULL)
     logits = CHUNK * config.vocab_size * 4 // tp
     merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap

@@ -39,10 +39,21 @@ def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
     assert of_a_token(RematPolicy.FULL) < of_a_token(RematPolicy.SAVE_MATMULS) < 0.5 * of_a_token(RematPolicy.NONE)
 
 
+ONE_PART_A_LAYER = {
+    "architecture": "NemotronHForCausalLM",
+    "experts": {"moe_intermediate_size": 128, "moe_latent_size": 64, "moe_shared_expert_intermediate_size": 256},
+    "keys": {
+        **{"mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 64},
+        **{"hybrid_override_pattern": "MEMEME*E", "num_hidden_layers": 8},
+    },
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [{"num_layers": 4}, ONE_PART_A_LAYER], ids=["two-parts", "one-part"])
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_estimate_matches_the_compiled_program(tmp_path, remat):
-    directory = write_model(tmp_path, vocab_size=1024, hidden_size=256, num_layers=4, head_dim=64, mlp_size=768)
+def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
+    directory = write_model(tmp_path, vocab_size=1024, hidden_size=256, head_dim=64, mlp_size=768, **more)
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
     config = family.config_from_hf(content)
