@@ -4,7 +4,7 @@ A model is a frozen `ModelConfig` (static under jit) and a `DecoderParams` tree 
 constant). Everything below is a pure function; `adapter` may be None (the base model), one `Adapter` for all rows, or
 slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, logits and log-probabilities are float32.
 
-    embed(params, tokens)                                                -> embeddings [..., D]
+    embed(params, config, tokens)                                        -> embeddings [..., D]
     forward(params, config, inputs, adapter, adapter_B, remat=...)       -> hidden [B, T, D]
     target_logprobs(params, hidden_BTD, targets, adapter, adapter_B)     -> log p, [B, T] or [B, T, K] as the targets
     target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, logprob_gradient, inputs)
@@ -57,6 +57,8 @@ class ModelFamily:
     """The config keys of `NEUTRAL` that `read_blocks` reads with any value."""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """Config keys of this family, with the names that others give them."""
+    scales_embeddings: bool = False
+    """Whether embeddings are multiplied by the square root of the hidden size."""
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config keys that a checkpoint may leave out
 
     @property
@@ -80,6 +82,7 @@ class ModelFamily:
             max_context_length=read_size(hf, "max_position_embeddings"),
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
             groups=group_blocks(self.read_blocks(hf)),
+            scales_embeddings=self.scales_embeddings,
         )
 
     def bound_weights(self, config: ModelConfig) -> WeightMap:

@@ -23,6 +23,8 @@ class Block:
 
     mixer: Mixer | None
     feed_forward: FeedForward | None
+    has_output_norms: bool = False
+    """Whether the output of each part is normalised before it is added."""
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward, ...]:
@@ -97,6 +99,7 @@ class ModelConfig:
     max_context_length: int  # tokens
     tied_embeddings: bool
     groups: tuple[Group, ...]
+    scales_embeddings: bool = False  # by the square root of the hidden size
     expert_lora: ExpertLora = "shared"
     _hash: int = field(init=False, repr=False, compare=False)
 

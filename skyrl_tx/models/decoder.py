@@ -4,14 +4,17 @@ Legend: B batch, T tokens, D embed, V vocab, n layers of a stack, S slots, C cac
 The interface is described in `skyrl_tx.models.base`.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from skyrl_tx.layers import logprobs
+from skyrl_tx.layers.apart import add_apart
 from skyrl_tx.layers.held import Cache, ChunkHeld, Held, SliceCache, position_axes, write_chunk
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, select_rows
 from skyrl_tx.layers.norm import rms_norm
@@ -20,7 +23,7 @@ from skyrl_tx.layers.remat import RematPolicy, with_remat
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.config import Block, Group, ModelConfig
 from skyrl_tx.models.layer_adapters import GroupAdapters
-from skyrl_tx.models.params import DecoderParams, StackParams
+from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, StackParams
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, Mixer, Place
 
 
@@ -51,7 +54,7 @@ def forward(
         return mixer.rows(x_BTD, params, adapters, at), None
 
     own = GroupAdapters.of_all(config, adapter, adapter_B)
-    x_BTD, _ = _apply(_Mode(config, at.layout, mix, remat), _embedded(params, inputs), params.layers, own)
+    x_BTD, _ = _apply(_Mode(config, at.layout, mix, remat), _embedded(params, config, inputs), params.layers, own)
     return _finish(params, config, x_BTD)
 
 
@@ -85,7 +88,7 @@ def extend(
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, before)
     own = GroupAdapters.of_all(config, adapter, adapter_B)
     fixed = tuple(held.fixed for held in past)
-    x_BTD, kept = _apply(mode, _embedded(params, inputs), params.layers, own, fixed)
+    x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params.layers, own, fixed)
     grown = tuple(write_chunk(held, new, start) for held, new in zip(past, kept, strict=True))
     return _finish(params, config, x_BTD), constrain_cache(at.layout, config, grown)
 
@@ -113,27 +116,29 @@ def decode_step(
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, cache.layer)
     own = GroupAdapters.of_all(config, adapter, adapter_S)
     fixed = tuple(tuple(each.fixed for each in live) if isinstance(live, tuple) else live.fixed for live in cache.live)
-    x_SD, live = _apply(mode, _embedded(params, token_S), params.layers, own, fixed)
+    x_SD, live = _apply(mode, _embedded(params, config, token_S), params.layers, own, fixed)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
     if at.layout.is_split:  # then there are no separate layers
         live = constrain_cache(at.layout, config, live)
     return hidden_SD, replace(cache, live=live, num_recent=cache.num_recent + 1)
 
 
-def embed(params: DecoderParams, tokens: jax.Array) -> jax.Array:
+def embed(params: DecoderParams, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     """Return the tokens' embeddings, float32 [B, ..., D].
 
     Each device looks up its part of D for all rows; then the parts are exchanged. The table is not moved.
     """
     x = params.embed[tokens].astype(jnp.float32)
+    if config.scales_embeddings:  # by a factor in the type of the weights, as models were trained: 55.5, not 55.43
+        x = x * np.float32(np.float32(math.sqrt(config.hidden_size)).astype(params.embed.dtype))
     others = [None] * (x.ndim - 2)
     x = params.layout.constrain(x, None, *others, "embed")
     x = params.layout.constrain(x, "expert_batch", *others, None)
     return params.layout.constrain(x, "batch", *others, None)
 
 
-def _embedded(params: DecoderParams, inputs: jax.Array) -> jax.Array:
-    return embed(params, inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs.astype(jnp.float32)
+def _embedded(params: DecoderParams, config: ModelConfig, inputs: jax.Array) -> jax.Array:
+    return embed(params, config, inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs.astype(jnp.float32)
 
 
 def _finish(params: DecoderParams, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
@@ -180,13 +185,22 @@ class _Mode:
         """Return `x` with the outputs of one block added, and what its mixer keeps."""
         x = self.layout.constrain(x, "batch", *[None] * (x.ndim - 1))
         epsilon, kept = self.config.norm_epsilon, Held()
+        of_mixer, of_feed_forward = (params.get(name) for name in OUTPUT_NORMS)
         if block.mixer is not None:
             mixed, kept = self.mix(block.mixer, rms_norm(x, params["attn_norm"], epsilon), params, adapters, held)
-            x = x + mixed
+            x = _added(x, mixed, of_mixer, epsilon)
         if block.feed_forward is not None:
-            y = rms_norm(x, params["mlp_norm"], epsilon)
-            x = x + block.feed_forward.apply(y, params, adapters, self.layout)
+            y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.layout)
+            x = _added(x, y, of_feed_forward, epsilon)
         return x, kept
+
+
+def _added(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: float) -> jax.Array:
+    """Return `x` plus the output of a part, through its output norm if it has one.
+
+    Apart, because XLA on CPU rounds the product of a norm and its sum with `x` otherwise if no gradient needs the sum.
+    """
+    return x + output if norm is None else add_apart(x, rms_norm(output, norm, epsilon))
 
 
 def _apply(

@@ -17,6 +17,9 @@ from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models.config import ModelConfig, Stack
 from skyrl_tx.models.parts.base import LayerParams
 
+OUTPUT_NORMS = "attn_output_norm", "mlp_output_norm"
+"""The norms of what a block adds, where it has them (`Block.has_output_norms`)."""
+
 StackParams = LayerParams | tuple[LayerParams, ...]
 """The parameters of a stack by name, each with a leading n; or in a tuple, each layer by itself."""
 
@@ -51,8 +54,13 @@ def describe_params(config: ModelConfig) -> DecoderParams:
 def _describe_stack(stack: Stack, hidden_size: int) -> Mapping[str, Parameter]:
     norm = Parameter((hidden_size,), ("embed",), "ones", is_float32=True)
     block, found = stack.block, dict[str, Parameter]()
-    for name, part in (("attn_norm", block.mixer), ("mlp_norm", block.feed_forward)):
-        own = {} if part is None else {name: norm, **part.describe()}
+    of_mixer, of_feed_forward = OUTPUT_NORMS
+    for name, output_norm, part in (
+        ("attn_norm", of_mixer, block.mixer),
+        ("mlp_norm", of_feed_forward, block.feed_forward),
+    ):
+        norms = (name, output_norm) if block.has_output_norms else (name,)
+        own = {} if part is None else {**dict.fromkeys(norms, norm), **part.describe()}
         assert not found.keys() & own.keys(), (
             f"the names of a block are not unique: {sorted(found.keys() & own.keys())}"
         )

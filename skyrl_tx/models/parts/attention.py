@@ -48,6 +48,8 @@ class Attention:
     """How many dims of each head, the first ones, are rotated; None is all."""
     is_gated: bool = False
     """Whether the query map also returns a gate of the output: in each head the query, then the gate."""
+    query_factor: float = 1.0
+    """A factor of queries, for scores that are not products divided by the root of the dims of a head."""
     window: int | None = None
     """How many positions each attends to, itself included; None if to all before it."""
     has_output_bias: bool = False
@@ -139,6 +141,7 @@ class Attention:
         if self.norm_epsilon is not None:
             q = rms_norm(q, params["q_norm"], self.norm_epsilon)
             k = rms_norm(k, params["k_norm"], self.norm_epsilon)
+        q = q if self.query_factor == 1.0 else q * self.query_factor
         dtype = params["q_proj"].dtype
         if self.rotation is not None:
             angles = at.angles[self.rotation]

@@ -4,8 +4,10 @@ Most have a gate (SwiGLU: Shazeer 2020, arXiv:2002.05202); those without square 
 arXiv:2109.08668).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,13 @@ from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target
 
+Activation = Literal["silu", "gelu_tanh"]
+"""The function of the gate. The second is GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), approximated by tanh."""
+_ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
@@ -22,8 +31,10 @@ class Dense:
 
     hidden_size: int
     mlp_size: int
+    activation: Activation = "silu"
     is_gated: bool = True
-    """Whether silu of a gate is multiplied by the map up. Without a gate, that is squared where it is above 0."""
+    """Whether the activation of a gate is multiplied by the map up. Without a gate, that is squared where it is above
+    0."""
 
     @property
     def marks_matmuls(self) -> bool:
@@ -49,11 +60,16 @@ class Dense:
 
     def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
         """See FeedForward."""
-        return apply_dense(x, params, adapters)
+        return apply_dense(x, params, adapters, activation=self.activation)
 
 
 def apply_dense(
-    x: jax.Array, params: LayerParams, adapters: LayerAdapters, prefix: str = "", weight: jax.Array | None = None
+    x: jax.Array,
+    params: LayerParams,
+    adapters: LayerAdapters,
+    prefix: str = "",
+    weight: jax.Array | None = None,
+    activation: Activation = "silu",
 ) -> jax.Array:
     """Return the output of the feed-forward whose maps have this prefix, times a weight of each position [..., 1].
 
@@ -65,7 +81,7 @@ def apply_dense(
 
     if prefix + "gate_proj" in params:
         gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
-        inner = jax.nn.silu(gate) * up
+        inner = _ACTIVATIONS[activation](gate) * up
     else:
         inner = jnp.square(jax.nn.relu(apply(x, "up_proj")))
     return apply(inner if weight is None else inner * weight, "down_proj")

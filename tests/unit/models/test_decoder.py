@@ -273,7 +273,8 @@ def test_bfloat16_weights_keep_float32_results(loaded):
 
 def test_embeddings_and_positions_may_be_given(loaded):
     params, config, x = loaded.params, loaded.config, tokens()
-    embedded, start = np.asarray(fast_jit(models.embed)(params, x)), np.zeros(x.shape, np.int32)
+    embed = fast_jit(models.embed, static_argnames="config")
+    embedded, start = np.asarray(embed(params, config, x)), np.zeros(x.shape, np.int32)
     start[:, 15:] = 15
     whole = evaluate(params, config, x, start_BT=start)
     np.testing.assert_array_equal(evaluate(params, config, embedded, start_BT=start), whole)
@@ -285,6 +286,16 @@ def test_embeddings_and_positions_may_be_given(loaded):
     expected, same = extend(params, config, x[:, :32], np.int32(0), filled_cache(params, config, np.nan))
     np.testing.assert_array_equal(hidden, expected)
     jax.tree.map(np.testing.assert_array_equal, past, same)
+
+
+@pytest.mark.parametrize(("hidden_size", "factor"), [(32, 5.65625), (3072, 55.5)])
+def test_scaled_embeddings_have_a_factor_in_the_type_of_the_weights(loaded, hidden_size, factor):
+    config = replace(loaded.config, hidden_size=hidden_size, scales_embeddings=True)
+    plain, x = loaded.params.embed, tokens()
+    for dtype, expected in ((jnp.float32, np.float32(hidden_size) ** np.float32(0.5)), (jnp.bfloat16, factor)):
+        table = plain.astype(dtype)
+        found = models.embed(loaded.params.replace(embed=table), config, x)
+        np.testing.assert_array_equal(found, table[x].astype(jnp.float32) * expected)
 
 
 def one_by_one(params, config):
