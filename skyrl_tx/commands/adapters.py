@@ -101,7 +101,8 @@ def _export(arguments: argparse.Namespace) -> None:
                 family = find_family(content)
                 config = family.config_from_hf(content)
                 if arguments.merge:
-                    merge(base, family.bound_weights(config), adapter, folder, arguments.dtype)
+                    weights, is_tied = family.bound_weights(config), config.tied_embeddings
+                    merge(base, weights, adapter, folder, arguments.dtype, ties_by_default=is_tied)
                 else:
                     fused = adapter_format(config, family.weights, name).fused
                     adapter.in_layout("peft", fused).write(folder)

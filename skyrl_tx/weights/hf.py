@@ -31,7 +31,10 @@ WEIGHT_PATTERNS = ("*.safetensors",)
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
 REDUNDANT_TENSORS = ("lm_head.weight",)
 # Of checkpoints that also predict further tokens, or read images.
-UNUSED_PREFIXES = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.")
+UNUSED_PREFIXES = (
+    *("mtp.", "model.visual.", "vision_tower.", "mm_projector."),
+    *("multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
 FURTHER_LAYERS = "num_nextn_predict_layers"
 """The config key with the number of layers that predict further tokens, which come after the others."""
 

@@ -63,7 +63,15 @@ class _Update:
             self.rule.view(tensor)[self.expert] = part_IO
 
 
-def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtype: str | None = None) -> None:
+def merge(
+    base: Path,
+    weights: WeightMap,
+    adapter: AdapterFiles,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    ties_by_default: bool = False,
+) -> None:
     """Write `base` with the adapter merged into it to an empty directory.
 
     Sums are taken in float32 and stored in the type that the checkpoint has, or in `dtype`. Packed tensors are
@@ -71,7 +79,8 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     the adapter changes becomes one of its own, as the input embedding must stay what it is. Raises AdapterError for an
     adapter that does not fit, CheckpointError for a base model that cannot be read.
 
-    `weights` have the rows of rules that share a tensor (`ModelFamily.bound_weights`).
+    `weights` have the rows of rules that share a tensor (`ModelFamily.bound_weights`). `ties_by_default`: the
+    embeddings are tied unless `config.json` says otherwise.
     """
     config = read_json(base, "config.json")
     located = locate_tensors(base)
@@ -79,7 +88,7 @@ def merge(base: Path, weights: WeightMap, adapter: AdapterFiles, out: Path, dtyp
     tensor_of = {rule.path: rule.tensor for rule in weights}
     embed, unembed = tensor_of["embed"], tensor_of["unembed"]
     text = config.get("text_config", {})
-    is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", ties_by_default)))
     pending = _updates(weights, adapter, unembed, nesting_of(located))
     unties = is_tied and unembed in pending
     written: dict[str, str] = {}

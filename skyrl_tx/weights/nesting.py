@@ -19,8 +19,8 @@ class Nesting:
 _NOT_NESTED = Nesting("", "")
 _NESTINGS = (
     Nesting("backbone.", "model."),  # Nemotron-H, whose modules have the plain names in transformers
-    Nesting("model.language_model.", "model."),  # Qwen3.5, whose unembedding has its plain name
-    Nesting("language_model.", ""),  # Kimi K2.5
+    Nesting("model.language_model.", "model."),  # Qwen3.5 and new files of Gemma 3; the unembedding has its plain name
+    Nesting("language_model.", ""),  # Kimi K2.5 and Gemma 3
 )
 
 
