@@ -26,6 +26,7 @@ from skyrl_tx.models.decoder import (
     target_logprobs_and_gradient,
 )
 from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
+from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.glm4_moe import GLM4_MOE
 from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE
 from skyrl_tx.models.gpt_oss import GPT_OSS
@@ -45,7 +46,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     name: family
     for family in (
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, GPT_OSS),
-        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, NEMOTRON_H),
+        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, NEMOTRON_H, GEMMA3),
     )
     for name in family.names
 }

@@ -114,6 +114,16 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         "mlp_hidden_act": "relu2",
     },
+    "Gemma3ForCausalLM": {
+        "model_type": "gemma3_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
     "Qwen3_5ForCausalLM": {
         **DELTA_NETS,
         "model_type": "qwen3_5_text",  # without the suffix, that of the model with images

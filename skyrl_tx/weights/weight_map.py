@@ -405,6 +405,17 @@ NEMOTRON_WEIGHTS: WeightMap = (  # every layer has one part, and one norm
 )
 
 
+def with_output_norms(weights: WeightMap) -> WeightMap:
+    """Return the rules of a checkpoint whose blocks also normalise what they add, after attention and feed-forward."""
+    norms = (
+        _layer("attn_output_norm", "post_attention_layernorm.weight"),
+        _layer("mlp_norm", "pre_feedforward_layernorm.weight"),
+        _layer("mlp_output_norm", "post_feedforward_layernorm.weight"),
+    )
+    own = {rule.path for rule in norms}
+    return (*(rule for rule in weights if rule.path not in own), *norms)
+
+
 def norms_from_one(weights: WeightMap) -> WeightMap:
     """Return the rules of a checkpoint that stores the weights of its norms relative to 1."""
     return tuple(replace(rule, offset=1.0) if rule.path.endswith("_norm") else rule for rule in weights)

@@ -75,6 +75,20 @@ VARIANTS = {
         "experts": {"moe_latent_size": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         "keys": {"hybrid_override_pattern": "M-M-*EM-M-*E", "num_hidden_layers": 12, "use_conv_bias": False},
     },
+    "gemma3-tied": {"architecture": "Gemma3ForCausalLM"},
+    "gemma3-untied": {
+        "architecture": "Gemma3ForCausalLM",
+        "tied_embeddings": False,
+        "num_layers": 7,
+        "keys": {
+            "sliding_window_pattern": 3,
+            "rope_scaling": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            },
+        },
+    },
     "gpt-oss-tied": {"architecture": "GptOssForCausalLM", "num_layers": 3, "experts": {"num_experts_per_tok": 4}},
 }
 OWN = (
@@ -91,6 +105,7 @@ DEFAULT = (
     "mistral-untied",
     "gpt-oss-untied",
     "deepseek-untied",
+    "gemma3-tied",
     "qwen3_5-untied",
     "qwen3_5-moe-untied",
     "nemotron-untied",

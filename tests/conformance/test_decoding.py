@@ -28,6 +28,8 @@ COPIES = "abc"  # of each request
         "glm-untied",
         "glm-lite-untied",
         "nemotron-untied",
+        "gemma3-tied",
+        "gemma3-untied",
         "qwen3_5-untied",
         "qwen3_5-moe-untied",
         "qwen3-next-untied",

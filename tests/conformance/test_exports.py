@@ -118,6 +118,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "gpt-oss": {"tied_embeddings": False, "architecture": "GptOssForCausalLM", "keys": {"sliding_window": 5}},
     "sigmoid": {"tied_embeddings": False, "architecture": "Glm4MoeForCausalLM"},
     "latents": {"tied_embeddings": False, "architecture": "DeepseekV3ForCausalLM"},
+    "output-norms": {"tied_embeddings": True, "architecture": "Gemma3ForCausalLM", "keys": {"sliding_window": 5}},
     "linear": {"tied_embeddings": False, "architecture": "Qwen3_5ForCausalLM", "num_layers": 4},
     "linear-experts": {"tied_embeddings": False, "architecture": "Qwen3_5MoeForCausalLM", "num_layers": 4},
     "mamba": {"architecture": "NemotronHForCausalLM"},

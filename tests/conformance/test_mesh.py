@@ -74,6 +74,7 @@ def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None
         ("DeepseekV3ForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared"),
         ("NemotronHForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared"),
         pytest.param("Glm4MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
+        ("Gemma3ForCausalLM", {"fsdp=2,tp=4": 8}, "shared"),
     ],
 )
 def test_training_and_sampling_on_a_mesh(

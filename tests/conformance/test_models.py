@@ -11,7 +11,7 @@ from tests.support.fast_jit import fast_jit
 
 SLOW_WITH_SLOTS = (
     *("qwen3-tied", "qwen2-tied", "qwen2-untied", "llama3-untied", "llama3-tied", "qwen3-moe-untied"),
-    *("mistral-untied", "gpt-oss-untied", "deepseek-tied"),
+    *("mistral-untied", "gpt-oss-untied", "deepseek-tied", "gemma3-tied"),
 )
 
 

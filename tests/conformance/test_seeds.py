@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "architecture": "Qwen3_5ForCausalLM",
         "keys": {"layer_types": ["linear_attention", "full_attention"]},
     },
+    "Gemma3": {"architecture": "Gemma3ForCausalLM"},
 }
 """Each has two layers, because differences of rounding grow with the depth."""
 

@@ -39,6 +39,7 @@ VARIANTS = {
     "Glm4MoeForCausalLM": {"num_layers": 3},
     "Glm4MoeLiteForCausalLM": {"num_layers": 3},
     "NemotronHForCausalLM": {},
+    "Gemma3ForCausalLM": {"num_layers": 3, "keys": {"sliding_window": 20}},
 }
 
 

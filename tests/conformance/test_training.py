@@ -72,6 +72,7 @@ SLOW_VARIANTS = (
     "glm-untied",
     "glm-lite-untied",
     "nemotron-untied",
+    "gemma3-tied",
     "qwen3_5-moe-untied",
     "qwen3-next-untied",
 )

@@ -1,4 +1,4 @@
-"""The JAX backend passes the backend suite with tiny models: dense, with experts, windows, sinks, latents, states."""
+"""The JAX backend passes the backend suite with tiny models of every kind of part and block."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from tests.support.tiny import (
     LATENTS,
     MAMBA,
     MOE,
+    OUTPUT_NORMS,
     SINKS,
     TINY_CONFIG,
     WINDOWS,
@@ -101,3 +102,8 @@ class TestJaxWithGlm(TestJax):
 @pytest.mark.exhaustive
 class TestJaxWithLatentsOfGlm(TestJax):
     architecture = GLM_LATENTS
+
+
+@pytest.mark.slow
+class TestJaxWithOutputNorms(TestJax):
+    architecture = OUTPUT_NORMS

@@ -65,7 +65,7 @@ def compiled_under(cache: Path) -> set[str]:
         "NemotronHForCausalLM",
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+            for name in ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Gemma3ForCausalLM")
         ),
     ],
 )

@@ -29,12 +29,13 @@ HYBRID, HYBRID_MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 BY_HEAD = "Qwen3NextForCausalLM"
 LATENTS = "DeepseekV3ForCausalLM"
 MAMBA = "NemotronHForCausalLM"
+OUTPUT_NORMS = "Gemma3ForCausalLM"
 GLM, GLM_LATENTS = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 VOCAB_SIZE = 256
 MODEL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tied_embeddings": False, "rope_theta": 1e6}
 """Arguments of `write_model` for all; the conformance tests compare the dense one with transformers."""
 OWN: dict[str, dict[str, Any]] = {
-    **{each: {"keys": {"sliding_window": 9}} for each in (WINDOWS, SINKS)},
+    **{each: {"keys": {"sliding_window": 9}} for each in (WINDOWS, SINKS, OUTPUT_NORMS)},
     **{each: {"num_layers": 4} for each in (HYBRID, HYBRID_MOE, BY_HEAD)},
     MAMBA: {"keys": {"ssm_state_size": 64}},  # a state as large as many positions
 }

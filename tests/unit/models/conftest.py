@@ -47,6 +47,9 @@ SHARED = "qwen3_5-moe-untied"
 LATENTS = "deepseek"
 """Attention whose cache has latents, a dense layer before sparse ones, and sigmoid scores of experts in groups."""
 
+OUTPUT_NORMS = "gemma3"
+"""Norms after attention and feed-forward, scaled embeddings, windows with ropes of their own."""
+
 BY_HEAD = "qwen3-next"
 """Maps of linear attention that are stored head by head."""
 
@@ -71,6 +74,7 @@ VARIANTS = {
     BY_HEAD: {"architecture": "Qwen3NextForCausalLM", "num_layers": 4, "std": 0.1, "split_experts": True},
     MAMBA: {"architecture": "NemotronHForCausalLM", "std": 0.1},
     LATENTS: {"architecture": "DeepseekV3ForCausalLM", "tied_embeddings": False, "num_layers": 3, "std": 0.1},
+    OUTPUT_NORMS: {"architecture": "Gemma3ForCausalLM", "num_layers": 3, "keys": {"sliding_window": 9}},
     "llama3-untied": {"architecture": "LlamaForCausalLM", "tied_embeddings": False, "rope_scaling": LLAMA3_ROPE},
 }
 
@@ -91,7 +95,7 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), CYCLE)
 
 
-@pytest.fixture(scope="module", params=[SINKS, SHARED, BY_HEAD, LATENTS, MAMBA])
+@pytest.fixture(scope="module", params=[SINKS, SHARED, BY_HEAD, LATENTS, MAMBA, OUTPUT_NORMS])
 def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Give models whose layers read sequences in other ways than whole."""
     return read_back(tmp_path_factory.mktemp("model"), request.param)

@@ -108,3 +108,21 @@ def test_experts_with_factors_of_their_own_have_several_times_as_many_parameters
 def test_the_form_changes_nothing_without_experts() -> None:
     content, _ = COUNTS["Qwen/Qwen3-8B"]
     assert count(read(content, "own")) == count(read(content, "shared"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "size", "width", "queries", "keys", "vocabulary"),
+    [
+        ("gemma-3-270m", 18, 640, 2048, 4 * 256, 256, 262144),
+        ("gemma-3-1b-it", 26, 1152, 6912, 4 * 256, 256, 262144),
+        ("gemma-3-4b-it", 34, 2560, 10240, 8 * 256, 4 * 256, 262208),
+        ("gemma-3-27b-it", 62, 5376, 21504, 32 * 128, 16 * 128, 262208),
+    ],
+)
+def test_adapters_of_a_family_that_the_service_does_not_list(
+    name: str, layers: int, size: int, width: int, queries: int, keys: int, vocabulary: int
+) -> None:
+    """One map into and one out of the hidden size for queries, two for keys and values, three for the feed-forward."""
+    attn = layers * (2 * (size + queries) + 2 * (size + keys))
+    expected = {"mlp": layers * 3 * (size + width), "attn": attn, "unembed": vocabulary + size}
+    assert count(read(hub(name), "shared")) == expected

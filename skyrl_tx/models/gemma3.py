@@ -1,0 +1,88 @@
+"""Gemma 3, dense: five layers with windows to each without, and output norms. Gemma Team 2025, arXiv:2503.19786."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from skyrl_tx.layers.rope import Rope
+from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_window
+from skyrl_tx.models.config import Block, HfConfig, read_given, read_rope, read_size, refuse_other_values
+from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS, norms_from_one, with_output_norms
+
+ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False,),
+}
+"""Keys that would change the maths, with the values that are implemented."""
+WINDOW, WHOLE = "sliding_attention", "full_attention"
+THETAS = {WINDOW: "rope_local_base_freq", WHOLE: "rope_theta"}
+"""The key with the theta of each kind of layers, where `rope_parameters` does not have it."""
+
+
+def read_layer_types(hf: HfConfig) -> tuple[str, ...]:
+    """Return the kind of each layer: as listed, else every `sliding_window_pattern`-th is without a window."""
+    num_layers = read_size(hf, "num_hidden_layers")
+    if not hf.get("layer_types"):
+        pattern = read_size(hf, "sliding_window_pattern")
+        return tuple(WINDOW if (layer + 1) % pattern else WHOLE for layer in range(num_layers))
+    kinds = tuple(hf["layer_types"])
+    if len(kinds) != num_layers or not set(kinds) <= set(THETAS):
+        raise UnsupportedModel(f"config.json has layer_types = {kinds}; supported: {num_layers} of {tuple(THETAS)}")
+    return kinds
+
+
+def read_ropes(hf: HfConfig) -> dict[str, Rope]:
+    """Read the rope of each kind of layers. Before transformers 5, `rope_scaling` is of those without a window."""
+    given, name = hf.get("rope_parameters"), "rope_parameters"
+    if not given:
+        given, name = {WHOLE: hf.get("rope_scaling")}, "rope_scaling"
+    elif not set(given) <= set(THETAS) or hf.get("rope_scaling"):
+        raise UnsupportedModel(
+            f"config.json has rope_parameters = {given!r}; supported: one of each of {tuple(THETAS)}"
+        )
+    return {kind: read_rope({name: given.get(kind), "rope_theta": hf[theta]}) for kind, theta in THETAS.items()}
+
+
+def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
+    """Read the layers."""
+    refuse_other_values(hf, ACCEPTED)
+    kinds, ropes, window = read_layer_types(hf), read_ropes(hf), read_window(hf)
+    if WINDOW in kinds and window is None:
+        raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
+    scalar = read_given(hf, "query_pre_attn_scalar")
+    if not isinstance(scalar, int | float) or scalar <= 0:
+        raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}, not a number above 0")
+    attention = read_attention({**hf, "rope_parameters": None, "rope_scaling": None}, has_norm=True)
+    whole = replace(attention, rope=ropes[WHOLE], query_factor=math.sqrt(attention.head_dim / scalar))
+    mixers = {WHOLE: whole, WINDOW: replace(whole, rope=ropes[WINDOW], window=window)}
+    dense = replace(read_dense(hf), activation="gelu_tanh")
+    return tuple(Block(mixers[kind], dense, has_output_norms=True) for kind in kinds)
+
+
+GEMMA3 = ModelFamily(
+    architecture="Gemma3ForCausalLM",
+    aliases=("Gemma3ForConditionalGeneration",),
+    weights=norms_from_one(with_output_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS)),
+    read_blocks=read_blocks,
+    reads=frozenset({"hidden_act", "layer_types"}),
+    scales_embeddings=True,
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+)
