@@ -23,7 +23,7 @@ from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.contract.requests import PromptOptions
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
-from tests.support.tiny import TINY_CONFIG, TinyModel
+from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, tiny_directory
 
 LENGTH = 160
 """The length to which sequences are padded for the full forward pass."""
@@ -211,6 +211,14 @@ def test_prefix_cache_hits_change_no_bit(tiny, adapter):
         assert results.bits == run(cold, request).bits, name
         hits |= results.cache_hits
     assert hits == {"equal": 116, "alike": 96, "part": 64}
+
+
+@pytest.mark.slow
+def test_hits_and_company_change_no_bit_of_a_model_with_output_norms():
+    model = load_model(tiny_directory(OUTPUT_NORMS))
+    test_prefix_cache_hits_change_no_bit(model, RED)
+    for adapter in (None, RED):
+        test_batch_invariance(start(model), adapter)
 
 
 @pytest.mark.slow
