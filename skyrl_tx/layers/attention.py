@@ -5,7 +5,7 @@ cache positions, H head dim, which may be another for values.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import jax
@@ -29,15 +29,19 @@ def causal_attention(
     sinks_N: jax.Array | None = None,
     *,
     window: int | None = None,
+    kernel: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Return attention of each position over itself and all earlier ones, float32 [B, T, N, H].
 
     With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
     consecutive sequences. With a window it attends to at most that many positions, itself included. The sink of a head
     is the score of one more key, whose value is 0; its gradient is not computed. There is no padding mask: rows are
-    padded at the right, to which no real position attends.
+    padded at the right, to which no real position attends. Rows of more than DENSE_LENGTH tokens are computed by the
+    kernel for these heads (`kernels.choice.Kernels.attend`) if there is one.
     """
     B, T, N, H = q_BTNH.shape
+    if kernel is not None and T > DENSE_LENGTH:
+        return kernel(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
     K = k_BTKH.shape[2]
     if window is not None and window < T:  # a window is a start that moves with the position
         first_T = jnp.maximum(jnp.arange(T, dtype=jnp.int32) - (window - 1), 0)

@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MATMUL = "matmul"
+MATMUL = "matmul"
+"""The name of what `mark_matmul` marks."""
 
 
 class RematPolicy(Enum):
@@ -27,12 +28,12 @@ class RematPolicy(Enum):
 
 def mark_matmul(x: jax.Array) -> jax.Array:
     """Mark `x` as the result of a matrix product, which SAVE_MATMULS keeps."""
-    return checkpoint_name(x, _MATMUL)
+    return checkpoint_name(x, MATMUL)
 
 
 def with_remat(policy: RematPolicy, layer: Callable[P, R]) -> Callable[P, R]:
     """Return the layer with a remat policy for its gradient."""
     if policy is RematPolicy.NONE:
         return layer
-    saved = jax.checkpoint_policies.save_only_these_names(_MATMUL) if policy is RematPolicy.SAVE_MATMULS else None
+    saved = jax.checkpoint_policies.save_only_these_names(MATMUL) if policy is RematPolicy.SAVE_MATMULS else None
     return jax.checkpoint(layer, policy=saved, prevent_cse=False)  # a scan already prevents common subexpressions

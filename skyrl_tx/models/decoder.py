@@ -149,7 +149,7 @@ def _place(params: DecoderParams, config: ModelConfig, position: jax.Array) -> P
     """Return where the tokens are, with the angles of every rope of the model."""
     rotations = dict.fromkeys(mixer.rotation for mixer in config.mixers)
     angles = {each: each[0].angles(position, each[1]) for each in rotations if each is not None}
-    return Place(params.layout, angles)
+    return Place(params.layout, angles, kernels=params.kernels)
 
 
 def constrain_cache(layout: Layout, config: ModelConfig, cache: Cache) -> Cache:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx.layers.held import Cache, Held, position_axes
+from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models.config import ModelConfig, Stack
@@ -33,6 +34,7 @@ class DecoderParams:
     final_norm: Any  # [D]
     unembed: Any = None  # [V, D]; None when tied to `embed`
     layout: Layout = struct.field(pytree_node=False, default=WHOLE)  # of these arrays and all that is computed of them
+    kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)  # with which they are trained
 
     @property
     def unembed_VD(self) -> Any:

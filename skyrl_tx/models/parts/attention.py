@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.attention import causal_attention
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.kernels.choice import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.rope import Rope, rotate
-from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.base import (
     LayerAdapters,
     LayerParams,
@@ -69,6 +69,11 @@ class Attention:
             return None
         return self.rope, self.head_dim if self.rotary_dims is None else self.rotary_dims
 
+    @property
+    def heads(self) -> Heads:
+        """See Mixer."""
+        return Heads(self.head_dim, self.head_dim, self.window, self.has_sinks)
+
     def targets(self) -> dict[str, Target]:
         """See Part."""
         D, NH, KH = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -112,7 +117,7 @@ class Attention:
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See Mixer."""
         q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, params, adapters, at)
-        mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, at.start_BT, params.get("sinks"), at.layout, self.window)
+        mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, params.get("sinks"), self.heads, at)
         return _output(mixed_BTNH, gate, params, adapters)
 
     def extend(
@@ -160,20 +165,20 @@ def attend_rows(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    start_BT: jax.Array | None,
     sinks_N: jax.Array | None,
-    layout: Layout,
-    window: int | None,
+    heads: Heads,
+    at: Place,
 ) -> jax.Array:
     """Return `causal_attention`, computed without communication between devices."""
-    attend = partial(causal_attention, window=window)
+    layout, start_BT = at.layout, at.start_BT
+    attend = partial(causal_attention, window=heads.window, kernel=at.kernels.attend(heads))
     if not layout.is_split:
         return attend(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
     assert layout.mesh is not None
     start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
-    heads = layout.spec(("batch", None, "heads", None), q_BTNH.shape)
+    query_heads = layout.spec(("batch", None, "heads", None), q_BTNH.shape)
     kv_heads = layout.spec(("batch", None, "kv_heads", None), k_BTKH.shape)
     sinks = None if sinks_N is None else layout.spec(("heads",), sinks_N.shape)
-    specs = (heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape), sinks)
-    alone = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    specs = (query_heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape), sinks)
+    alone = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=query_heads, check_vma=False)
     return alone(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import jax
 
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.kernels.choice import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter
 from skyrl_tx.layers.moe import ExpertAdapters
 from skyrl_tx.layers.parameter import Axis, Parameter
@@ -79,6 +80,8 @@ class Place:
     """In training, the start in the row of the sequence of each position; None if a row holds one sequence."""
     prepared: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """In training, what `prepare` of each mixer returned."""
+    kernels: Kernels = NO_KERNELS
+    """The kernels in training."""
     size: jax.Array | None = None
     """The number of tokens of a chunk of prompts that are no padding; None if all."""
 
@@ -105,6 +108,11 @@ class Mixer(Part, Protocol):
     @property
     def rotation(self) -> Rotation | None:
         """The rotation whose angles the mixer reads."""
+        ...
+
+    @property
+    def heads(self) -> Heads | None:
+        """The heads of a mixer with softmax attention, by which its kernel in training is chosen."""
         ...
 
     def room(self) -> Room:

@@ -60,6 +60,10 @@ class DeltaNet:
         """See Mixer. Positions are not rotated."""
         return None
 
+    @property
+    def heads(self) -> None:
+        """See Mixer."""
+
     def targets(self) -> dict[str, Target]:
         """See Part. Decays and learning rates have no adapters, as on the hosted service."""
         D, sizes = self.hidden_size, self._channels()

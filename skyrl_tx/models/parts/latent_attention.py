@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.kernels.choice import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.norm import rms_norm
@@ -65,6 +66,11 @@ class LatentAttention:
         """See Mixer."""
         return self.rope, self.rotary_dim
 
+    @property
+    def heads(self) -> Heads:
+        """See Mixer."""
+        return Heads(self.plain_dim + self.rotary_dim, self.value_dim)
+
     def targets(self) -> dict[str, Target]:
         """See Part. The maps from latents are not among them, as on the hosted service."""
         D, latents = self.hidden_size, self.latent_dim + self.rotary_dim
@@ -110,7 +116,7 @@ class LatentAttention:
         shared_BTNR = jnp.broadcast_to(shared_BT1R, rotated_BTNR.shape)
         q_BTNH = jnp.concatenate([plain_BTNP, rotated_BTNR], axis=-1) * self.rope.score_factor
         k_BTNH = jnp.concatenate([keys_BTNP, shared_BTNR], axis=-1).astype(dtype)
-        mixed_BTNV = attend_rows(q_BTNH.astype(dtype), k_BTNH, v_BTNV.astype(dtype), at.start_BT, None, at.layout, None)
+        mixed_BTNV = attend_rows(q_BTNH.astype(dtype), k_BTNH, v_BTNV.astype(dtype), None, self.heads, at)
         return self._output(mixed_BTNV, params, adapters)
 
     def extend(

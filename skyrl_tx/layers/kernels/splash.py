@@ -1,0 +1,156 @@
+"""Attention over packed rows on TPU: splash attention, a Pallas kernel of JAX.
+
+Source: `jax.experimental.pallas.ops.tpu.splash_attention`. Scores, softmax and sums are float32; products are of the
+type of keys and values. Sequences of a row are kept apart by ids, for which the start of each position serves. Blocks
+that the causal mask, the window or a start hides from all their queries are not computed.
+
+Legend: B batch, N heads, K kv heads, T tokens, H head dim (that of values may be another).
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from skyrl_tx.layers.remat import MATMUL
+
+MULTIPLE = 128
+"""Rows are padded to a multiple of the positions that a TPU computes together."""
+BLOCKS = (512, 256, 128)
+"""Queries, and keys, per block: the first of these that divides the length of the row."""
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    start_BT: jax.Array | None,
+    sinks_N: jax.Array | None,
+    *,
+    window: int | None,
+    interpret: bool,
+) -> jax.Array:
+    """Return what `causal_attention` returns. Sinks are constants."""
+    T, padded = q_BTNH.shape[1], -q_BTNH.shape[1] % MULTIPLE
+    if start_BT is not None:
+        start_BT = jnp.pad(start_BT, ((0, 0), (0, padded)), constant_values=T)  # an id that no position has
+    q, k, v = (jnp.swapaxes(_pad(x, padded), 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+    # The kernel multiplies neither by the root nor in float32 what it gets, so the scaled queries are rounded again.
+    q = (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(k.dtype)
+    out_BNTH: jax.Array = _attend(window, interpret, q, k, v, start_BT, sinks_N)
+    return jnp.swapaxes(out_BNTH, 1, 2)[:, :T].astype(jnp.float32)
+
+
+def _pad(x: jax.Array, padded: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, padded), (0, 0), (0, 0)))
+
+
+def _run(
+    window: int | None,
+    interpret: bool,
+    start_BT: jax.Array | None,
+    sinks_N: jax.Array | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> jax.Array:
+    N, T = q.shape[1:3]
+    block = next(size for size in BLOCKS if T % size == 0)
+    mask = masks.CausalMask((T, T))
+    if window is not None and window < T:
+        mask = masks.LocalMask((T, T), (window - 1, 0), 0)
+    kernel = splash.make_splash_mha_single_device(
+        masks.MultiHeadMask([mask] * N),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        residual_checkpoint_name=MATMUL,
+        interpret=interpret,
+    )
+
+    def one_row(q: jax.Array, k: jax.Array, v: jax.Array, start_T: jax.Array | None) -> Any:
+        if start_T is None:
+            return kernel(q, k, v, sinks=sinks_N)
+        own = _without_hidden_blocks(kernel, start_T[::block], block)
+        return own(q, k, v, splash.SegmentIds(q=start_T, kv=start_T), sinks=sinks_N)
+
+    out: jax.Array = jax.vmap(one_row)(q, k, v, start_BT)
+    return out
+
+
+def _without_hidden_blocks(
+    kernel: splash.SplashAttentionKernel, start_I: jax.Array, block: int
+) -> splash.SplashAttentionKernel:
+    """Return the kernel without the blocks of keys wholly before the start of all queries of a block.
+
+    `start_I` is the start of the first query of each block, the lowest of the block. No bit changes: all weights of a
+    hidden block are 0. In the kernel's tables, `data_next` [heads, I, J] is the block of keys of step J, or, for the
+    gradient of keys, the block of queries of step I; and where `block_mask` is 0 the step is not computed.
+    """
+    forward, d_query, d_key = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+
+    def last_of(key_block: jax.Array) -> jax.Array:
+        return (key_block + 1) * block - 1
+
+    def masked(info: Any, is_seen: jax.Array) -> Any:
+        return info._replace(block_mask=jnp.where(is_seen, info.block_mask, 0).astype(info.block_mask.dtype))
+
+    def by_query(info: Any) -> Any:
+        return masked(info, last_of(info.data_next.astype(jnp.int32)) >= start_I[:, None])
+
+    key_block_J = jnp.arange(d_key.data_next.shape[-1])
+    by_key = masked(d_key, last_of(key_block_J) >= start_I[d_key.data_next.astype(jnp.int32)])
+    return splash.SplashAttentionKernel(by_query(forward), by_query(d_query), by_key, **kernel.kwargs)
+
+
+# The kernel has no argument for the precision of its products, so it is that of the context in which it is traced. The
+# gradient of a layer is traced later than the layer, hence the functions of our own around the kernel's.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    window: int | None,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    start_BT: jax.Array | None,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    with _precision_of(k):
+        return _run(window, interpret, start_BT, sinks_N, q, k, v)
+
+
+def _forward(
+    window: int | None,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    start_BT: jax.Array | None,
+    sinks_N: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    with _precision_of(k):
+        return jax.vjp(partial(_run, window, interpret, start_BT, sinks_N), q, k, v)
+
+
+def _backward(window: int | None, interpret: bool, backward: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    with _precision_of(d_out):
+        return (*backward(d_out), None, None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _precision_of(x: jax.Array) -> Any:
+    """Return the context in which products are exact in float32, and else have operands of the type of `x`."""
+    return jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default")

@@ -1,0 +1,134 @@
+"""Attention kernels against the loops, in interpret mode: packed rows, windows, sinks, and what they refuse."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.layers.attention import DENSE_LENGTH, causal_attention
+from skyrl_tx.layers.kernels.choice import SPLASH, TABLE, TRITON, AttentionKernel, Heads, Kernels
+from tests.support.fast_jit import fast_jit
+
+LENGTHS = 70, 5, 130, 64, 1, 27
+NUM_TOKENS = sum(LENGTHS) + 13
+"""With padding, which is one more sequence."""
+
+
+def starts_of(*lengths: int) -> np.ndarray:
+    """Return the start of each position of a row of NUM_TOKENS."""
+    starts = np.repeat(np.cumsum((0, *lengths[:-1])), lengths)
+    return np.concatenate([starts, np.full(NUM_TOKENS - starts.size, starts.size)]).astype(np.int32)
+
+
+START_BT = np.stack([starts_of(*LENGTHS), starts_of(100)])
+
+
+def drawn(key_dim: int, value_dim: int, seed: int = 0) -> list[np.ndarray]:
+    """Return queries of four heads, and keys and values of two."""
+    g = np.random.default_rng(seed)
+    sizes = (4, key_dim), (2, key_dim), (2, value_dim)
+    return [g.standard_normal((2, NUM_TOKENS, *size)).astype(np.float32) for size in sizes]
+
+
+SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
+
+
+def attention(heads: Heads, kernel: AttentionKernel | None):
+    """Return attention over arrays."""
+    attend = Kernels(kernel, interpret=True).attend(heads)
+    assert (attend is None) == (kernel is None)
+    sinks = SINKS if heads.has_sinks else None
+    return lambda q, k, v, start: causal_attention(q, k, v, start, sinks, window=heads.window, kernel=attend)
+
+
+@partial(fast_jit, static_argnames=("heads", "kernel"))
+def values_and_gradients(x, start_BT, target, heads, kernel):
+    """Return the output, and the gradients of its product with a target."""
+    out, backward = jax.vjp(lambda *x: attention(heads, kernel)(*x, start_BT), *x)
+    return out, *backward(target)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "heads"),
+    [
+        (SPLASH, Heads(64, 64)),
+        (SPLASH, Heads(64, 64, window=40, has_sinks=True)),
+        pytest.param(SPLASH, Heads(192, 128), marks=pytest.mark.slow),
+        (TRITON, Heads(64, 64)),
+        pytest.param(TRITON, Heads(96, 96), marks=pytest.mark.slow),
+        pytest.param(TRITON, Heads(256, 256), marks=pytest.mark.slow),
+    ],
+)
+def test_a_kernel_computes_packed_rows_as_the_loops_do(kernel, heads):
+    x = drawn(heads.key_dim, heads.value_dim)
+    target = np.random.default_rng(1).standard_normal((2, NUM_TOKENS, 4, heads.value_dim)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        wanted = values_and_gradients(x, START_BT, target, heads, None)
+        found = values_and_gradients(x, START_BT, target, heads, kernel)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [SPLASH, TRITON])
+def test_neither_rows_nor_sequences_change_a_bit_of_each_other(kernel):
+    """All values and gradients of a sequence are the same, whatever its neighbours are and how they lie."""
+    heads, own = Heads(64, 64), slice(75, 205)  # the sequence of 130
+    first, second = drawn(64, 64), drawn(64, 64, seed=1)
+    target = np.random.default_rng(2).standard_normal((2, NUM_TOKENS, 4, 64)).astype(np.float32)
+    others = [np.array(y) for y in second]
+    for mine, theirs in zip(first, others, strict=True):
+        theirs[0, own] = mine[0, own]
+    other_target = np.array(target[::-1])
+    other_target[0, own] = target[0, own]
+    other_start = np.stack([starts_of(10, 65, 130, 2, 80), starts_of(*LENGTHS)])
+    one = values_and_gradients(first, START_BT, target, heads, kernel)
+    two = values_and_gradients(others, other_start, other_target, heads, kernel)
+    for x, y in zip(one, two, strict=True):
+        np.testing.assert_array_equal(x[0, own], y[0, own])
+        assert np.any(x[0] != y[0])
+
+
+@pytest.mark.parametrize("kernel", [SPLASH, TRITON])
+def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loops(kernel):
+    """Twice the loops' distance, because a kernel also rounds its output, and splash its scaled queries."""
+    heads = Heads(128, 128)
+    x = [y.astype(jnp.bfloat16) for y in drawn(128, 128)]
+    target = np.random.default_rng(1).standard_normal((2, NUM_TOKENS, 4, 128)).astype(np.float32)
+    exact = values_and_gradients([np.float32(y) for y in x], START_BT, target, heads, None)
+
+    def distances(kernel: AttentionKernel | None) -> list[float]:
+        found = values_and_gradients(x, START_BT, target, heads, kernel)
+        return [float(np.linalg.norm(np.float32(a) - b) / np.linalg.norm(b)) for a, b in zip(found, exact, strict=True)]
+
+    for ours, theirs in zip(distances(kernel), distances(None), strict=True):
+        assert ours < max(2 * theirs, 2.5e-3) and theirs < 4e-3
+
+
+def test_short_rows_are_computed_without_kernel():
+    x = [y[:, :DENSE_LENGTH] for y in drawn(8, 8)]
+    found = attention(Heads(8, 8), SPLASH)(*x, START_BT[:, :DENSE_LENGTH])
+    np.testing.assert_array_equal(found, attention(Heads(8, 8), None)(*x, START_BT[:, :DENSE_LENGTH]))
+
+
+@pytest.mark.parametrize(
+    ("heads", "reason"),
+    [
+        (Heads(128, 128), None),
+        (Heads(256, 256), None),
+        (Heads(512, 512), "heads of 512 dims"),
+        (Heads(128, 128, window=128), "windows"),
+        (Heads(64, 64, has_sinks=True), "sinks"),
+        (Heads(128, 64), "values of another dim than keys"),
+    ],
+)
+def test_what_the_kernel_of_gpus_lacks_is_computed_by_the_loops(heads, reason):
+    assert TRITON.refusal(heads) == reason
+    assert (Kernels(TRITON).attend(heads) is None) == (reason is not None)
+    assert SPLASH.refusal(heads) is None
+
+
+def test_there_is_no_kernel_for_cpu():
+    assert {platform for platform, _ in TABLE} == {"gpu", "tpu"}
