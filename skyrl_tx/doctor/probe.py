@@ -65,7 +65,8 @@ def _plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
     limits = [_describe(device).limit_bytes for device in layout.mesh.devices.flat]
     reported = [limit for limit in limits if limit is not None]
     limit = min(reported) if len(reported) == len(limits) else None
-    plan = plan_start(config, layout, model, np.dtype(mesh.choose_dtype(config, layout)), limit_bytes=limit)
+    dtype, platform = np.dtype(mesh.choose_dtype(config, layout)), mesh.platform_of(layout)
+    plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
     return Plan(
         num_parameters=plan.num_parameters,
         dtype=plan.dtype,

@@ -89,7 +89,8 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     if not found:
         raise UserError(f"--device {devices}: no mesh of {devices.number} devices divides the sizes of the model")
     chosen, *others = found
-    plan = plan_start(config, layout_without_devices(chosen.mesh), model, dtype, limit_bytes=devices.limit_bytes)
+    layout, platform = layout_without_devices(chosen.mesh), devices.kind.family
+    plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=devices.limit_bytes)
     account = Account(
         base_model=base_model,
         model=model,

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from skyrl_tx.backends.jax.ahead import CompiledProgram
 from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.kernel_choice import explain_kernels
 from skyrl_tx.commands.common import Record, in_units, table
 from skyrl_tx.plan.account import Account
 from skyrl_tx.plan.meshes import Candidate
@@ -48,6 +49,7 @@ def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Reco
             "micro_batch_tokens": plan.passes.micro_batch_tokens,
             "is_rematerialized": plan.passes.remat,
         },
+        "kernels": list(explain_kernels(plan.kernels, account.model)),
         "rates": [asdict(rate) for rate in account.rates],
         "programs": None if programs is None else [asdict(each) for each in programs],
         "warnings": list(account.warnings),
@@ -74,6 +76,7 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     yield f"  samples       {at_most}"
     yield f"  models        {plan.max_models} in training at the same time; others are evicted to disk"
     yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"
+    yield from ("", *explain_kernels(plan.kernels, account.model))
     yield from ("", "Tokens per second on all devices, at most (a roofline; no efficiency has been measured there):")
     for rate in account.rates:
         yield f"  {rate.work:<13} {rate.tokens_per_s:,}, bound by {rate.bound_by}: {rate.detail}"
@@ -114,13 +117,14 @@ def _mesh_row(each: Candidate) -> Record:
 
 
 def _program_row(each: CompiledProgram) -> Record:
-    sent = ", ".join(f"{number} {name}" for name, number in each.collectives.items())
+    sent = "unknown" if each.collectives is None else ", ".join(f"{n} {name}" for name, n in each.collectives.items())
     return {
         "program": each.name,
         "compiler": "too much" if each.problem else in_units(each.total_bytes),
         "temporary": "-" if each.problem else in_units(each.temporary_bytes),
         "plan": in_units(each.planned_bytes),
-        "loops": each.num_loops,
+        "loops": "unknown" if each.num_loops is None else each.num_loops,
+        "kernels": "unknown" if each.num_kernels is None else each.num_kernels,
         "collectives": sent or "none",
         "what": each.problem[:200] or each.detail,
     }

@@ -37,3 +37,12 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }
+
+QWEN3_600M: dict[str, Any] = {
+    **QWEN3_8B,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+    "tie_word_embeddings": True,
+}

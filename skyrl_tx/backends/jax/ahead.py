@@ -4,6 +4,7 @@ JAX describes a topology of TPUs to their compiler, which needs no device (jax.e
 memory is to be trusted. It says nothing of time.
 """
 
+import logging
 import os
 import re
 import time
@@ -39,6 +40,10 @@ from skyrl_tx.layers.sharding import Layout
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 _LOOP = re.compile(r" while\(")
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton)"')
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +60,16 @@ class CompiledProgram:
     """Results that do not reuse the memory of an argument."""
     planned_bytes: int = 0
     """The plan's account of the same."""
-    num_loops: int = 0
-    """Loops, whose steps run one after another: the compiler's text does not say how many steps they have."""
-    collectives: Mapping[str, int]
+    accessed_bytes: int = 0
+    """Bytes that instructions read and write, those of a loop's body counted once; 0 if the compiler does not say."""
+    num_loops: int | None = None
+    """Loops, whose steps run one after another: the compiler's text does not say how many steps they have.
+
+    None, like the next two, if the program has no text: libtpu 0.0.52 cannot write that of some programs.
+    """
+    num_kernels: int | None = None
+    """Calls of kernels (`layers.kernels`). In a loop over layers they run once a cycle of layers."""
+    collectives: Mapping[str, int] | None = None
     """Instructions by which devices send each other arrays. In a loop over layers they run once a cycle of layers."""
     problem: str = ""
     """The compiler's message if the program needs more memory than the device has."""
@@ -78,14 +90,25 @@ def tpu_layout(topology: str, config: MeshConfig) -> Layout:
         cause = " ".join(str(error).split())[:300]
         raise UserError(f"--compile: no compiler for {topology}: pip install 'skyrl_tx[tpu]' ({cause})") from error
     axes = config.model_dump()
-    placed = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+    placed = Mesh(np.array(devices[: config.num_devices]).reshape(tuple(axes.values())), tuple(axes))
     return Layout(placed, tuple(mesh.RULES.items()))
+
+
+def gpu_layout(target: str, config: MeshConfig) -> Layout:
+    """Return a layout over GPUs of one host that XLA's GpuTargetConfigProto describes, as text.
+
+    The compiler comes with the plugin of JAX for CUDA and needs neither a GPU nor CUDA.
+    """
+    topology = f"1x1x{config.num_devices}"  # slices, hosts, GPUs
+    devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
+    axes = config.model_dump()
+    return Layout(Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes)), tuple(mesh.RULES.items()))
 
 
 def compile_programs(
     config: JaxConfig, layout: Layout, model: models.ModelConfig, plan: StartPlan
 ) -> Iterator[CompiledProgram]:
-    """Compile a gradient, a prefill chunk and a decode slice for the shapes of a plan."""
+    """Compile a gradient, a prefill chunk and a decode slice for the shapes of a plan, each when it is asked for."""
     shapes = _Shapes(config, layout, model, plan)
     for name, make in (("gradient", shapes.gradient), ("prefill", shapes.prefill), ("decode", shapes.decode)):
         started = time.monotonic()
@@ -97,11 +120,9 @@ def compile_programs(
             if not is_exhausted(error):
                 raise
             seconds, text = time.monotonic() - started, " ".join(str(error).split())
-            yield CompiledProgram(
-                name=name, detail=detail, compile_s=seconds, planned_bytes=planned, collectives={}, problem=text
-            )
+            yield CompiledProgram(name=name, detail=detail, compile_s=seconds, planned_bytes=planned, problem=text)
             continue
-        memory, text = compiled.memory_analysis(), compiled.as_text()
+        memory, text = compiled.memory_analysis(), _text_of(compiled)
         yield CompiledProgram(
             name=name,
             detail=detail,
@@ -110,9 +131,19 @@ def compile_programs(
             temporary_bytes=memory.temp_size_in_bytes,
             output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             planned_bytes=planned,
-            num_loops=len(_LOOP.findall(text)),
-            collectives=dict(sorted(Counter(_COLLECTIVE.findall(text)).items())),
+            accessed_bytes=int((compiled.cost_analysis() or {}).get("bytes accessed", 0)),
+            num_loops=None if text is None else len(_LOOP.findall(text)),
+            num_kernels=None if text is None else len(_KERNEL.findall(text)),
+            collectives=None if text is None else dict(sorted(Counter(_COLLECTIVE.findall(text)).items())),
         )
+
+
+def _text_of(compiled: Any) -> str | None:
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        log.warning("the compiler cannot write its program as text: %s", " ".join(str(error).split())[:200])
+        return None
 
 
 _Lowered = tuple[Any, str, int]
@@ -131,7 +162,7 @@ class _Shapes:
             return jax.ShapeDtypeStruct(each.shape, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
 
         described = models.describe_params(model)
-        self._params = replace(jax.tree.map(array, described), layout=layout)
+        self._params = replace(jax.tree.map(array, described), layout=layout, kernels=plan.kernels)
 
     def gradient(self) -> _Lowered:
         """Return the gradient of one micro-batch of the plan."""

@@ -1,5 +1,6 @@
 """The JAX backend: one base model and many adapters on the devices of this machine. This module connects the parts."""
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
+from skyrl_tx.backends.jax.kernel_choice import choose_kernels, explain_kernels
 from skyrl_tx.backends.jax.memory import Memory, capacity_errors, device_memory, max_models, plan_training_memory
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
@@ -31,6 +33,8 @@ from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.contract.state_files import hash_of_base_model
 from skyrl_tx.losses import LOSSES
 from skyrl_tx.weights import hf
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -61,12 +65,15 @@ class JaxBackend(AbstractBackend):
             )
             described = models.describe_params(self._model)
             params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
-            self._params = replace(params, layout=layout)
+            self._kernels = choose_kernels(config, mesh.platform_of(layout), self._dtype)
+            self._params = replace(params, layout=layout, kernels=self._kernels)
             self._num_rows = layout.num_shards("batch")
         except (models.UnsupportedModel, hf.CheckpointError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
         except mesh.MeshError as error:
             raise UserError(f"--backend-config.mesh: {error}") from error
+        for line in explain_kernels(self._kernels, self._model):
+            log.info(line)
         self._placement = mesh.adapter_placement(layout, self._model)
         self._format = models.adapter_format(self._model, family.weights, self._base_model)
         programs = JaxPrograms(self._params, self._model, config)
@@ -271,6 +278,7 @@ class JaxBackend(AbstractBackend):
                 "device": device.device_kind,
                 "dtype": self._dtype.name,
                 "mesh": str(config.mesh),
+                "attention_kernel": self._kernels.attention_name,
                 **self.fingerprint_changes(),
                 "sample_slots": f"{config.sample_slots} of {self._sample_memory.tokens} tokens",
                 "prefill_chunk_tokens": str(config.prefill_chunk_tokens),

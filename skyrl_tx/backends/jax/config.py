@@ -72,6 +72,11 @@ class JaxConfig(BaseModel):
     """Rematerialize layers in the backward pass instead of keeping their activations: less memory, more time. Unset:
     only where few tokens would fit otherwise, and never on CPU."""
 
+    attention_kernel: Literal["auto", "loops", "splash", "triton"] = "auto"
+    """Kernel of attention in training. 'auto': splash on TPU, triton on GPU with bfloat16, else loops.
+    'loops' is plain JAX, which runs everywhere and also computes the layers that a kernel cannot. Changing this value
+    changes results bitwise."""
+
     # Sampling
     max_sampler_adapters: int = Field(default=16, gt=0)
     """Adapters loaded for sampling at the same time, without the base model."""

@@ -107,5 +107,10 @@ def choose_dtype(config: JaxConfig, layout: Layout) -> jnp.dtype:
     """Return the dtype of the base weights."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if platform_of(layout) == "cpu" else "bfloat16")
+
+
+def platform_of(layout: Layout) -> str:
+    """Return the platform of the devices: `cpu`, `gpu` or `tpu`."""
     assert layout.mesh is not None
-    return jnp.dtype("float32" if layout.mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    return layout.mesh.devices.flat[0].platform

@@ -14,6 +14,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import Costs, costs_of
+from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MemoryPlan,
@@ -29,6 +30,7 @@ from skyrl_tx.backends.jax.memory import (
 )
 from skyrl_tx.backends.jax.sample.adapter_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.shapes import SampleMemory
+from skyrl_tx.layers.kernels.choice import Kernels
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named
 from skyrl_tx.layers.sharding import Layout
 
@@ -39,6 +41,7 @@ class StartPlan:
 
     num_parameters: int
     dtype: str
+    kernels: Kernels
     weight_bytes: int
     free_bytes: int | None
     """Memory that the weights leave; negative if they do not fit, None if devices do not report their memory."""
@@ -66,19 +69,27 @@ def layout_without_devices(config: MeshConfig) -> Layout:
 
 
 def plan_start(
-    config: JaxConfig, layout: Layout, model: models.ModelConfig, dtype: np.dtype, *, limit_bytes: int | None
+    config: JaxConfig,
+    layout: Layout,
+    model: models.ModelConfig,
+    dtype: np.dtype,
+    *,
+    platform: str,
+    limit_bytes: int | None,
 ) -> StartPlan:
     """Plan as `JaxBackend.start` does, in its order: weights, sampler pool, KV cache, micro-batches, models.
 
-    `limit_bytes` is the memory of each device; None for devices that do not report it, as CPUs do not.
+    `platform` is as JAX names it. `limit_bytes` is the memory of each device; None for devices that do not report it,
+    as CPUs do not. Raises UserError for a kernel of another platform.
     """
+    kernels = choose_kernels(config, platform, dtype)
     described = models.describe_params(model)
     weight_bytes = bytes_on_each_device(described, layout, dtype)
 
     def params_after(used: int) -> models.DecoderParams:
         devices = frozenset({_PlannedDevice(limit_bytes, used)})
         planned = map_named(lambda _, parameter: _PlannedArray(parameter, dtype, devices), described)
-        return replace(planned, layout=layout)
+        return replace(planned, layout=layout, kernels=kernels)
 
     params = params_after(weight_bytes)
     free = free_bytes(params)
@@ -100,6 +111,7 @@ def plan_start(
     return StartPlan(
         num_parameters=sum(int(np.prod(each.shape)) for each in flatten(described).values()),
         dtype=dtype.name,
+        kernels=kernels,
         weight_bytes=weight_bytes,
         free_bytes=free,
         num_adapter_slots=num_slots,

@@ -54,7 +54,7 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         **dict.fromkeys(("base_model", "architecture", "dtype"), "str"),
         **dict.fromkeys(("num_parameters", "num_active_parameters", "free_bytes"), "int"),
         **dict.fromkeys(("device", "mesh", "limits"), "dict"),
-        **dict.fromkeys(("meshes", "memory", "rates", "warnings"), "list"),
+        **dict.fromkeys(("kernels", "meshes", "memory", "rates", "warnings"), "list"),
         "programs": "NoneType",
         "fits": "bool",
     }

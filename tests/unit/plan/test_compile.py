@@ -52,4 +52,6 @@ def test_the_largest_programs_compile_for_one_device_and_for_eight(
         assert each["problem"] == "" and each["argument_bytes"] >= 0.9 * weights and each["num_loops"] > 0
         assert bool(each["collectives"]) == (found["device"]["number"] > 1), each
     gradient = found["programs"][0]
+    assert found["kernels"] == ["attention of 2 layers in training: splash"]
+    assert [each["num_kernels"] for each in found["programs"]] == [3, 0, 0]  # forward, and two of the backward pass
     assert gradient["argument_bytes"] + gradient["temporary_bytes"] <= 1.15 * gradient["planned_bytes"]

@@ -23,7 +23,9 @@ def model_of(content: dict[str, object]) -> models.ModelConfig:
 def test_a_large_model_on_one_accelerator() -> None:
     model, config = model_of(QWEN3_8B), JaxConfig(max_lora_rank=32)
     layout = layout_without_devices(MeshConfig())
-    small, large = (plan_start(config, layout, model, BFLOAT16, limit_bytes=limit * GIB) for limit in (60, 100))
+    small, large = (
+        plan_start(config, layout, model, BFLOAT16, platform="gpu", limit_bytes=limit * GIB) for limit in (60, 100)
+    )
     assert small.num_parameters == 8_190_735_360, "as the model's card says: 8.2B"
     assert small.weight_bytes == 2 * small.num_parameters and small.dtype == "bfloat16"
     assert small.free_bytes == 60 * GIB - small.weight_bytes
@@ -41,7 +43,7 @@ def test_a_large_model_on_one_accelerator() -> None:
 def test_experts_on_a_mesh() -> None:
     model, config = model_of(QWEN3_30B_A3B), JaxConfig(max_lora_rank=8)
     layout = layout_without_devices(MeshConfig(tp=2, ep=4))
-    plan = plan_start(config, layout, model, BFLOAT16, limit_bytes=100 * GIB)
+    plan = plan_start(config, layout, model, BFLOAT16, platform="gpu", limit_bytes=100 * GIB)
     assert plan.num_parameters == 30_532_122_624, "as the model's card says: 30.5B"
     experts = 48 * 128 * 3 * 2048 * 768
     maps = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512) + 2 * 151936 * 2048
@@ -59,7 +61,9 @@ def test_experts_on_a_mesh() -> None:
 def test_the_cache_of_linear_attention_is_positions_and_a_state_for_each_slot() -> None:
     content = json.loads((Path(__file__).parents[2] / "models" / "hub_configs" / "Qwen3.5-9B.json").read_text())
     config = JaxConfig(max_lora_rank=8, sample_slots=16)
-    plan = plan_start(config, layout_without_devices(MeshConfig()), model_of(content), BFLOAT16, limit_bytes=100 * GIB)
+    plan = plan_start(
+        config, layout_without_devices(MeshConfig()), model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB
+    )
     of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
     of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
     assert plan.kv_bytes == plan.samples.tokens * of_position + 16 * of_state

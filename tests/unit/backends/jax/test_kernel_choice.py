@@ -1,0 +1,123 @@
+"""The choice of kernels: by platform, type and setting, and the lines that explain it."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.kernel_choice import choose_kernels, explain_kernels
+from skyrl_tx.backends.jax.mesh import make_layout, parameter_sharding
+from skyrl_tx.backends.jax.train.adapters import fresh_training_state
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.layers.kernels.choice import NO_KERNELS, SPLASH, TRITON, Kernels
+from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.weights import hf
+from tests.support.fast_jit import fast_jit
+from tests.support.own_process import run_in_own_process
+from tests.support.published import QWEN3_8B
+
+HUB_CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
+BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+
+def hub_model(name: str) -> models.ModelConfig:
+    content = json.loads((HUB_CONFIGS / f"{name}.json").read_text())
+    return models.find_family(content).config_from_hf(content)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "setting", "kernel"),
+    [
+        ("tpu", BFLOAT16, "auto", SPLASH),
+        ("tpu", FLOAT32, "auto", SPLASH),
+        ("gpu", BFLOAT16, "auto", TRITON),
+        ("gpu", BFLOAT16, "triton", TRITON),
+        ("gpu", FLOAT32, "auto", None),
+        ("cpu", FLOAT32, "auto", None),
+        ("cpu", BFLOAT16, "auto", None),
+        ("tpu", BFLOAT16, "loops", None),
+    ],
+)
+def test_platform_and_type_choose_the_kernel(platform, dtype, setting, kernel):
+    assert choose_kernels(JaxConfig(attention_kernel=setting), platform, dtype) == Kernels(kernel)
+
+
+def test_a_kernel_of_another_platform_is_refused():
+    message = "--backend-config.attention-kernel triton: it is for gpu with bfloat16, not tpu with float32"
+    with pytest.raises(UserError, match=message):
+        choose_kernels(JaxConfig(attention_kernel="triton"), "tpu", FLOAT32)
+
+
+def test_what_a_kernel_lacks_is_named():
+    mixed = hub_model("gpt-oss-20b")
+    assert list(explain_kernels(Kernels(TRITON), mixed)) == [
+        "attention of 12 layers in training: loops, as triton has no windows",
+        "attention of 12 layers in training: loops, as triton has no sinks",
+    ]
+    assert list(explain_kernels(Kernels(SPLASH), mixed)) == ["attention of 24 layers in training: splash"]
+    linear = hub_model("Qwen3.5-9B")
+    assert list(explain_kernels(Kernels(TRITON), linear)) == ["attention of 8 layers in training: triton"]
+    latent = hub_model("DeepSeek-V3.1")
+    assert list(explain_kernels(Kernels(TRITON), latent)) == [
+        "attention of 61 layers in training: loops, as triton has no values of another dim than keys"
+    ]
+    dense = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
+    assert list(explain_kernels(NO_KERNELS, dense)) == ["attention of 36 layers in training: loops"]
+
+
+def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):
+    config = JaxConfig(load_format="dummy", compile_cache_dir=None)
+    with caplog.at_level(logging.INFO, "skyrl_tx.backends.jax.backend"):
+        backend = JaxBackend(str(write_model(tmp_path)), config)
+        capabilities = backend.start()
+    backend.close()
+    assert "attention of 2 layers in training: loops" in caplog.messages
+    assert capabilities.fingerprint["attention_kernel"] == "loops"
+
+
+def _model_on_a_mesh(folder: Path) -> None:
+    """Compare gradients of a model with kernels on eight devices with those of the loops on one."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    directory = write_model(folder, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=2, std=0.2)
+    content = hf.read_json(directory, "config.json")
+    family = models.find_family(content)
+    model = family.config_from_hf(content)
+    adapter = fresh_training_state(model, LoraSpec(rank=4, seed=3)).adapter
+    draw = np.random.default_rng(0)
+    weights = jax.tree.map(lambda leaf: np.float32(0.1 * draw.standard_normal(leaf.shape)), adapter.weights)
+    tokens = draw.integers(0, 256, (4, 150))
+    start = np.stack([np.repeat([0, cut], [cut, 150 - cut]) for cut in (1, 70, 100, 149)])
+    target = draw.standard_normal((4, 150, model.hidden_size)).astype(np.float32)
+
+    def gradient(sizes: MeshConfig, kernels: Kernels):
+        layout = make_layout(sizes)
+        described = models.describe_params(model)
+        params = hf.load(directory, described, family.weights, placement=lambda each: parameter_sharding(layout, each))
+        params = replace(params, layout=layout, kernels=kernels)
+
+        def loss(weights, params):
+            hidden = models.forward(params, model, tokens, Adapter(weights, adapter.scale), start_BT=start)
+            return (hidden * target).sum()
+
+        return fast_jit(jax.value_and_grad(loss))(weights, params)
+
+    wanted = gradient(MeshConfig(), NO_KERNELS)
+    for kernel in (SPLASH, TRITON):
+        found = gradient(MeshConfig(fsdp=4, tp=2), Kernels(kernel, interpret=True))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(np.abs(other).max(), 1e-30))
+
+
+def test_kernels_on_a_mesh_of_eight_devices_give_the_gradient_of_one(tmp_path):
+    run_in_own_process(_model_on_a_mesh, tmp_path)
