@@ -10,6 +10,7 @@ from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.ahead import CompiledProgram, compile_programs, tpu_layout
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import RANK
+from skyrl_tx.backends.jax.kernel_choice import KernelError
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
 from skyrl_tx.commands.common import in_units
@@ -90,7 +91,10 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         raise UserError(f"--device {devices}: no mesh of {devices.number} devices divides the sizes of the model")
     chosen, *others = found
     layout, platform = layout_without_devices(chosen.mesh), devices.kind.family
-    plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=devices.limit_bytes)
+    try:
+        plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=devices.limit_bytes)
+    except KernelError as error:
+        raise UserError(f"--backend-config.attention-kernel: {error}") from error
     account = Account(
         base_model=base_model,
         model=model,

@@ -14,7 +14,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
-from skyrl_tx.backends.jax.kernel_choice import choose_kernels, explain_kernels
+from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
 from skyrl_tx.backends.jax.memory import Memory, capacity_errors, device_memory, max_models, plan_training_memory
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
@@ -60,18 +60,20 @@ class JaxBackend(AbstractBackend):
             mesh.check_divides(layout, self._model)
             self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
             self._dtype = mesh.choose_dtype(config, layout)
+            self._kernels = choose_kernels(config, mesh.platform_of(layout), self._dtype)
             load = (
                 hf.dummy if config.load_format == "dummy" else partial(hf.load, self._directory, weights=family.weights)
             )
             described = models.describe_params(self._model)
             params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
-            self._kernels = choose_kernels(config, mesh.platform_of(layout), self._dtype)
             self._params = replace(params, layout=layout, kernels=self._kernels)
             self._num_rows = layout.num_shards("batch")
         except (models.UnsupportedModel, hf.CheckpointError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
         except mesh.MeshError as error:
             raise UserError(f"--backend-config.mesh: {error}") from error
+        except KernelError as error:
+            raise UserError(f"--backend-config.attention-kernel: {error}") from error
         for line in explain_kernels(self._kernels, self._model):
             log.info(line)
         self._placement = mesh.adapter_placement(layout, self._model)

@@ -6,18 +6,21 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.kernels.choice import LOOPS, TABLE, Kernels
 
 
+class KernelError(ValueError):
+    """The configured kernel is for other devices, or another type of weights. The message names both."""
+
+
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
-    """Return the kernels for a platform, as JAX names it. Raises UserError if the configured one is for another."""
+    """Return the kernels for a platform, as JAX names it. Raises KernelError if the configured one is for another."""
     found, wanted = TABLE.get((platform, dtype.name)), config.attention_kernel
     if wanted == LOOPS:
         return Kernels()
     if wanted != "auto" and (found is None or found.name != wanted):
         others = " and ".join(f"{kind} with {each}" for (kind, each), kernel in TABLE.items() if kernel.name == wanted)
-        raise UserError(f"--backend-config.attention-kernel {wanted}: it is for {others}, not {platform} with {dtype}")
+        raise KernelError(f"{wanted} is for {others}, not {platform} with {dtype}")
     return Kernels(found)
 
 

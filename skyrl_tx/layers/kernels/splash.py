@@ -97,6 +97,7 @@ def _without_hidden_blocks(
     gradient of keys, the block of queries of step I; and where `block_mask` is 0 the step is not computed.
     """
     forward, d_query, d_key = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    assert d_query is not None and d_key is not None and d_key.data_next is not None
 
     def last_of(key_block: jax.Array) -> jax.Array:
         return (key_block + 1) * block - 1

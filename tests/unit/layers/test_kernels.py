@@ -113,6 +113,14 @@ def test_short_rows_are_computed_without_kernel():
     np.testing.assert_array_equal(found, attention(Heads(8, 8), None)(*x, START_BT[:, :DENSE_LENGTH]))
 
 
+@pytest.mark.parametrize("kernel", [SPLASH, TRITON])
+def test_a_row_may_be_one_block_and_one_sequence(kernel):
+    x = [y[:, :100] for y in drawn(16, 16)]
+    for start_BT in (None, START_BT[:, :100]):
+        found, wanted = (fast_jit(attention(Heads(16, 16), each))(*x, start_BT) for each in (kernel, None))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("heads", "reason"),
     [

@@ -41,6 +41,7 @@ def test_the_plan_as_text(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         "at most",
         "bound by arithmetic",
         "40960 tokens",
+        "attention of 36 layers in training: triton",
     ):
         assert text in out, text
     assert out.endswith(f"skyrl-tx serve --base-model {dense}\n")
@@ -123,6 +124,10 @@ def test_wrong_flags_are_named(
         (("--device", "h200:3", "--mesh", "tp=3"), "--mesh: tp=3 does not divide vocab_size = 151936"),
         (("--device", "h200:2", "--mesh", "ep=2"), "--mesh: ep=2: the model has no experts"),
         (("--device", "h200", "--backend", "fake"), "--backend fake"),
+        (
+            ("--device", "h200", "--backend-config.attention-kernel", "splash"),
+            "--backend-config.attention-kernel: splash is for tpu with bfloat16 and tpu with float32, not gpu with",
+        ),
         (("--device", "h200", "--compile"), "--compile: programs are compiled for TPUs, which h200:1 is not"),
     ],
 )

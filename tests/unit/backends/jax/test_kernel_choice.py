@@ -13,7 +13,7 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.kernel_choice import choose_kernels, explain_kernels
+from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
 from skyrl_tx.backends.jax.mesh import make_layout, parameter_sharding
 from skyrl_tx.backends.jax.train.adapters import fresh_training_state
 from skyrl_tx.contract.errors import UserError
@@ -53,9 +53,15 @@ def test_platform_and_type_choose_the_kernel(platform, dtype, setting, kernel):
 
 
 def test_a_kernel_of_another_platform_is_refused():
-    message = "--backend-config.attention-kernel triton: it is for gpu with bfloat16, not tpu with float32"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(KernelError, match="triton is for gpu with bfloat16, not tpu with float32"):
         choose_kernels(JaxConfig(attention_kernel="triton"), "tpu", FLOAT32)
+
+
+def test_the_backend_names_the_flag_of_a_kernel_that_is_refused(tmp_path):
+    config = JaxConfig(attention_kernel="splash", load_format="dummy", compile_cache_dir=None)
+    message = "--backend-config.attention-kernel: splash is for tpu with bfloat16 and tpu with float32, not cpu with"
+    with pytest.raises(UserError, match=message):
+        JaxBackend(str(write_model(tmp_path)), config).start()
 
 
 def test_what_a_kernel_lacks_is_named():
