@@ -28,7 +28,7 @@ def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str
     """Yield how the layers of a model attend in training: by which kernel, or why by loops."""
     reasons: dict[str, list[int]] = {}
     for layer, block in enumerate(model.blocks):
-        if (heads := block.mixer.heads) is not None:
+        if block.mixer is not None and (heads := block.mixer.heads) is not None:
             refusal = None if kernels.attention is None else kernels.attention.refusal(heads)
             how = (
                 kernels.attention_name if refusal is None else f"{LOOPS}, as {kernels.attention_name} has no {refusal}"

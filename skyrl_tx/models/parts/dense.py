@@ -33,8 +33,7 @@ class Dense:
     mlp_size: int
     activation: Activation = "silu"
     is_gated: bool = True
-    """Whether the activation of a gate is multiplied by the map up. Without a gate, that is squared where it is above
-    0."""
+    """Whether the map up is multiplied by the activation of a gate, or else squared where it is above 0."""
 
     @property
     def marks_matmuls(self) -> bool:

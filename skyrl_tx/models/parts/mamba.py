@@ -62,6 +62,10 @@ class Mamba:
         """See Mixer. Positions are not rotated."""
         return None
 
+    @property
+    def heads(self) -> None:
+        """See Mixer."""
+
     def targets(self) -> dict[str, Target]:
         """See Part. What groups write and read, and steps, have no adapters, as on the hosted service."""
         D, channels = self.hidden_size, self.num_heads * self.head_dim
