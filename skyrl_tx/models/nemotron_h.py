@@ -76,7 +76,10 @@ NEMOTRON_H = ModelFamily(
     architecture="NemotronHForCausalLM",
     weights=NEMOTRON_WEIGHTS,
     read_blocks=read_blocks,
-    renamed={"layer_norm_epsilon": "rms_norm_eps", "layer_types": "layers_block_type"},
+    renamed={
+        **{"layer_norm_epsilon": "rms_norm_eps", "layer_types": "layers_block_type", "mamba_n_groups": "n_groups"},
+        **{"mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit", "mamba_conv_bias": "use_conv_bias"},
+    },
     defaults={
         **{"layer_norm_epsilon": 1e-5, "max_position_embeddings": 4096, "head_dim": 128, "conv_kernel": 4},
         **{"n_groups": 8, "ssm_state_size": 128, "use_conv_bias": True, "time_step_limit": (0.0, math.inf)},

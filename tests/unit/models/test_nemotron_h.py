@@ -59,6 +59,13 @@ def test_layers_may_be_listed_under_old_and_new_names(key: str) -> None:
     assert read(NANO, without=("hybrid_override_pattern",), **given) == read(NANO) == read(LIGHTNING)
 
 
+def test_old_names_of_keys_are_read() -> None:
+    old = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_dt_limit": [0.5, None], "mamba_conv_bias": False}
+    mamba = read(NANO, **old).blocks[0].mixer
+    assert isinstance(mamba, Mamba)
+    assert (mamba.num_groups, mamba.conv_width, mamba.least_step, mamba.has_conv_bias) == (4, 3, 0.5, False)
+
+
 def test_dense_layers_square_what_is_above_0() -> None:
     blocks = read(NANO, hybrid_override_pattern="M-*-", num_hidden_layers=4).blocks
     assert blocks[1] == Block(None, Dense(hidden_size=2688, mlp_size=1856, is_gated=False)) == blocks[3]
