@@ -12,7 +12,8 @@ from skyrl_tx.store.allowances import allowances
 from skyrl_tx.store.quotas import LIMITS, WEIGHT, Subject
 
 _SUBJECT = "an owner, key:NUMBER or project:NAME; '*', 'key:*' or 'project:*' for each without a quota of its own"
-_LIMIT = f"{', '.join(LIMITS)}; or {WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1)"
+_WEIGHT = f"{WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1; 0: what no other owner wants)"
+_LIMIT = f"{', '.join(LIMITS)}; or {_WEIGHT}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,12 +2,20 @@
 
 Virtual time grows by what an owner gets, divided by its weight. An owner that comes back starts at the virtual time of
 the work that started last, so that a time without work saves up nothing (start-time fair queuing, Goyal, Vin and Cheng
-1996).
+1996). Owners of weight 0 come after all others, and share among themselves as equals.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 _MAX_OWNERS = 1024
+
+
+class VirtualTime(NamedTuple):
+    """What an owner has got, divided by its weight. That of an owner of weight 0 is after all others."""
+
+    is_last: bool
+    at: float
 
 
 class FairShare:
@@ -15,8 +23,9 @@ class FairShare:
 
     def __init__(self, weights: Callable[[], Mapping[str, int]] = dict) -> None:
         self._weights = weights
-        self._times: dict[str, float] = {}
-        self._started = 0.0  # virtual time of the work that started last
+        self._times: dict[str, VirtualTime] = {}
+        # Virtual times of the work that started last: of owners with a weight, and of those of weight 0.
+        self._started = {False: 0.0, True: 0.0}
 
     @property
     def is_weighted(self) -> bool:
@@ -27,23 +36,27 @@ class FairShare:
         """Return the weight of an owner."""
         return self._weights().get(owner, 1)
 
-    def time_of(self, owner: str) -> float:
+    def time_of(self, owner: str) -> VirtualTime:
         """Return the virtual time of an owner."""
-        return self._times.get(owner, self._started)
+        is_last, found = self.weight_of(owner) == 0, self._times.get(owner)
+        if found is None or found.is_last != is_last:  # new, or its weight has changed from 0 or to it
+            return VirtualTime(is_last, self._started[is_last])
+        return found
 
     def reset(self) -> None:
         """Forget what owners got."""
         self._times.clear()
-        self._started = 0.0
+        self._started = {False: 0.0, True: 0.0}
 
     def arrive(self, owner: str) -> None:
         """Note that an owner has work, and had none that could start."""
         if len(self._times) >= _MAX_OWNERS:
-            self._times = {name: at for name, at in self._times.items() if at > self._started}
-        self._times[owner] = max(self.time_of(owner), self._started)
+            self._times = {name: time for name, time in self._times.items() if time.at > self._started[time.is_last]}
+        is_last, at = self.time_of(owner)
+        self._times[owner] = VirtualTime(is_last, max(at, self._started[is_last]))
 
     def charge(self, owner: str, amount: float) -> None:
         """Count work that starts now."""
-        start = self.time_of(owner)
-        self._started = max(self._started, start)
-        self._times[owner] = start + amount / self.weight_of(owner)
+        is_last, start = self.time_of(owner)
+        self._started[is_last] = max(self._started[is_last], start)
+        self._times[owner] = VirtualTime(is_last, start + amount / (self.weight_of(owner) or 1))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import Sample
-from skyrl_tx.engine.fair_share import FairShare
+from skyrl_tx.engine.fair_share import FairShare, VirtualTime
 from skyrl_tx.engine.request_log import QueuedRequest
 
 
@@ -62,6 +62,19 @@ class _Turns:
         self.queues: dict[QueueKey, deque[QueuedRequest]] = {}
 
 
+class _Place(NamedTuple):
+    """What decides when an owner is next: the open samples for its weight, the virtual time, the last turn."""
+
+    is_last: bool
+    num_open: int
+    at: VirtualTime
+    turns: _Turns
+
+    def order(self) -> tuple[bool, int, VirtualTime, int]:
+        """Return what places are sorted by."""
+        return self.is_last, self.num_open, self.at, self.turns.last_turn
+
+
 class SampleQueue:
     """Sample requests with samples that have not started."""
 
@@ -71,6 +84,7 @@ class SampleQueue:
         self._turn_numbers = count(1)
         self._num_passed: Counter[QueueKey] = Counter()  # requests that started before a blocked queue's head
         self._blocked: set[QueueKey] = set()
+        self._passed: set[QueueKey] = set()  # the blocked ones that may not be passed without end
 
     def __len__(self) -> int:
         return sum(len(queue) for turns in self._owners.values() for queue in turns.queues.values())
@@ -93,10 +107,14 @@ class SampleQueue:
     def start_round(self) -> None:
         """Start a round of admission: no queue is blocked."""
         self._blocked.clear()
+        self._passed.clear()
 
     def block(self, queued: QueuedRequest) -> None:
         """Skip this head's queue for the rest of the round: its sampler has no slot."""
         self._blocked.add(queue_key(queued))
+        owner = owner_key(queued)
+        if not self._fair_share[owner.decodes].time_of(owner.owner).is_last:
+            self._passed.add(queue_key(queued))
 
     def next(
         self,
@@ -110,9 +128,10 @@ class SampleQueue:
         """Return the next head that may run, or None.
 
         Of each kind the owners with the fewest open samples for their weight come first, and of these the one with the
-        least virtual time, then the one least recently served; the kinds themselves take turns. A running request may
-        always continue, as its kind has capacity. No request starts after a blocked queue was passed `STARVATION_BOUND`
-        times: all wait until running requests release a sampler slot.
+        least virtual time, then the one least recently served; the kinds themselves take turns. Owners of weight 0 come
+        after those of both kinds. A running request may always continue, as its kind has capacity. No request starts
+        after a blocked queue was passed `STARVATION_BOUND` times, unless its owner has weight 0: all wait until running
+        requests release a sampler slot.
 
         Args:
             running: The requests with open samples.
@@ -121,7 +140,7 @@ class SampleQueue:
             may_start: Whether a request may start next to those that run.
             is_held: Whether a head, and with it its queue, waits because of a quota.
         """
-        can_start = all(self._num_passed[key] < STARVATION_BOUND for key in self._blocked)
+        can_start = all(self._num_passed[key] < STARVATION_BOUND for key in self._passed)
         for turns in self._order(num_open, has_capacity):
             for key, queue in turns.queues.items():
                 if key in self._blocked:
@@ -140,7 +159,7 @@ class SampleQueue:
     def note_start(self, queued: QueuedRequest) -> None:
         """Record that a head starts its first samples: it passes the blocked queues."""
         self._num_passed.pop(queue_key(queued), None)
-        self._num_passed.update(self._blocked)
+        self._num_passed.update(self._passed)
 
     def end_turn(self, queued: QueuedRequest, *, has_more: bool, num_tokens: int = 1) -> None:
         """Move a head's queue to the end. Remove the head unless it `has_more` samples to start.
@@ -185,7 +204,7 @@ class SampleQueue:
 
     def _order(self, num_open: Mapping[OwnerKey, int], has_capacity: Callable[[bool], bool]) -> list[_Turns]:
         """Return the owners' turns of the kinds with capacity, in order."""
-        of_kind: list[list[_Turns]] = []
+        of_kind: list[list[_Place]] = []
         for decodes in (True, False):
             if has_capacity(decodes):
                 share = self._fair_share[decodes]
@@ -194,13 +213,17 @@ class SampleQueue:
                     for key, turns in self._owners.items()
                     if key.decodes == decodes
                 ]
-                least = min((weight for weight, _, _ in waiting), default=1)
+                least = min((weight for weight, _, _ in waiting if weight), default=1)
                 # Open samples in units of what the owner with the least weight has of one.
                 owners = [
-                    (num_open.get(key, 0) * least // weight, share.time_of(key.owner), turns.last_turn, turns)
+                    _Place(
+                        weight == 0, num_open.get(key, 0) * least // (weight or least), share.time_of(key.owner), turns
+                    )
                     for weight, key, turns in waiting
                 ]
-                owners.sort(key=lambda owner: owner[:3])
-                of_kind += [[turns for *_, turns in owners]] if owners else []
-        of_kind.sort(key=lambda owners: owners[0].last_turn)
-        return [turns for owners in of_kind for turns in owners]
+                owners.sort(key=_Place.order)
+                of_kind += [owners] if owners else []
+        of_kind.sort(key=lambda owners: owners[0].turns.last_turn)
+        places = [place for owners in of_kind for place in owners]
+        places.sort(key=lambda place: place.is_last)  # of both kinds
+        return [place.turns for place in places]

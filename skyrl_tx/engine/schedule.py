@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Protocol
 
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.engine.fair_share import FairShare
+from skyrl_tx.engine.fair_share import FairShare, VirtualTime
 from skyrl_tx.engine.request_log import QueuedRequest
 
 MAX_RUNNING_BATCHES = 4
@@ -219,16 +219,18 @@ class Schedule:
         """Queues with requests: one of each owner, then a second one, and so on.
 
         Owners come in the order of their virtual times, an owner's queues with the least recently served one first.
+        All queues of owners of weight 0 come last.
         """
         waiting = [queue for model_id, queue in self._waiting.items() if model_id not in excluded]
         waiting.sort(key=lambda queue: queue.last_served)
         if not self.is_shared:
             return waiting
         num_before: Counter[str] = Counter()
-        places: list[tuple[int, float, int]] = []
+        places: list[tuple[bool, int, VirtualTime, int]] = []
         for queue in waiting:
             owner = queue.owner
-            places.append((num_before[owner], self.fair_share.time_of(owner), self._owners[owner]))
+            at = self.fair_share.time_of(owner)
+            places.append((at.is_last, num_before[owner], at, self._owners[owner]))
             num_before[queue.owner] += 1
         order = sorted(range(len(waiting)), key=places.__getitem__)
         return [waiting[index] for index in order]

@@ -168,7 +168,7 @@ def check(subject: Subject, name: str, value: int | None) -> None:
     if name == WEIGHT:
         if subject.kind != "owner" or subject.name == ANY:
             raise UserError(f"weight of {subject}: only an owner has a weight; others share by its owner")
-        least, most = 1, MAX_WEIGHT
+        least, most = 0, MAX_WEIGHT
     elif name in LIMITS:
         least, most = 0 if name in _MAY_BE_ZERO else 1, MAX_VALUE
     else:

@@ -83,6 +83,24 @@ def test_many_owners_are_forgotten_without_a_change_of_order() -> None:
     assert len(share._times) <= 1025
 
 
+def test_owners_of_weight_0_come_last_and_are_equal_among_themselves() -> None:
+    weights = {"ann": 0, "bob": 0}
+    share = FairShare(lambda: weights)
+
+    def turns(number: int, *owners: str) -> list[str]:
+        found: list[str] = []
+        for _ in range(number):
+            found.append(min(owners, key=share.time_of))
+            share.charge(found[-1], 10)
+        return found
+
+    assert Counter(turns(100, "ann", "bob", "eve")) == {"eve": 100}
+    assert Counter(turns(10, "ann", "bob")) == {"ann": 5, "bob": 5}
+    weights["ann"] = 1
+    back = Counter(turns(20, "ann", "bob", "eve"))
+    assert back == {"ann": 11, "eve": 9}, "it starts with the work that started last, and gets no past share back"
+
+
 def passes(owner: str, number: int, model: str) -> list[Any]:
     return [queued(seq, model_id=ModelId(model), owner=owner, session=owner) for seq in range(1, number + 1)]
 
@@ -111,6 +129,21 @@ def test_the_order_of_one_owner_does_not_depend_on_weights() -> None:
         return found
 
     assert order({}) == order({"ann": 7}) == order({"bob": 2})
+
+
+def test_passes_of_weight_0_run_when_no_other_could() -> None:
+    """Also before the second model of another owner, which has turns of its own otherwise."""
+    made = schedule(*passes("ann", 3, "a"), *passes("bob", 2, "b"), *passes("bob", 2, "c"), max_pass_tokens=10)
+    made.fair_share = FairShare(lambda: {"ann": 0})
+    order: list[str | None] = []
+    while (step := made.take(0.0)) is not None:
+        assert len(step.requests) == 1
+        order.append(step.requests[0].model_id)
+    assert order == ["b", "c", "b", "c", "a", "a", "a"]
+    made = schedule(*passes("ann", 1, "a"), *passes("bob", 1, "b"))
+    made.fair_share = FairShare(lambda: {"ann": 0})
+    step = made.take(0.0, blocked=[ModelId("b")])
+    assert step is not None and step.requests[0].owner == "ann"
 
 
 class Paused:
@@ -226,8 +259,50 @@ def test_sampling_shares_decoded_tokens_by_weight(make_harness: Make, slots: int
     assert abs(ratio / SHARE - 1) <= TOLERANCE, decoded
 
 
+def test_micro_batches_of_weight_0_wait_for_those_of_others(make_harness: Make) -> None:
+    """Its pass that has started waits too; all of its passes run in the end."""
+    harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 65_536}, {"ann": 0})
+    long = forward_backward(data=(datum(length=64),) * 30)
+    harness.become("bob")
+    bob = harness.session_id
+    of_bob, created = harness.create()
+    harness.run(created)
+    harness.become("ann")
+    of_ann, _ = harness.create()
+    last = harness.submit(long, model_id=of_ann, seq_id=1)
+
+    def arrive() -> None:
+        harness.session_id, harness.owner = bob, "bob"
+        for seq_id in (1, 2):
+            harness.submit(long, model_id=of_bob, seq_id=seq_id)
+
+    running = harness.submit(sample(max_tokens=16 * 30, eos_stops=False))
+    backend = Trained(harness.config, arrive)
+    harness.run(running, last, backend=backend)
+    first = backend.steps.index(bob)
+    assert 10 <= first <= 14
+    assert backend.steps[first : first + 30] == [bob] * 30
+    assert Counter(backend.steps)[bob] == 60 and len(backend.steps) == 90
+    after = backend.steps[first + 30 :]
+    assert after.index(bob) <= 1 and after[-15:].count(bob) == 0, "between two passes of Bob at most one step of Ann"
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+def test_samples_of_weight_0_start_when_no_other_could(make_harness: Make, slots: int) -> None:
+    room = {"max_sample_tokens": 4 * 66} if not slots else {}
+    harness = make_harness({"sample_slots": slots, **room}, {"ann": 0})
+    asked: list[RequestId] = []
+    for owner, token in (("ann", ANN), ("bob", BOB)):
+        harness.become(owner)
+        asked += [harness.submit(ask(token, max_tokens=64)) for _ in range(12)]
+    backend = Recorded(harness.config)
+    harness.run(*asked, backend=backend)
+    started = [int(request.prompt[0]) for request in backend.requests.values()]
+    assert started == [BOB] * 12 + [ANN] * 12
+
+
 def test_an_owner_alone_gets_everything_whatever_its_weight(make_harness: Make) -> None:
-    harness = make_harness({"sample_slots": 8}, {"ann": 1000, "bob": 1})
+    harness = make_harness({"sample_slots": 8}, {"ann": 1000, "bob": 0})
     harness.become("bob")
     asked = [harness.submit(ask(BOB, max_tokens=64)) for _ in range(30)]
     backend = Recorded(harness.config)

@@ -123,6 +123,25 @@ def test_blocked_queue_is_passed_until_the_starvation_bound():
     assert len(started(queue, 5)) == 5
 
 
+def test_others_pass_a_blocked_queue_of_weight_0_without_end():
+    blocked, others = queued("blocked", owner="bob"), [queued() for _ in range(STARVATION_BOUND + 5)]
+    queue = SampleQueue(lambda: {"bob": 0})
+    for each in (blocked, *others):
+        queue.add(each)
+    for expected in others:
+        queue.start_round()
+        queue.block(blocked)
+        assert started(queue, 1) == [expected]
+
+
+def test_weight_0_comes_after_both_kinds_of_others():
+    queue = SampleQueue(lambda: {"bob": 0})
+    for owner in ("bob", "ann"):
+        for max_tokens in (1, 8):
+            queue.add(queued(owner, max_tokens, owner))
+    assert [each.owner for each in started(queue, 4)] == ["ann", "ann", "bob", "bob"]
+
+
 def test_blocked_queue_is_skipped_for_one_round():
     first, other = queued(), queued("b")
     queue = queue_of(first, other)

@@ -41,8 +41,11 @@ def test_weights_are_of_owners(store: Store) -> None:
     for subject in ("*", "key:1", "project:x"):
         with pytest.raises(UserError, match="only an owner has a weight"):
             put(store, subject, "weight", 2)
-    with pytest.raises(UserError, match="weight 0: must be from 1 to 1000"):
-        put(store, "ann", "weight", 0)
+    put(store, "bob", "weight", 0)
+    assert store.read(quotas.read).weights == {"ann": 3, "bob": 0}
+    for value in (-1, 1001):
+        with pytest.raises(UserError, match=f"weight {value}: must be from 0 to 1000"):
+            put(store, "ann", "weight", value)
 
 
 def test_changes_are_in_the_audit_log(store: Store) -> None:
