@@ -18,6 +18,7 @@ Limit = Literal[
     "training_tokens_per_day",
     "sample_tokens_per_day",
     "sample_tokens_per_minute",
+    "sample_requests_per_second",
     "samples_at_once",
     "models_in_training",
     "checkpoint_bytes",

@@ -1,4 +1,4 @@
-"""Sample tokens a minute: which sample is refused, and for how long."""
+"""Sample tokens a minute and sample requests a second: which sample is refused, and for how long."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.quotas import Quotas, SampleTokens
+from skyrl_tx.api.quotas import Quotas, SamplePace, Spending
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.contract.requests import Rejected, Sample, SamplingParams
 from skyrl_tx.store import audit, quotas, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.quotas import Quota, Subject
+from skyrl_tx.store.quotas import Limit, Quota, Subject
 
 ANN, KEY = Subject("owner", "ann"), Subject("key", "3")
 SESSION = SessionId("session-1")
@@ -29,10 +29,14 @@ def of(value: int, subject: Subject = ANN) -> list[Quota]:
     return [Quota(subject, "sample_tokens_per_minute", value)]
 
 
-def is_refused(tokens: SampleTokens, quotas: list[Quota], count: int) -> int:
-    """Spend tokens; return the seconds to wait if they are refused, else 0."""
+def spendings(quotas: list[Quota], amount: int) -> list[Spending]:
+    return [Spending(quota, amount) for quota in quotas]
+
+
+def is_refused(tokens: SamplePace, quotas: list[Quota], count: int) -> int:
+    """Spend an amount; return the seconds to wait if it is refused, else 0."""
     try:
-        tokens.spend(quotas, count)
+        tokens.spend(spendings(quotas, count))
     except ApiError as error:
         assert error.status == 429 and error.headers is not None
         assert error.headers["X-Tinker-Sampling-Backpressure"] == "1"
@@ -42,7 +46,7 @@ def is_refused(tokens: SampleTokens, quotas: list[Quota], count: int) -> int:
 
 def test_tokens_count_for_a_minute() -> None:
     clock = Clock()
-    tokens = SampleTokens(clock)
+    tokens = SamplePace(clock)
     assert is_refused(tokens, of(600), 600) == 0
     assert is_refused(tokens, of(600), 100) == 10
     clock.now = 9.0
@@ -54,7 +58,7 @@ def test_tokens_count_for_a_minute() -> None:
 
 def test_a_sample_above_the_quota_runs_alone_and_delays_the_next() -> None:
     clock = Clock()
-    tokens = SampleTokens(clock)
+    tokens = SamplePace(clock)
     assert is_refused(tokens, of(600), 1800) == 0
     assert is_refused(tokens, of(600), 1) == 60  # at most: it is 121 s
     clock.now = 119.0
@@ -64,7 +68,7 @@ def test_a_sample_above_the_quota_runs_alone_and_delays_the_next() -> None:
 
 
 def test_a_refused_sample_counts_for_no_subject() -> None:
-    tokens = SampleTokens(Clock())
+    tokens = SamplePace(Clock())
     both = of(1000) + of(100, KEY)
     assert is_refused(tokens, both, 100) == 0
     assert is_refused(tokens, both, 50) == 30
@@ -72,21 +76,31 @@ def test_a_refused_sample_counts_for_no_subject() -> None:
 
 
 def test_refunded_tokens_do_not_count() -> None:
-    tokens = SampleTokens(Clock())
+    tokens = SamplePace(Clock())
     assert is_refused(tokens, of(100), 100) == 0
-    tokens.refund(of(100), 100)
+    tokens.refund(spendings(of(100), 100))
     assert is_refused(tokens, of(100), 100) == 0
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 300)), max_size=40))
 def test_what_is_admitted_stays_within_the_rate(calls: list[tuple[float, int]]) -> None:
     clock, admitted = Clock(), 0
-    tokens = SampleTokens(clock)
+    tokens = SamplePace(clock)
     for pause_s, count in calls:
         clock.now += pause_s
         if not is_refused(tokens, of(300), count):
             admitted += count
         assert admitted <= 300 * (1 + clock.now / 60) + 1e-6
+
+
+def test_requests_count_for_a_second_whatever_their_size() -> None:
+    clock = Clock()
+    pace, three = SamplePace(clock), [Quota(ANN, "sample_requests_per_second", 3)]
+    assert [is_refused(pace, three, 1) for _ in range(4)] == [0, 0, 0, 1]
+    clock.now = 0.34
+    assert [is_refused(pace, three, 1) for _ in range(2)] == [0, 1]
+    clock.now = 10.0
+    assert [is_refused(pace, three, 1) for _ in range(4)] == [0, 0, 0, 1], "a pause saves up no more than a second's"
 
 
 def a_sample(max_tokens: int | None = 10, prompt: int = 5, num_samples: int = 2) -> Sample:
@@ -100,9 +114,11 @@ def send(limits: Quotas, request: Sample | Rejected, *, is_new: bool = True) -> 
             note_stored()
 
 
-def set_quota(store: Store, limits: Quotas, subject: str, value: int) -> None:
+def set_quota(
+    store: Store, limits: Quotas, subject: str, value: int, limit: Limit = "sample_tokens_per_minute"
+) -> None:
     about = Subject.parse(subject)
-    store.write(lambda tx: quotas.put(tx, about, "sample_tokens_per_minute", value, audit.OPERATOR, 1.0))
+    store.write(lambda tx: quotas.put(tx, about, limit, value, audit.OPERATOR, 1.0))
     limits.view = type(limits.view)(store)
     limits.view.refresh()
 
@@ -139,4 +155,19 @@ def test_keys_and_projects_have_quotas_of_their_own(store: Store) -> None:
     set_quota(store, limits, "project:math", 1000)
     send(limits, a_sample())
     with pytest.raises(ApiError, match="key 3 has asked"):
+        send(limits, a_sample())
+
+
+def test_requests_a_second_bound_samples_and_name_the_limit(store: Store) -> None:
+    limits = Quotas(store)
+    set_quota(store, limits, "ann", 2, "sample_requests_per_second")
+    set_quota(store, limits, "ann", 10**6)
+    send(limits, a_sample())
+    send(limits, a_sample(), is_new=False)
+    send(limits, Rejected(kind="sample", message="wrong"))
+    send(limits, a_sample())
+    reason = (
+        "sample_requests_per_second: ann has sent 2 sample requests in a second, as many as it may, and this is one"
+    )
+    with pytest.raises(ApiError, match=reason):
         send(limits, a_sample())

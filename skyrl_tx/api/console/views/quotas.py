@@ -11,6 +11,7 @@ _TITLES = {
     "training_tokens_per_day": "Training tokens a day",
     "sample_tokens_per_day": "Sample tokens a day",
     "sample_tokens_per_minute": "Sample tokens a minute",
+    "sample_requests_per_second": "Sample requests a second",
     "samples_at_once": "Samples at once",
     "models_in_training": "Models in training",
     "checkpoint_bytes": "Checkpoints",
