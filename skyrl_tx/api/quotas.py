@@ -121,7 +121,7 @@ class Quotas:
 
         Raises ApiError 429 if it exceeds a quota, unless the request with this idempotency key is stored already.
         """
-        spendings = self._of_sample(owner, key_id, session_id, request) if self.view.rules.has(*_PERIODS_S) else []
+        spendings = self._of_sample(owner, key_id, session_id, request) if self.view.rules.has(*_PERIODS_S) else ()
         if not spendings:
             yield lambda: None
             return

@@ -21,7 +21,7 @@ from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
-from skyrl_tx.engine.sample_room import SampleRoom
+from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
@@ -72,7 +72,8 @@ class EngineContext:
     history: History
     quotas: QuotaView
     pauses: Pauses
-    room: SampleRoom
+    sample_room: Room
+    training_room: Room
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:
         """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""

@@ -20,11 +20,12 @@ from skyrl_tx.engine.history import History
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.pacing import QuotaPacing
 from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
-from skyrl_tx.engine.sample_room import SampleRoom
+from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
@@ -179,7 +180,8 @@ class Engine:
             history=History(store, settings),
             quotas=quotas,
             pauses=Pauses(store, quotas, accounts, request_log),
-            room=SampleRoom(quotas, accounts),
+            sample_room=Room("samples_at_once", quotas, accounts),
+            training_room=Room("training_steps_at_once", quotas, accounts),
         )
 
 
@@ -191,6 +193,7 @@ class _Loop:
         context.quotas.refresh()
         few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
         self.training = TrainingExecutor(context)
+        self._pacing = QuotaPacing(context.pauses, context.training_room)
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
             max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
@@ -211,7 +214,6 @@ class _Loop:
         """Run one turn. Returns whether there was anything to do."""
         context, settings = self._context, self._context.settings
         context.pauses.refresh()
-        self._schedule.pacing = context.pauses if context.pauses.is_active else None
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
         self._is_busy = self._use_device()
@@ -286,7 +288,8 @@ class _Loop:
 
     def pauses(self) -> list[Pause]:
         """Return the quotas because of which requests wait."""
-        reasons = [*self._context.pauses.exhausted(), *self._context.room.full()]
+        context = self._context
+        reasons = [*context.pauses.exhausted(), *context.training_room.full(), *context.sample_room.full()]
         return [Pause.of(quota, reason) for quota, reason in reasons[: engine_state.MAX_PAUSES]]
 
     def _warn_of_meters(self, error: Exception) -> None:
@@ -330,6 +333,8 @@ class _Loop:
         training, step = self.training, None
         training.set_shared(self._schedule.is_shared)
         if not self._is_turn_of_passes:
+            self._pacing.room.start_round((queued, 1) for queued in training.running_requests())
+            self._schedule.pacing = self._pacing if self._pacing.is_active else None
             step = self._schedule.take(
                 self._api_uptime.total_s(),
                 self._context.background_writer.blocked_models,

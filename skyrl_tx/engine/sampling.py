@@ -205,7 +205,7 @@ class SamplingExecutor:
             return num_open_of_kind[decodes] < self._max_open
 
         self._queue.start_round()
-        self._context.room.start_round((running.queued, running.num_open) for running in self._running.values())
+        self._context.sample_room.start_round((running.queued, running.num_open) for running in self._running.values())
         while True:
             queued = self._queue.next(
                 self._running,
@@ -225,8 +225,8 @@ class SamplingExecutor:
                 running = self._start(queued)
                 started.append(queued)
             first_samples.setdefault(queued.request_id, running.num_started)
-            count = min(running.num_left, self._max_per_turn, self._context.room.of(queued))
-            self._context.room.take(queued, count)
+            count = min(running.num_left, self._max_per_turn, self._context.sample_room.of(queued))
+            self._context.sample_room.take(queued, count)
             running.num_started += count
             num_open[owner_key(queued)] += count
             num_open_of_kind[owner_key(queued).decodes] += count
@@ -238,7 +238,7 @@ class SamplingExecutor:
         """Whether a request waits because of a quota. Samples of one that runs wait for room only."""
         if queued.request_id not in self._running and self._context.pauses.is_paused(queued):
             return True
-        return self._context.room.of(queued) == 0
+        return self._context.sample_room.of(queued) == 0
 
     def _may_start(self, queued: QueuedRequest) -> bool:
         """Whether a request may start next to those that run."""

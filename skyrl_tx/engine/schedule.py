@@ -89,7 +89,7 @@ class Schedule:
     max_read_bytes: int = 0
     read_bodies: ReadBodies = lambda requests: requests
     pacing: Pacing | None = None
-    """Pauses requests, while there are quotas of a day."""
+    """Pauses requests, while there are quotas that may."""
     fair_share: FairShare = field(default_factory=FairShare)
     """The tokens that each owner was given, while there are several."""
     on_arrival: Callable[[str], None] = lambda owner: None

@@ -2,8 +2,9 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
@@ -93,7 +94,13 @@ class TrainingExecutor:
     @property
     def num_running_requests(self) -> int:
         """Number of requests in running batches."""
-        return sum(len(group) for batches in self._batches.values() for batch in batches for group in batch.groups)
+        return sum(1 for _ in self.running_requests())
+
+    def running_requests(self) -> Iterator[QueuedRequest]:
+        """Yield the requests of running batches."""
+        for batch in chain.from_iterable(self._batches.values()):
+            for group in batch.groups:
+                yield from (request.queued for request in group)
 
     @property
     def sessions_with_long(self) -> set[SessionId]:

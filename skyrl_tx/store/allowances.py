@@ -183,7 +183,7 @@ def _used(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now
             return len(models_in_training(tx, quota.subject))
         case "checkpoint_bytes":
             return checkpoint_bytes(tx, quota.subject, now)
-        case "sample_tokens_per_minute" | "sample_requests_per_second" | "samples_at_once":
+        case "sample_tokens_per_minute" | "sample_requests_per_second" | "samples_at_once" | "training_steps_at_once":
             return None
 
 

@@ -54,7 +54,7 @@ class Pause:
     @property
     def concerns_training(self) -> bool:
         """Whether passes wait, and not samples."""
-        return self.limit == "training_tokens_per_day"
+        return self.limit in ("training_tokens_per_day", "training_steps_at_once")
 
 
 def pauses_of(row: EngineStateRow | None) -> tuple[Pause, ...]:

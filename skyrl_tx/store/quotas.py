@@ -20,6 +20,7 @@ Limit = Literal[
     "sample_tokens_per_minute",
     "sample_requests_per_second",
     "samples_at_once",
+    "training_steps_at_once",
     "models_in_training",
     "checkpoint_bytes",
 ]

@@ -54,7 +54,7 @@ def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
         assert "12k" in root.get("/quotas").text
         for changes, reason in (
             ({"value": "many"}, "must be a whole number"),
-            ({"limit": "training_steps_at_once", "value": "1"}, "there is none of this name"),
+            ({"limit": "training_steps", "value": "1"}, "there is none of this name"),
             ({"subject": "key:x", "value": "1"}, "named by its number"),
         ):
             refused = root.post("/quotas", {**fields, **changes})

@@ -251,3 +251,11 @@ def test_samples_at_once_wait_in_the_engine(stack: LiveStack) -> None:
         params = tinker.SamplingParams(max_tokens=20, seed=1, stop=[])
         found = [sampling.sample(PROMPT, 3, params) for _ in range(3)]
         assert [len(each.result(timeout=60).sequences) for each in found] == [3, 3, 3]
+
+
+def test_training_steps_at_once_let_all_passes_end(stack: LiveStack) -> None:
+    put(stack, "leo", "training_steps_at_once", 1)
+    with service(stack, "leo") as leo:
+        models = [leo.create_lora_training_client(PUBLIC_NAME, rank=4).result() for _ in range(3)]
+        passes = [each.forward_backward([DATUM], "cross_entropy") for _ in range(2) for each in models]
+        assert [each.result(timeout=60).metrics["num_tokens:sum"] for each in passes] == [4] * 6

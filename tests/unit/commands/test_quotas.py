@@ -67,7 +67,7 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("ann", "training_steps_at_once", "1"), "limit 'training_steps_at_once': there is none of this name"),
+        (("ann", "training_steps", "1"), "limit 'training_steps': there is none of this name"),
         (("ann", "samples_at_once", "many"), "value 'many': must be a whole number"),
         (("key:x", "samples_at_once", "1"), "a key is named by its number"),
         (("project:a", "weight", "1"), "only an owner has a weight"),

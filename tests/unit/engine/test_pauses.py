@@ -1,4 +1,4 @@
-"""Pauses of requests by quotas of the day, and samples at once: their bounds, ends and reasons."""
+"""Pauses of requests by quotas of the day, samples and training steps at once: their bounds, ends and reasons."""
 
 import threading
 import time
@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from sqlmodel import select
 
+from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput
 from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.engine.room import Room
 from skyrl_tx.store import audit, engine_state, futures, quotas, sessions, totals, usage
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.quota_view import QuotaView
@@ -23,7 +25,7 @@ from skyrl_tx.store.quotas import Subject
 from skyrl_tx.store.tables import RequestRow
 from skyrl_tx.store.usage import Work
 from skyrl_tx.testing.fake.backend import FakeBackend
-from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
+from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.support.waiting import until
 from tests.unit.engine.test_schedule import queued
 
@@ -314,3 +316,72 @@ def test_samples_at_once_bound_an_owner_and_no_other(harness: EngineHarness) -> 
     harness.run(*ids, backend=backend)
     assert backend.most["ann"] == 3 and backend.most["bob"] > 3
     assert len(harness.result(ids[-1]).sequences) == 7
+
+
+class Passes(FakeBackend):
+    """Records the most passes of each owner's models that ran at once."""
+
+    def __init__(self, harness: EngineHarness, owners: dict[str, str]) -> None:
+        super().__init__("tiny", harness.config.model_copy(update={"micro_batch_tokens": 16}))
+        self.owners, self.running, self.most = owners, Counter[str](), Counter[str]()
+
+    def begin_pass(self, batch, *, backward):
+        started = Counter(self.owners[model_id] for model_id in {each.model_id for each in batch.examples})
+        self.running += started
+        self.most |= self.running
+        return Ended(super().begin_pass(batch, backward=backward), lambda: self.running.subtract(started))
+
+
+class Ended(Pass):
+    """A pass that says when it has ended."""
+
+    def __init__(self, inner: Pass, on_end: Callable[[], None]) -> None:
+        self.inner, self.on_end = inner, on_end
+
+    def step(self) -> bool:
+        return self.inner.step()
+
+    def results(self):
+        self.on_end()
+        return self.inner.results()
+
+    def abort(self) -> None:
+        self.on_end()
+        self.inner.abort()
+
+
+def test_training_steps_at_once_bound_an_owner_and_no_other(harness: EngineHarness) -> None:
+    """Each owner has passes of three models, of several micro-batches; steps and saves of all models go on."""
+    put(harness.api, "ann", "training_steps_at_once", 1)
+    owners: dict[str, str] = {}
+    ids: list[Any] = []
+    data = (datum(length=16),) * 4
+    for owner in ("ann", "bob"):
+        harness.become(owner)
+        for name in "abc":
+            model_id, created = harness.create(name)
+            owners[model_id] = owner
+            ids.append(created)
+            for seq_id in (1, 3):
+                ids.append(harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id))
+                ids.append(harness.submit(optim_step(), model_id=model_id, seq_id=seq_id + 1))
+    backend = Passes(harness, owners)
+    harness.run(*ids, backend=backend)
+    assert backend.most["ann"] == 1 and backend.most["bob"] > 1
+    assert not any(isinstance(harness.result(each), Failure) for each in ids)
+
+
+def test_a_pass_that_waits_for_another_model_names_the_quota(harness: EngineHarness) -> None:
+    view = QuotaView(harness.api)
+    put(harness.api, "key:4", "training_steps_at_once", 2)
+    view.refresh()
+    session_id = harness.api.write(lambda tx: sessions.create(tx, owner="ann", now=DAY, key_id=4))
+    room = Room("training_steps_at_once", view, Accounts(harness.api, view))
+    running = a_pass(session=session_id)
+    room.start_round([(running, 1)])
+    assert room.of(running) == 1 and room.full() == []
+    room.take(running, 1)
+    assert room.of(running) == 0 and room.of(a_pass("bob")) > 0
+    ((quota, reason),) = room.full()
+    assert quota.subject == Subject("key", "4") and engine_state.Pause.of(quota, reason).concerns_training
+    assert reason == "key 4 has 2 passes at once, as many as it may have"

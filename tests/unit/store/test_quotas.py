@@ -66,7 +66,7 @@ def test_changes_are_in_the_audit_log(store: Store) -> None:
     assert store.read(quotas.read).of_account("checkpoint_bytes", Account("ann")) == []
 
 
-@pytest.mark.parametrize("name", ["training_steps_at_once", "over", "Weight", ""])
+@pytest.mark.parametrize("name", ["training_steps", "over", "Weight", ""])
 def test_unknown_limits_are_refused_by_name(store: Store, name: str) -> None:
     with pytest.raises(UserError, match=f"limit '{name}': there is none.*training_tokens_per_day.*weight"):
         put(store, "ann", name, 1)

@@ -13,6 +13,7 @@ _TITLES = {
     "sample_tokens_per_minute": "Sample tokens a minute",
     "sample_requests_per_second": "Sample requests a second",
     "samples_at_once": "Samples at once",
+    "training_steps_at_once": "Training steps at once",
     "models_in_training": "Models in training",
     "checkpoint_bytes": "Checkpoints",
 }
