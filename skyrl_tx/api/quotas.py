@@ -85,7 +85,7 @@ class SamplePace:
 
 
 def _check(spending: Spending, before: float) -> None:
-    (subject, limit, value), amount = spending
+    (subject, limit, value, _), amount = spending
     excess = before + min(amount, value) - value
     if excess <= 0:
         return

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from typing import get_args
 
 from sqlmodel import Session
 
@@ -9,7 +10,8 @@ from skyrl_tx.amounts import amount_text, parse_amount
 from skyrl_tx.commands.common import CommandError, Record, finish_list_parser, finish_parser, open_database, os_user
 from skyrl_tx.store import audit, quotas
 from skyrl_tx.store.allowances import allowances
-from skyrl_tx.store.quotas import LIMITS, WEIGHT, Subject
+from skyrl_tx.store.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject
+from skyrl_tx.store.tables import OverQuota
 
 _SUBJECT = "an owner, key:NUMBER or project:NAME; '*', 'key:*' or 'project:*' for each without a quota of its own"
 _WEIGHT = f"{WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1; 0: what no other owner wants)"
@@ -30,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setting.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
     setting.add_argument("limit", metavar="LIMIT", help=_LIMIT)
     setting.add_argument("value", metavar="VALUE", help="a whole number, or one with a decimal unit: 200M, 5G")
+    setting.add_argument(
+        "--over",
+        choices=get_args(OverQuota),
+        default="wait",
+        help="what becomes of work beyond a quota of a day: it waits until 00:00 UTC (default), or fails",
+    )
     finish_parser(setting, _set)
     removing = actions.add_parser("remove", help="remove a quota or a weight", allow_abbrev=False)
     removing.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
@@ -49,6 +57,7 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
                 "subject": str(subject),
                 "limit": row.name,
                 "value": row.value if arguments.json else amount_text(row.value),
+                "over": row.over if row.name in DAY_LIMITS else None,
                 "used": amount if arguments.json or amount is None else amount_text(amount),
             }
         )
@@ -58,7 +67,8 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 def _set(arguments: argparse.Namespace) -> None:
     value = parse_amount(arguments.value)
     _put(arguments, value)
-    print(f"{arguments.limit} of {arguments.subject} is {amount_text(value)}")
+    beyond = "" if arguments.over == "wait" else "; beyond it work fails"
+    print(f"{arguments.limit} of {arguments.subject} is {amount_text(value)}{beyond}")
 
 
 def _remove(arguments: argparse.Namespace) -> None:
@@ -69,8 +79,9 @@ def _remove(arguments: argparse.Namespace) -> None:
 
 def _put(arguments: argparse.Namespace, value: int | None) -> bool:
     subject, limit = Subject.parse(arguments.subject), arguments.limit
-    quotas.check(subject, limit, value)
+    over: OverQuota = "wait" if value is None else arguments.over
+    quotas.check(subject, limit, value, over)
     with open_database(arguments) as store:
         return store.write(
-            lambda tx: quotas.put(tx, subject, limit, value, audit.OPERATOR, time.time(), os_user=os_user())
+            lambda tx: quotas.put(tx, subject, limit, value, audit.OPERATOR, time.time(), over=over, os_user=os_user())
         )

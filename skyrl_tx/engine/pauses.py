@@ -1,4 +1,4 @@
-"""Pauses requests whose account has used its tokens of the day: passes and samples wait until midnight UTC.
+"""Pauses requests whose account has used its tokens of the day: passes and samples wait until midnight UTC, or fail.
 
 What is used is read from `usage` when the engine starts, when quotas change and now and then. Between two readings the
 engine counts by itself: it is the only one that adds usage. A pass counts when it is handed over and a sample request
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from skyrl_tx.amounts import amount_text
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import ModelPass, Rejected, Sample
 from skyrl_tx.contract.results import Failure, Result, SampleOutput
@@ -56,7 +57,8 @@ class Pauses:
         self._reload_at = 0.0
         self._handed: dict[RequestId, _Handed] = {}
         self._used: Counter[tuple[Subject, Limit]] = Counter()
-        self._verdicts: dict[tuple[SessionId, Limit], bool] = {}
+        self._refused: dict[RequestId, str] = {}  # passes that were handed over to fail
+        self._used_up: dict[tuple[SessionId, Limit], list[Quota]] = {}
 
     def refresh(self) -> None:
         """Look for changed quotas, and for a new day. Before the first call no request is paused."""
@@ -64,26 +66,28 @@ class Pauses:
         if not self._view.rules.values:
             self.is_active, self._request_log.on_result, self._reload_at = False, None, 0.0
             self._handed.clear()
+            self._refused.clear()
         elif has_changed or now >= self._reload_at or allowances.day_start(now) != self._day:
             self._reload(now)
 
     def is_paused(self, queued: QueuedRequest) -> bool:
         """Whether a request waits. Requests without tokens never do, so that work can be saved."""
-        if not self.is_active or isinstance(queued.request, Rejected):
-            return False
-        limit = _limit_of(queued)
-        if limit is None:
-            return False
-        key = (queued.session_id, limit)
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            quotas = self._view.rules.of_account(limit, self._accounts.of(queued))
-            verdict = self._verdicts[key] = any(map(self._is_used, quotas))
-        return verdict
+        used_up = self._used_up_for(queued)
+        return bool(used_up) and all(quota.over == "wait" for quota in used_up)
+
+    def check_start(self, queued: QueuedRequest) -> None:
+        """Raise UserError if a request fails because of a quota: a sample now, a pass when it was handed over."""
+        reason = self._refused.get(queued.request_id) if queued.model_pass is not None else self._refusal_of(queued)
+        if reason is not None:
+            raise UserError(reason)
 
     def hand_over(self, queued: QueuedRequest) -> None:
-        """Count a pass that starts now."""
+        """Count a pass that starts now, unless it fails because of a quota."""
         if queued.model_pass is None:
+            return
+        reason = self._refusal_of(queued)
+        if reason is not None:
+            self._refused[queued.request_id] = reason
             return
         handed = self._handed[queued.request_id] = _Handed(queued.session_id, queued.owner, queued.num_tokens)
         self._add(handed.session_id, handed.owner, "training_tokens_per_day", handed.tokens)
@@ -96,9 +100,35 @@ class Pauses:
         for (subject, limit), used in sorted(self._used.items()):
             quota = self._view.rules.of_subject(limit, subject)
             if quota is not None and used >= quota.value:
-                of = f"{amount_text(used)} of {amount_text(quota.value)} {_NAMES[limit]} tokens"
-                found.append((quota, f"{subject.label} has used {of} of today, and goes on at 00:00 UTC"))
+                found.append((quota, f"{self._text_of(quota)}, and goes on at 00:00 UTC"))
         return found
+
+    def _text_of(self, quota: Quota) -> str:
+        used = self._used[quota.subject, quota.limit]
+        of = f"{amount_text(used)} of {amount_text(quota.value)} {_NAMES[quota.limit]} tokens"
+        return f"{quota.subject.label} has used {of} of today"
+
+    def _used_up_for(self, queued: QueuedRequest) -> list[Quota]:
+        """Return the quotas of a request's account that are used up, of those that it counts for."""
+        if not self.is_active or isinstance(queued.request, Rejected):
+            return []
+        limit = _limit_of(queued)
+        if limit is None:
+            return []
+        key = (queued.session_id, limit)
+        found = self._used_up.get(key)
+        if found is None:
+            quotas = self._view.rules.of_account(limit, self._accounts.of(queued))
+            found = self._used_up[key] = [quota for quota in quotas if self._is_used(quota)]
+        return found
+
+    def _refusal_of(self, queued: QueuedRequest) -> str | None:
+        """Return why a request fails, as a sentence; None if it runs or waits."""
+        failing = next((quota for quota in self._used_up_for(queued) if quota.over == "fail"), None)
+        if failing is None:
+            return None
+        way_out = "send it after 00:00 UTC, or ask an admin for more"
+        return f"{failing.limit}: {self._text_of(failing)}: {way_out}"
 
     def _is_used(self, quota: Quota) -> bool:
         return self._used[quota.subject, quota.limit] >= quota.value
@@ -106,6 +136,7 @@ class Pauses:
     def _count(self, queued: QueuedRequest, result: Result) -> None:
         """Count the tokens of a sample request that has ended, and no longer those of a pass that failed."""
         handed = self._handed.pop(queued.request_id, None)
+        self._refused.pop(queued.request_id, None)
         if handed is not None:
             if isinstance(result, Failure):
                 self._add(handed.session_id, handed.owner, "training_tokens_per_day", -handed.tokens)
@@ -123,16 +154,17 @@ class Pauses:
             return
         for subject in self._accounts.of_session(session_id, owner).subjects():
             self._used[subject, limit] += tokens
-        self._verdicts.clear()
+        self._used_up.clear()
 
     def _reload(self, now: float) -> None:
         self._accounts.forget()
         self.is_active = self._view.rules.has(*DAY_LIMITS)
         self._day, self._reload_at = allowances.day_start(now), now + _RELOAD_S
-        self._verdicts.clear()
+        self._used_up.clear()
         self._request_log.on_result = self._count if self.is_active else None
         if not self.is_active:
             self._handed.clear()
+            self._refused.clear()
             return
         self._request_log.wait_for_commits()
         self._used = self._store.read(lambda tx: allowances.tokens_today(tx, now))

@@ -99,6 +99,7 @@ class SamplingExecutor:
                 raise UserError(f"prompt: the request takes {size} bytes, all that wait may take {limit}")
             if queued.request.params.stop_strings:
                 self._context.backend.text_of([])  # raises if the backend has no tokenizer
+            self._context.pauses.check_start(queued)
         except Exception as error:
             self._context.fail(queued, error)
             return
@@ -218,6 +219,8 @@ class SamplingExecutor:
                 break
             running = self._running.get(queued.request_id)
             if running is None:
+                if self._fails_by_quota(queued):
+                    continue
                 sampler = sample_of(queued).sampler
                 if sampler is not None and not self._context.samplers.acquire(sampler, queued.session_id):
                     self._queue.block(queued)
@@ -239,6 +242,16 @@ class SamplingExecutor:
         if queued.request_id not in self._running and self._context.pauses.is_paused(queued):
             return True
         return self._context.sample_room.of(queued) == 0
+
+    def _fails_by_quota(self, queued: QueuedRequest) -> bool:
+        """Fail a request that has not started if a quota says so; return whether it did."""
+        try:
+            self._context.pauses.check_start(queued)
+        except UserError as error:
+            self._remove({queued.request_id})
+            self._context.fail(queued, error)
+            return True
+        return False
 
     def _may_start(self, queued: QueuedRequest) -> bool:
         """Whether a request may start next to those that run."""

@@ -210,6 +210,11 @@ def _add_custom_losses() -> None:
         op.create_index(f"ix_custom_losses_{name}", "custom_losses", [name])
 
 
+def _add_over() -> None:
+    """Add what becomes of work beyond a quota of a day."""
+    op.add_column("quotas", sa.Column("over", sa.String, nullable=False, server_default="wait"))
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
@@ -229,4 +234,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0012": _add_quotas,
     "0013": _add_project_members,
     "0014": _add_custom_losses,
+    "0015": _add_over,
 }

@@ -12,7 +12,7 @@ from sqlmodel import Session, select
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor
-from skyrl_tx.store.tables import QuotaRow, SubjectKind
+from skyrl_tx.store.tables import OverQuota, QuotaRow, SubjectKind
 
 Limit = Literal[
     "training_tokens_per_day",
@@ -81,19 +81,20 @@ class Account(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """The most that one subject may use."""
+    """The most that one subject may use. Beyond a quota of a day work waits, or fails."""
 
     subject: Subject
     limit: Limit
     value: int
+    over: OverQuota = "wait"
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """All quotas and weights at one time."""
 
-    values: Mapping[tuple[SubjectKind, str], Mapping[str, int]] = field(default_factory=lambda: {})
-    """The value of each subject with a row, by kind and limit."""
+    values: Mapping[tuple[SubjectKind, str], Mapping[str, Quota]] = field(default_factory=lambda: {})
+    """The quota of each subject with a row, by kind and limit."""
     weights: Mapping[str, int] = field(default_factory=lambda: {})
     """The weights of owners; others have 1."""
 
@@ -107,8 +108,8 @@ class Rules:
         of_kind = self.values.get((subject.kind, limit))
         if of_kind is None:
             return None
-        value = of_kind.get(subject.name, of_kind.get(ANY))
-        return None if value is None else Quota(subject, limit, value)
+        found = of_kind.get(subject.name, of_kind.get(ANY))
+        return None if found is None else found._replace(subject=subject)
 
     def of_account(self, limit: Limit, account: Account) -> list[Quota]:
         """Return the quotas that apply to work for an account, all of which must hold."""
@@ -125,13 +126,14 @@ NO_RULES = Rules()
 
 def read(tx: Session) -> Rules:
     """Read all quotas and weights."""
-    values: dict[tuple[SubjectKind, str], dict[str, int]] = {}
+    values: dict[tuple[SubjectKind, str], dict[str, Quota]] = {}
     weights: dict[str, int] = {}
     for row in rows(tx):
         if row.name == WEIGHT:
             weights[row.subject] = row.value
         else:
-            values.setdefault((row.subject_kind, row.name), {})[row.subject] = row.value
+            quota = Quota(Subject(row.subject_kind, row.subject), cast(Limit, row.name), row.value, row.over)
+            values.setdefault((row.subject_kind, row.name), {})[row.subject] = quota
     return Rules(values, weights) if values or weights else NO_RULES
 
 
@@ -141,13 +143,21 @@ def rows(tx: Session) -> list[QuotaRow]:
 
 
 def put(
-    tx: Session, subject: Subject, name: str, value: int | None, actor: Actor, now: float, **details: audit.Detail
+    tx: Session,
+    subject: Subject,
+    name: str,
+    value: int | None,
+    actor: Actor,
+    now: float,
+    *,
+    over: OverQuota = "wait",
+    **details: audit.Detail,
 ) -> bool:
     """Set a quota or a weight, or remove it if `value` is None; return False if there was none to remove.
 
     `details` are added to the entry of the audit log. Raises UserError for a name or a value that is not possible.
     """
-    check(subject, name, value)
+    check(subject, name, value, over)
     row = tx.get(QuotaRow, (subject.kind, subject.name, name))
     before = None if row is None else row.value
     if value is None:
@@ -155,18 +165,22 @@ def put(
             return False
         tx.delete(row)
     elif row is None:
-        tx.add(QuotaRow(subject_kind=subject.kind, subject=subject.name, name=name, value=value))
+        tx.add(QuotaRow(subject_kind=subject.kind, subject=subject.name, name=name, value=value, over=over))
     else:
-        row.value = value
+        row.value, row.over = value, over
     event: audit.Event = "organization_weight_set" if name == WEIGHT else "organization_quota_set"
     what = {} if name == WEIGHT else {"limit": name}
-    changed = {"value": value, "before": before, "removed": True if value is None else None}
+    changed: dict[str, audit.Detail] = {"value": value, "before": before, "removed": True if value is None else None}
+    if over != "wait":
+        changed["over"] = over
     audit.record(tx, event, actor, now, path=None, subject=str(subject), **what, **changed, **details)
     return True
 
 
-def check(subject: Subject, name: str, value: int | None) -> None:
+def check(subject: Subject, name: str, value: int | None, over: OverQuota = "wait") -> None:
     """Raise UserError for a limit that does not exist, and for a value that it cannot have."""
+    if over != "wait" and name not in DAY_LIMITS:
+        raise UserError(f"over {over!r}: only beyond {' and '.join(DAY_LIMITS)} work fails, not beyond {name[:80]}")
     if name == WEIGHT:
         if subject.kind != "owner" or subject.name == ANY:
             raise UserError(f"weight of {subject}: only an owner has a weight; others share by its owner")

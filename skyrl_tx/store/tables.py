@@ -35,6 +35,7 @@ RequestStatus = Literal["open", "done", "failed"]
 EngineStatus = Literal["starting", "recovering", "ready", "stopping"]
 KeyScope = Literal["admin", "user", "sample", "read", "metrics"]
 SubjectKind = Literal["owner", "key", "project"]
+OverQuota = Literal["wait", "fail"]
 ProjectRole = Literal["viewer", "editor"]
 
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
@@ -312,6 +313,8 @@ class QuotaRow(SQLModel, table=True):
     name: str = Field(primary_key=True)
     """One of `quotas.LIMITS`, or `weight`."""
     value: int = Field(sa_type=BigInteger)
+    over: OverQuota = Field(default="wait", sa_type=String)
+    """What becomes of work beyond a quota of a day."""
 
 
 class ProjectMemberRow(SQLModel, table=True):

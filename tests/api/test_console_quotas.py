@@ -45,6 +45,15 @@ def test_what_is_used_up_waits(world: ConsoleWorld) -> None:
     assert "waits until 00:00 UTC" in page and "100 percent used" in page and "Your weight is 1" in page
 
 
+def test_what_fails_says_so(world: ConsoleWorld) -> None:
+    with world.browser(world.key("root", "admin")) as root:
+        fields = {"form_token": root.token(), "subject": "bob", "limit": "training_tokens_per_day"}
+        assert root.post("/quotas", {**fields, "value": "500", "over": "fail"}).status_code == 303
+        assert "fails until 00:00 UTC" in root.get("/quotas").text
+        assert root.post("/quotas", {**fields, "value": "500"}).status_code == 303
+        assert "waits until 00:00 UTC" in root.get("/quotas").text
+
+
 def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
     with world.browser(world.key("root", "admin")) as root:
         page = root.get("/quotas").text
@@ -56,6 +65,8 @@ def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
             ({"value": "many"}, "must be a whole number"),
             ({"limit": "training_steps", "value": "1"}, "there is none of this name"),
             ({"subject": "key:x", "value": "1"}, "named by its number"),
+            ({"value": "1", "over": "fail"}, "only beyond training_tokens_per_day"),
+            ({"value": "1", "over": "queue"}, "must be one of wait, fail"),
         ):
             refused = root.post("/quotas", {**fields, **changes})
             assert refused.status_code == 400 and reason in refused.text

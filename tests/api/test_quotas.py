@@ -12,7 +12,7 @@ from sqlmodel import select
 
 from skyrl_tx.store import audit, keys, quota_view, quotas
 from skyrl_tx.store.quotas import Subject
-from skyrl_tx.store.tables import RequestRow
+from skyrl_tx.store.tables import OverQuota, RequestRow
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.waiting import until
 
@@ -40,10 +40,10 @@ def make_key(stack: LiveStack, owner: str, scope: Any = "user") -> str:
     return made
 
 
-def put(stack: LiveStack, subject: str, name: str, value: int | None) -> None:
+def put(stack: LiveStack, subject: str, name: str, value: int | None, over: OverQuota = "wait") -> None:
     """Set a quota, and wait until this process knows it; the engine looks before it reads a request."""
     about, view = Subject.parse(subject), stack.server.api.app.state.context.quotas.view
-    stack.server.store.write(lambda tx: quotas.put(tx, about, name, value, audit.OPERATOR, time.time()))
+    stack.server.store.write(lambda tx: quotas.put(tx, about, name, value, audit.OPERATOR, time.time(), over=over))
     view.refresh()
 
 
@@ -215,6 +215,28 @@ def test_training_waits_for_its_day_and_goes_on_when_the_quota_is_raised(stack: 
         put(stack, "tom", "training_tokens_per_day", 1_000)
         assert waiting.result(timeout=60).metrics["num_tokens:sum"] == 4
         step.result(timeout=60)
+
+
+def test_work_beyond_a_day_fails_if_the_quota_says_so(stack: LiveStack) -> None:
+    put(stack, "ivo", "training_tokens_per_day", 4, "fail")
+    put(stack, "ivo", "sample_tokens_per_day", 5, "fail")
+    with service(stack, "ivo") as ivo:
+        training = ivo.create_lora_training_client(PUBLIC_NAME, rank=4).result()
+        training.forward_backward([DATUM], "cross_entropy").result()
+        training.optim_step(tinker.AdamParams()).result()
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"training_tokens_per_day: ivo has used 4 of 4 .* ask an ad"
+        ):
+            training.forward_backward([DATUM], "cross_entropy").result(timeout=60)
+        with pytest.raises(tinker.RequestFailedError, match="the gradient is incomplete"):
+            training.optim_step(tinker.AdamParams()).result(timeout=60)
+        path = training.save_state("kept").result(timeout=60).path
+        assert path.endswith("/weights/kept"), "what was trained can be saved"
+        sampling = ivo.create_sampling_client(base_model=PUBLIC_NAME).result()
+        params = tinker.SamplingParams(max_tokens=3, seed=1, stop=[])
+        sampling.sample(PROMPT, 1, params).result()
+        with pytest.raises(tinker.RequestFailedError, match="sample_tokens_per_day: ivo has used 6 of 5"):
+            sampling.sample(PROMPT, 1, params).result(timeout=60)
 
 
 def test_sampling_waits_for_its_day(stack: LiveStack) -> None:

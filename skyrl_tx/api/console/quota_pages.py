@@ -1,6 +1,7 @@
 """The page of quotas: what is used of them, and for admins the forms that set and remove them."""
 
 from http import HTTPStatus
+from typing import cast, get_args
 
 from sqlmodel import Session
 from starlette.responses import RedirectResponse, Response
@@ -9,10 +10,11 @@ from skyrl_tx.amounts import amount_text, parse_amount
 from skyrl_tx.api.console.views.quotas import quota_lines
 from skyrl_tx.api.console.visit import Page, PageTable, Visit
 from skyrl_tx.api.errors import ApiError, not_found
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.store import quotas
 from skyrl_tx.store.allowances import Allowance, allowances
 from skyrl_tx.store.quotas import LIMITS, WEIGHT, Rules, Subject
-from skyrl_tx.store.tables import QuotaRow
+from skyrl_tx.store.tables import OverQuota, QuotaRow
 
 pages = PageTable()
 _MAX_SHOWN = 200
@@ -35,7 +37,10 @@ def list_quotas(visit: Visit) -> Page:
             "is_cut": len(found) == _MAX_SHOWN,
             "weight": rules.weights.get(visit.caller.owner, 1),
             "is_weighted": bool(rules.weights),
-            "rows": [(str(Subject(row.subject_kind, row.subject)), row.name, amount_text(row.value)) for row in rows],
+            "rows": [
+                (str(Subject(row.subject_kind, row.subject)), row.name, amount_text(row.value), row.over)
+                for row in rows
+            ],
             "names": (*LIMITS, WEIGHT),
         },
     )
@@ -44,8 +49,10 @@ def list_quotas(visit: Visit) -> Page:
 @pages.post("/quotas")
 def put(visit: Visit) -> Response:
     """Set a quota or a weight."""
-    value = parse_amount(visit.field("value"))
-    _put(visit, value)
+    over = visit.field("over") or "wait"
+    if over not in get_args(OverQuota):
+        raise UserError(f"over {over[:40]!r}: must be one of {', '.join(get_args(OverQuota))}")
+    _put(visit, parse_amount(visit.field("value")), cast(OverQuota, over))
     return RedirectResponse("/quotas", HTTPStatus.SEE_OTHER)
 
 
@@ -57,8 +64,8 @@ def remove(visit: Visit) -> Response:
     return RedirectResponse("/quotas", HTTPStatus.SEE_OTHER)
 
 
-def _put(visit: Visit, value: int | None) -> bool:
+def _put(visit: Visit, value: int | None, over: OverQuota = "wait") -> bool:
     if not visit.caller.is_admin:
         raise ApiError(HTTPStatus.FORBIDDEN, "quotas are set by an admin")
     subject, limit, actor = Subject.parse(visit.field("subject")), visit.field("limit"), visit.caller.actor
-    return visit.write(lambda tx: quotas.put(tx, subject, limit, value, actor, visit.now))
+    return visit.write(lambda tx: quotas.put(tx, subject, limit, value, actor, visit.now, over=over))

@@ -38,16 +38,17 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
     run(data_dir, capsys, "set", "ann", "weight", "3")
     rows = [line.split() for line in run(data_dir, capsys, "list").splitlines()]
     assert rows == [
-        ["SUBJECT", "LIMIT", "VALUE", "USED"],
-        ["*", "checkpoint_bytes", "5G", "-"],
-        ["ann", "training_tokens_per_day", "200M", "1.5M"],
-        ["ann", "weight", "3", "-"],
+        ["SUBJECT", "LIMIT", "VALUE", "OVER", "USED"],
+        ["*", "checkpoint_bytes", "5G", "-", "-"],
+        ["ann", "training_tokens_per_day", "200M", "wait", "1.5M"],
+        ["ann", "weight", "3", "-", "-"],
     ]
     listed = json.loads(run(data_dir, capsys, "list", "--json"))
     assert listed[1] == {
         "subject": "ann",
         "limit": "training_tokens_per_day",
         "value": 200_000_000,
+        "over": "wait",
         "used": 1_500_000,
     }
     assert run(data_dir, capsys, "remove", "ann", "weight") == "removed weight of ann\n"
@@ -62,6 +63,15 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
         ("organization_weight_set", "operator", "ann"),
     ]
     assert all(row.details["os_user"] for row in entries)
+
+
+def test_work_beyond_a_quota_of_a_day_may_fail(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(data_dir, capsys, "set", "ann", "training_tokens_per_day", "1M", "--over", "fail")
+    assert said == "training_tokens_per_day of ann is 1M; beyond it work fails\n"
+    assert "fail" in run(data_dir, capsys, "list")
+    refused = run(data_dir, capsys, "set", "ann", "samples_at_once", "1", "--over", "fail", status=1)
+    assert "over 'fail': only beyond training_tokens_per_day" in refused
+    run(data_dir, capsys, "remove", "ann", "training_tokens_per_day")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from sqlmodel import select
 
 from skyrl_tx.contract.backend import Pass
-from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.errors import ErrorCategory, UserError
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput
 from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.pauses import Pauses
@@ -22,7 +22,7 @@ from skyrl_tx.store import audit, engine_state, futures, quotas, sessions, total
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.quota_view import QuotaView
 from skyrl_tx.store.quotas import Subject
-from skyrl_tx.store.tables import RequestRow
+from skyrl_tx.store.tables import OverQuota, RequestRow
 from skyrl_tx.store.usage import Work
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
@@ -41,9 +41,9 @@ def harness(tmp_path: Path) -> Iterator[EngineHarness]:
     made.close()
 
 
-def put(store: Store, subject: str, name: str, value: int | None) -> None:
+def put(store: Store, subject: str, name: str, value: int | None, over: OverQuota = "wait") -> None:
     about = Subject.parse(subject)
-    store.write(lambda tx: quotas.put(tx, about, name, value, audit.OPERATOR, time.time()))
+    store.write(lambda tx: quotas.put(tx, about, name, value, audit.OPERATOR, time.time(), over=over))
 
 
 class World:
@@ -167,6 +167,51 @@ def test_samples_count_what_was_computed_and_drawn(world: World) -> None:
     assert world.pauses.is_paused(a_sample()) and not world.pauses.is_paused(a_pass())
 
 
+def reason_to_fail(world: World, queued: QueuedRequest) -> str | None:
+    try:
+        world.pauses.check_start(queued)
+    except UserError as error:
+        return error.message
+    return None
+
+
+def test_beyond_a_quota_that_fails_no_request_waits(world: World) -> None:
+    put(world.store, "ann", "training_tokens_per_day", PASS_TOKENS, "fail")
+    put(world.store, "ann", "sample_tokens_per_day", 1, "fail")
+    world.pauses.refresh()
+    first, second = a_pass(), a_pass()
+    for each in (first, second):
+        assert not world.pauses.is_paused(each)
+        world.pauses.hand_over(each)
+    reason = "training_tokens_per_day: ann has used 10 of 10 training tokens of today: send it after 00:00 UTC, or ask"
+    assert reason_to_fail(world, first) is None
+    assert (reason_to_fail(world, second) or "").startswith(reason)
+    world.on_result(second, failed())
+    assert world.pauses.exhausted()[0][1].startswith("ann has used 10 of 10 "), "what failed does not count"
+    assert reason_to_fail(world, a_sample()) is None
+    tokens = np.zeros(1, np.int32)
+    sequence = SampledSequence(tokens=tokens, logprobs=tokens.astype(np.float32), stop_reason="stop")
+    world.on_result(a_sample(), SampleOutput(sequences=(sequence,), prompt=PromptResult()))
+    assert "sample_tokens_per_day: ann has used" in (reason_to_fail(world, a_sample()) or "")
+    world.later(86_400.0)
+    assert reason_to_fail(world, a_sample()) is None
+
+
+def test_of_two_quotas_the_one_that_fails_decides(world: World) -> None:
+    session = world.store.write(lambda tx: sessions.create(tx, owner="ann", now=DAY, project_id="math"))
+    put(world.store, "ann", "training_tokens_per_day", 1)
+    put(world.store, "project:*", "training_tokens_per_day", 15, "fail")
+    world.pauses.refresh()
+    world.pauses.hand_over(a_pass("ann", session))
+    assert world.pauses.is_paused(a_pass("ann", session))
+    put(world.store, "project:*", "training_tokens_per_day", 5, "fail")
+    world.later(1.0)
+    running = a_pass("ann", session)
+    assert not world.pauses.is_paused(running)
+    world.pauses.hand_over(running)
+    assert "project math has used 10 of 5" in (reason_to_fail(world, running) or "")
+
+
 def test_keys_and_projects_pause_their_sessions(world: World) -> None:
     made = world.store.write(
         lambda tx: [
@@ -216,6 +261,26 @@ def test_paused_passes_wait_while_saves_and_other_owners_go_on(harness: EngineHa
     put(harness.api, "ann", "training_tokens_per_day", None)
     harness.run(*waiting)
     assert harness.result(waiting[0]).metrics["num_tokens:sum"] == PASS_TOKENS
+
+
+def test_passes_and_samples_beyond_a_quota_fail_and_leave_the_gradient_incomplete(harness: EngineHarness) -> None:
+    harness.become("ann")
+    model_id, created = harness.create()
+    put(harness.api, "ann", "training_tokens_per_day", PASS_TOKENS, "fail")
+    put(harness.api, "ann", "sample_tokens_per_day", 1, "fail")
+    passes = [harness.submit(forward_backward(), model_id=model_id, seq_id=seq_id) for seq_id in (1, 2)]
+    step = harness.submit(optim_step(), model_id=model_id, seq_id=3)
+    drawn = [harness.submit(sample(max_tokens=4, eos_stops=False)) for _ in range(40)]
+    harness.run(created, *passes, step, *drawn)
+    assert not isinstance(harness.result(passes[0]), Failure)
+    for failed_id, text in ((passes[1], "ann has used 10 of 10 training tokens"), (step, "the gradient is incomplete")):
+        failure = harness.result(failed_id)
+        assert isinstance(failure, Failure) and failure.category is ErrorCategory.USER and text in failure.message
+    late = harness.submit(sample())
+    harness.run(late)
+    failures = [each for each in map(harness.result, [*drawn, late]) if isinstance(each, Failure)]
+    assert 0 < len(failures) < 41 and failures[-1] == harness.result(late)
+    assert all("sample_tokens_per_day: ann has used" in each.message for each in failures)
 
 
 def test_results_are_those_of_a_server_without_quotas(harness: EngineHarness, tmp_path: Path) -> None:

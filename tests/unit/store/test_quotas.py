@@ -7,6 +7,7 @@ from skyrl_tx.store import audit, quotas
 from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.quotas import Account, Quota, Subject
+from skyrl_tx.store.tables import OverQuota
 
 ROOT = Actor("root", 1)
 
@@ -64,6 +65,23 @@ def test_changes_are_in_the_audit_log(store: Store) -> None:
         (6.0, "organization_weight_set", {"subject": "ann", "value": 2}),
     ]
     assert store.read(quotas.read).of_account("checkpoint_bytes", Account("ann")) == []
+
+
+def test_only_quotas_of_a_day_fail(store: Store) -> None:
+    ann, own = Subject("owner", "ann"), Account("ann")
+
+    def put_over(name: str, over: OverQuota) -> None:
+        store.write(lambda tx: quotas.put(tx, ann, name, 7, ROOT, 1.0, over=over))
+
+    put_over("training_tokens_per_day", "fail")
+    (quota,) = store.read(quotas.read).of_account("training_tokens_per_day", own)
+    assert quota == Quota(ann, "training_tokens_per_day", 7, "fail")
+    put_over("training_tokens_per_day", "wait")
+    assert store.read(quotas.read).of_account("training_tokens_per_day", own)[0].over == "wait"
+    assert [row.details.get("over") for row in store.read(audit.entries)] == ["fail", None]
+    for name in ("samples_at_once", "checkpoint_bytes", "weight"):
+        with pytest.raises(UserError, match=f"over 'fail': only beyond training_tokens_per_day .*, not beyond {name}"):
+            put_over(name, "fail")
 
 
 @pytest.mark.parametrize("name", ["training_steps", "over", "Weight", ""])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from skyrl_tx.api.console.format import count
 from skyrl_tx.store.allowances import Allowance
 from skyrl_tx.store.quotas import DAY_LIMITS
+from skyrl_tx.store.tables import OverQuota
 
 _TITLES = {
     "training_tokens_per_day": "Training tokens a day",
@@ -17,6 +18,7 @@ _TITLES = {
     "models_in_training": "Models in training",
     "checkpoint_bytes": "Checkpoints",
 }
+_BEYOND: dict[OverQuota, str] = {"wait": "waits until 00:00 UTC", "fail": "fails until 00:00 UTC"}
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -29,7 +31,8 @@ class QuotaLine:
     used: str | None
     allowed: str
     share: float | None
-    is_paused: bool
+    beyond: str | None
+    """What becomes of work now, if the quota of a day is used up."""
 
 
 def quota_lines(allowances: Sequence[Allowance]) -> Iterator[QuotaLine]:
@@ -43,7 +46,9 @@ def quota_lines(allowances: Sequence[Allowance]) -> Iterator[QuotaLine]:
             used=None if used is None else shown(quota.limit, used),
             allowed=shown(quota.limit, quota.value),
             share=share,
-            is_paused=used is not None and used >= quota.value and quota.limit in DAY_LIMITS,
+            beyond=_BEYOND[quota.over]
+            if used is not None and used >= quota.value and quota.limit in DAY_LIMITS
+            else None,
         )
 
 
