@@ -20,6 +20,10 @@ CHAT_ENDPOINTS = """\
 The OpenAI paths are also served below `/v1`. Errors have the form of each API. The [guide](../guides/openai.md) says
 what each field means; other fields that would change the result are refused by name."""
 
+PARITY = """\
+Every endpoint that a release of the `tinker` SDK from 0.16.1 to 0.38.0 calls, and how this server answers: at once,
+with a future whose result `retrieve_future` has, or when there is news. One that is not offered would show **404**."""
+
 UNSUPPORTED = """\
 Of the endpoints above:
 

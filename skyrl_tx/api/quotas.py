@@ -31,7 +31,7 @@ _MAX_KNOWN = 20_000
 
 
 class Spending(NamedTuple):
-    """What a sample counts for a quota: its tokens, or 1 for its request."""
+    """The amount that a sample counts for a quota: its tokens, or 1 for its request."""
 
     quota: Quota
     amount: int
@@ -50,7 +50,7 @@ class _Spent:
 
 
 class SamplePace:
-    """What counts of each subject with a quota of a minute or a second. Thread-safe."""
+    """The amounts that count for each subject with a quota of a minute or a second. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

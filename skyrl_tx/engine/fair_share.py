@@ -12,7 +12,7 @@ _MAX_OWNERS = 1024
 
 
 class VirtualTime(NamedTuple):
-    """What an owner has got, divided by its weight. That of an owner of weight 0 is after all others."""
+    """The work that an owner has got, divided by its weight. That of an owner of weight 0 is after all others."""
 
     is_last: bool
     at: float

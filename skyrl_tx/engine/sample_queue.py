@@ -63,7 +63,7 @@ class _Turns:
 
 
 class _Place(NamedTuple):
-    """What decides when an owner is next: the open samples for its weight, the virtual time, the last turn."""
+    """The numbers that decide when an owner is next: open samples for its weight, virtual time, last turn."""
 
     is_last: bool
     num_open: int

@@ -314,7 +314,7 @@ class QuotaRow(SQLModel, table=True):
     """One of `quotas.LIMITS`, or `weight`."""
     value: int = Field(sa_type=BigInteger)
     over: OverQuota = Field(default="wait", sa_type=String)
-    """What becomes of work beyond a quota of a day."""
+    """The fate of work beyond a quota of a day."""
 
 
 class ProjectMemberRow(SQLModel, table=True):

@@ -32,7 +32,7 @@ class QuotaLine:
     allowed: str
     share: float | None
     beyond: str | None
-    """What becomes of work now, if the quota of a day is used up."""
+    """The fate of work now, if the quota of a day is used up."""
 
 
 def quota_lines(allowances: Sequence[Allowance]) -> Iterator[QuotaLine]:
