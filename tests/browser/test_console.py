@@ -12,7 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.store import quotas
+from skyrl_tx.store import projects, quotas
 from skyrl_tx.store.audit import OPERATOR
 from skyrl_tx.store.quotas import Subject
 from tests.support.console_world import ConsoleWorld, console_world
@@ -172,6 +172,7 @@ def test_pages_are_accessible_and_fit(
         "/sessions",
         "/usage",
         "/quotas",
+        "/projects",
         "/keys",
         "/audit",
         "/health",
@@ -186,6 +187,11 @@ def test_pages_are_accessible_and_fit(
     about = Subject("owner", "ann")
     for name, value in (("training_tokens_per_day", 10), ("checkpoint_bytes", 5 * 10**9), ("samples_at_once", 8)):
         world.server.store.write(lambda tx, n=name, v=value: quotas.put(tx, about, n, v, OPERATOR, time.time()))
+    everyone, now = Subject("owner", "*"), time.time()
+    world.server.store.write(
+        lambda tx: quotas.put(tx, everyone, "training_tokens_per_day", 1, OPERATOR, now, over="fail")
+    )
+    world.server.store.write(lambda tx: projects.put_member(tx, "maths", "ann", "editor", OPERATOR, now))
     base = world.server.url
     context = chromium.new_context(
         base_url=base, color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
@@ -204,6 +210,10 @@ def test_pages_are_accessible_and_fit(
         found = axe.run(page).response["violations"]
         assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], address
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), address
+        broken = page.locator(".list button, .list .pill, .list .whole > strong").evaluate_all(
+            "found => found.filter(each => each.offsetHeight > 44).map(each => each.textContent)"
+        )
+        assert broken == [], (address, "words are broken into several lines")
         name = re.sub(r"\W+", "-", address.partition("?")[0].strip("/"))[:30]
         page.screenshot(path=screenshots / f"{scheme}-{width}-{number:02d}-{name}.png", full_page=True)
     assert watched.problems == []
