@@ -1,6 +1,8 @@
 """Commands on a data directory; they work while a server runs on it, too."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -40,8 +42,12 @@ def run(parser: argparse.ArgumentParser, command: str, arguments: Sequence[str])
     chosen = parser.parse_args(arguments)
     try:
         status: int | None = chosen.run(chosen)
+        sys.stdout.flush()
     except (CommandError, UserError, StoreError, ArtifactMissing, ArtifactCorrupt) as error:
         for line in str(error).splitlines():
             print(f"skyrl-tx {command}: {line}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the exit would fail too
+        return 128 + signal.SIGPIPE
     return status or 0

@@ -1,6 +1,9 @@
 """Commands on a data directory, with and without a running server."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -279,3 +282,14 @@ def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> N
     store.close()
     status, _, err = skyrl_tx(capsys, "export", str(path), tmp_path / "out", "--data-dir", data_dir)
     assert status == 1 and "is encrypted" in err
+
+
+def test_output_into_a_pipe_that_is_closed_is_no_error(tmp_path: Path) -> None:
+    """As with `skyrl-tx audit | head`, whose reader ends first."""
+    Store.open(tmp_path, role="tool").close()
+    command = [sys.executable, "-m", "skyrl_tx", "keys", "list", "--json", "--data-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        said = child.stderr.read()
+    assert (child.returncode, said) == (128 + signal.SIGPIPE, "")
