@@ -210,7 +210,7 @@ def test_pages_are_accessible_and_fit(
         found = axe.run(page).response["violations"]
         assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], address
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), address
-        broken = page.locator(".list button, .list .pill, .list .whole > strong").evaluate_all(
+        broken = page.locator(".list button, .list .pill, .list .whole > strong, .list code.whole").evaluate_all(
             "found => found.filter(each => each.offsetHeight > 44).map(each => each.textContent)"
         )
         assert broken == [], (address, "words are broken into several lines")
