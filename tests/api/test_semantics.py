@@ -1,7 +1,8 @@
 """The semantics of training and sampling, through the unmodified SDK, over each backend."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from http import HTTPStatus
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import OptimizerParams
 from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 from tests.support.live_stack import VOCAB_SIZE, LiveStack, both_backends
 
@@ -52,6 +55,34 @@ def draw(
 
 def drawn(sequences: list[types.SampledSequence]) -> list[tuple[list[int], list[float]]]:
     return [(list(sequence.tokens), list(sequence.logprobs or [])) for sequence in sequences]
+
+
+@pytest.mark.parametrize("stack", ["fake"], indirect=True, scope="package")
+def test_every_field_of_adam_params_reaches_the_backend(
+    stack: LiveStack, training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field that the SDK adds fails this test. Each step has its own values, so schedules are the client's."""
+    seen: list[OptimizerParams] = []
+    optim_step = stack.backend.optim_step
+
+    def record(model_id: ModelId, params: OptimizerParams) -> Mapping[str, float]:
+        seen.append(params)
+        return optim_step(model_id, params)
+
+    monkeypatch.setattr(stack.backend, "optim_step", record)
+    given = {
+        "learning_rate": 0.25,
+        "beta1": 0.5,
+        "beta2": 0.75,
+        "eps": 0.125,
+        "weight_decay": 2.0,
+        "grad_clip_norm": 3.0,
+    }
+    assert given.keys() == types.AdamParams.model_fields.keys()
+    for rate in (0.25, 0.5):
+        training.forward_backward(examples(1), "cross_entropy").result()
+        training.optim_step(types.AdamParams(**{**given, "learning_rate": rate})).result()
+    assert [asdict(params) for params in seen] == [{**given, "learning_rate": rate} for rate in (0.25, 0.5)]
 
 
 @both_backends
