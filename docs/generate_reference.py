@@ -12,7 +12,6 @@ import pkgutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -25,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from docs import example_config, reference_text
-from docs.sdk_endpoints import SDK_ENDPOINTS, SdkEndpoint
+from docs.sdk_endpoints import SDK_ENDPOINTS
 from skyrl_tx import models
 from skyrl_tx.api import routes
 from skyrl_tx.api.app import create_app
@@ -216,24 +215,12 @@ def endpoints_page() -> Iterator[str]:
     yield from _chat_endpoints(schemas)
     yield "## Parity with the SDK"
     yield reference_text.PARITY
-    yield _table(("Endpoint", "SDK", "Called by", "Answer"), map(partial(_parity_row, operations), SDK_ENDPOINTS))
+    yield _table(("Endpoint", "SDK", "Called by", "Answer"), (each.row(operations, PREFIX) for each in SDK_ENDPOINTS))
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
     yield "\n".join(f"- `{name}`: {_fields_of(schemas[name])}" for name in sorted(schemas))
     yield "## Not supported"
     yield reference_text.UNSUPPORTED
-
-
-def _parity_row(operations: Mapping[str, Any], endpoint: SdkEndpoint) -> Sequence[str]:
-    """Return the row of an endpoint of the SDK: what this server answers follows from its routes."""
-    found = operations.get(PREFIX + endpoint.path, {}).get(endpoint.method.lower())
-    if found is None:
-        answer = "**404**"
-    elif "FutureHandle" in str(found["responses"]):
-        answer = "a future"
-    else:
-        answer = "long poll" if "long poll" in found["description"] else "at once"
-    return f"`{endpoint.method} {endpoint.path}`", endpoint.releases, endpoint.callers, answer
 
 
 def _chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
