@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
@@ -326,7 +326,7 @@ def run_engine(
     with closing(store), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
         try:
             backend = spec.load()(settings.base_model, backend_config)
-            artifacts = ArtifactStore(settings.data_dir / "artifacts", min_free_bytes=settings.min_free_disk_bytes)
+            artifacts = LocalArtifacts(settings.data_dir / "artifacts", min_free_bytes=settings.min_free_disk_bytes)
             engine = Engine(settings, backend, store, artifacts, EngineMeters(with_owners=settings.metrics_owners))
             with _served_metrics(settings.data_dir, engine.meters), recorded_notices(store, "engine"):
                 engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import Artifact, ArtifactStore
+from skyrl_tx.artifacts import Artifact, LocalArtifacts
 from skyrl_tx.commands.common import (
     CommandError,
     absolute_path,
@@ -78,7 +78,7 @@ def _export(arguments: argparse.Namespace) -> None:
         raise CommandError(f"{out} exists already")
     with open_database(arguments) as store:
         row = find_checkpoint(store, arguments.path)
-        source = ArtifactStore(arguments.data_dir / "artifacts").open(row.artifact_id).path
+        source = LocalArtifacts(arguments.data_dir / "artifacts").open(row.artifact_id).path
         served = _served_names(store)
     if any(source.glob("*.age")):
         raise CommandError(f"{row.path} is encrypted; export the checkpoint that it was made from")
@@ -146,7 +146,7 @@ def _import(arguments: argparse.Namespace) -> None:
         owner = _owner(store, arguments.owner)
         base, base_name = _base(store, directory, arguments)
         spec, write = _convert(directory, base)
-        artifacts = ArtifactStore(arguments.data_dir / "artifacts")
+        artifacts = LocalArtifacts(arguments.data_dir / "artifacts")
         session_id = sessions.new_id()
         metadata = {
             **manifests.run_metadata(

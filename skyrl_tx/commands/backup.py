@@ -25,9 +25,9 @@ from skyrl_tx import __version__
 from skyrl_tx.artifacts import (
     ArtifactCorrupt,
     ArtifactMissing,
-    ArtifactStore,
     FileHash,
     Identity,
+    LocalArtifacts,
     hash_file,
     open_artifact,
     recorded_files,
@@ -98,7 +98,7 @@ def _backup(arguments: argparse.Namespace) -> int:
     with open_database(arguments) as store, _locked_target(target):
         earlier = _read(target) if (target / _MANIFEST).exists() else None
         database_name = f"database-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
-        artifacts = ArtifactStore(data_dir / _ARTIFACTS)
+        artifacts = LocalArtifacts(data_dir / _ARTIFACTS)
         with artifacts.temporary() as staged:
             with artifacts.pinned():  # until all artifacts of the copied database have a second name
                 look = _look(store, artifacts, target / f"{_TEMPORARY}{database_name}")
@@ -143,7 +143,7 @@ class _Look:
     is_postgresql: bool
 
 
-def _look(store: Store, artifacts: ArtifactStore, target: Path) -> _Look:
+def _look(store: Store, artifacts: LocalArtifacts, target: Path) -> _Look:
     """Copy the database, and read the artifacts that the copy refers to; unclaimed ones are added."""
 
     def look(tx: Session) -> _Look:
@@ -169,7 +169,7 @@ def _look(store: Store, artifacts: ArtifactStore, target: Path) -> _Look:
     )
 
 
-def _stage(artifacts: ArtifactStore, look: _Look, staged: Path) -> dict[str, str]:
+def _stage(artifacts: LocalArtifacts, look: _Look, staged: Path) -> dict[str, str]:
     """Give each artifact a second name in `staged`; return the ids of missing ones, and why."""
     missing: dict[str, str] = {}
     for artifact_id in sorted(look.referenced):
@@ -240,7 +240,7 @@ def _restore(arguments: argparse.Namespace) -> int:
             if name != backup.database:
                 (temporary / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _copy_file(source / name, temporary / name)
-        artifacts = ArtifactStore(temporary / _ARTIFACTS)
+        artifacts = LocalArtifacts(temporary / _ARTIFACTS)
         if backup.identity.store_id:
             artifacts.write_identity(backup.identity)
         database.restore(source / backup.database, temporary, url)

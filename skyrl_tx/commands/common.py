@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.settings import ENVIRONMENT_PREFIX, default_data_dir
 from skyrl_tx.store import checkpoints, identity
@@ -112,7 +112,7 @@ def find_checkpoint(store: Store, text: str) -> CheckpointRow:
 
 def claim_artifacts(store: Store, data_dir: Path) -> None:
     """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
-    artifacts = ArtifactStore(data_dir / "artifacts")
+    artifacts = LocalArtifacts(data_dir / "artifacts")
     if artifacts.identity() is None:
         with suppress(StoreInUse), role_lock(data_dir, "engine"):
             identity.claim(store, artifacts)
@@ -120,7 +120,7 @@ def claim_artifacts(store: Store, data_dir: Path) -> None:
 
 def collect_artifacts(store: Store, data_dir: Path) -> str:
     """Take away unreferenced artifacts, unless a running engine does that; return a message for the user."""
-    artifacts = ArtifactStore(data_dir / "artifacts")
+    artifacts = LocalArtifacts(data_dir / "artifacts")
     try:
         with role_lock(data_dir, "engine"):
             claim = identity.claim(store, artifacts)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import ArtifactStore, LocalArtifacts
 from skyrl_tx.commands.common import CommandError, table
 from skyrl_tx.commands.stacks import holder
 from skyrl_tx.doctor import artifacts, database, devices, disk, machine, model, network, packages
@@ -137,7 +137,7 @@ def _open(settings: ServerSettings) -> Store:
 
 
 def _artifacts(settings: ServerSettings) -> ArtifactStore:
-    return ArtifactStore(settings.data_dir / "artifacts")
+    return LocalArtifacts(settings.data_dir / "artifacts")
 
 
 def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:

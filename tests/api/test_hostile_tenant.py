@@ -12,7 +12,7 @@ import tinker
 from safetensors.numpy import load_file
 from tinker import types
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.store import checkpoints
 from tests.support.live_api import Server
@@ -48,7 +48,7 @@ def run(stack: LiveStack, name: str, meanwhile: Callable[[], None]) -> tuple[lis
         path = CheckpointPath.parse(client.save_state(name).result().path)
     row = stack.server.store.read(lambda tx: checkpoints.get(tx, path, time.time()))
     assert row is not None
-    folder = ArtifactStore(stack.server.settings.data_dir / "artifacts").open(row.artifact_id).path
+    folder = LocalArtifacts(stack.server.settings.data_dir / "artifacts").open(row.artifact_id).path
     files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
     return losses, {f"{file}: {key}": array for file, arrays in files.items() for key, array in arrays.items()}
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from skyrl_tx import failpoints
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.failpoints import Point, failpoint
 from tests.support.chaos.processes import API_POINTS, ENGINE_POINTS, Kill, random_kills
 from tests.support.chaos.runs import Outcome, differences, fake_server, jax_server, run
@@ -135,9 +135,11 @@ def test_failpoint_counts_only_its_own_point(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_kill_during_removal_leaves_no_partial_artifact(tmp_path: Path) -> None:
-    store = ArtifactStore(tmp_path)
+    store = LocalArtifacts(tmp_path)
     artifact = store.create(lambda folder: (folder / "a.json").write_text("1") and None)
-    program = f"from pathlib import Path; from skyrl_tx.artifacts import ArtifactStore as S; S(Path({str(tmp_path)!r}))"
+    program = (
+        f"from pathlib import Path; from skyrl_tx.artifacts import LocalArtifacts as S; S(Path({str(tmp_path)!r}))"
+    )
     killed = subprocess.run(
         [sys.executable, "-c", f"{program}.collect([], min_age_s=0)"],
         env={**os.environ, failpoints.VARIABLE: "artifact.collect:1"},

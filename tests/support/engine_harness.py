@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
@@ -81,7 +81,7 @@ class EngineHarness:
         self.config = FakeConfig(vocab_size=128)
         self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{**_EAGER, **settings})
         self.api = Store.open(data_dir, role="api", url=self.settings.store_url)
-        self.artifacts = ArtifactStore(data_dir / "artifacts")
+        self.artifacts = LocalArtifacts(data_dir / "artifacts")
         self.owner = OWNER
         self.session_id = self.new_session()
 

@@ -7,22 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx import artifacts
-from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactStore
+from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, LocalArtifacts, files
 from skyrl_tx.contract.ids import ArtifactId
 
 EXIT_AT_RENAME = """
 import os, sys
 from pathlib import Path
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 Path.rename = lambda self, target: os._exit(9)
-ArtifactStore(Path(sys.argv[1])).create(lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"weights"))
+LocalArtifacts(Path(sys.argv[1])).create(lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"weights"))
 """
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "artifacts")
+def store(tmp_path: Path) -> LocalArtifacts:
+    return LocalArtifacts(tmp_path / "artifacts")
 
 
 def write_adapter(folder: Path) -> None:
@@ -35,7 +34,7 @@ def entries(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "artifacts").iterdir())
 
 
-def test_create_and_open(store: ArtifactStore) -> None:
+def test_create_and_open(store: LocalArtifacts) -> None:
     made = store.create(write_adapter, {"kind": "weights"})
     path = store.open(made.artifact_id).path
     assert path == made.path
@@ -46,14 +45,14 @@ def test_create_and_open(store: ArtifactStore) -> None:
     assert made.metadata == {"kind": "weights"}
 
 
-def test_ids_are_random_and_directories_private(store: ArtifactStore, tmp_path: Path) -> None:
+def test_ids_are_random_and_directories_private(store: LocalArtifacts, tmp_path: Path) -> None:
     first, second = store.create(write_adapter), store.create(write_adapter)
     assert first.artifact_id != second.artifact_id and len(first.artifact_id) >= 32
     for folder in (tmp_path / "artifacts", first.path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_failed_creation_leaves_nothing(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_failed_creation_leaves_nothing(store: LocalArtifacts, tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         write_adapter(folder)
         raise OSError("No space left on device")
@@ -69,7 +68,7 @@ def test_an_interrupted_creation_is_invisible_and_removed(tmp_path: Path) -> Non
     child = subprocess.run([sys.executable, "-c", EXIT_AT_RENAME, root])
     assert child.returncode == 9
     (left,) = entries(tmp_path)
-    store = ArtifactStore(root)
+    store = LocalArtifacts(root)
     with pytest.raises(ArtifactMissing):
         store.open(ArtifactId(left))
     with pytest.raises(ArtifactMissing):
@@ -79,7 +78,7 @@ def test_an_interrupted_creation_is_invisible_and_removed(tmp_path: Path) -> Non
 
 
 def test_a_creation_begins_again_if_its_directory_is_removed_at_once(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    store: LocalArtifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Garbage collection of another process may see the directory before the creation has locked it."""
     create = Path.mkdir
@@ -116,7 +115,7 @@ def flip(path: Path) -> None:
         (lambda at: (at / "manifest.json").unlink(), "manifest.json cannot be read"),
     ],
 )
-def test_error_names_the_damaged_file(store: ArtifactStore, damage, message: str) -> None:
+def test_error_names_the_damaged_file(store: LocalArtifacts, damage, message: str) -> None:
     made = store.create(write_adapter)
     damage(made.path)
     with pytest.raises(ArtifactCorrupt, match=f"{made.artifact_id}.*{message}"):
@@ -126,12 +125,12 @@ def test_error_names_the_damaged_file(store: ArtifactStore, damage, message: str
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../artifacts", "/etc", "art-" + "0" * 32, "art-" + "0" * 32 + "/..", "a\0b"]
 )
-def test_ids_cannot_escape_the_root(store: ArtifactStore, name: str) -> None:
+def test_ids_cannot_escape_the_root(store: LocalArtifacts, name: str) -> None:
     with pytest.raises(ArtifactMissing, match="no artifact"):
         store.open(ArtifactId(name))
 
 
-def test_a_link_in_the_root_is_no_artifact(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_link_in_the_root_is_no_artifact(store: LocalArtifacts, tmp_path: Path) -> None:
     name = "art-" + "1" * 32
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "artifacts" / name).symlink_to(tmp_path / "elsewhere")
@@ -147,13 +146,13 @@ def test_a_link_in_the_root_is_no_artifact(store: ArtifactStore, tmp_path: Path)
         (lambda folder: (folder / "a.json").symlink_to("/etc/hostname"), "a.json is a link"),
     ],
 )
-def test_only_plain_files_with_known_suffixes(store: ArtifactStore, tmp_path: Path, write, message: str) -> None:
+def test_only_plain_files_with_known_suffixes(store: LocalArtifacts, tmp_path: Path, write, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         store.create(write)
     assert entries(tmp_path) == []
 
 
-def test_collect_removes_unreferenced_artifacts(store: ArtifactStore) -> None:
+def test_collect_removes_unreferenced_artifacts(store: LocalArtifacts) -> None:
     kept, first, second = (store.create(write_adapter).artifact_id for _ in range(3))
     assert store.collect({kept}, min_age_s=0) == sorted([first, second])
     assert store.open(kept)
@@ -161,7 +160,7 @@ def test_collect_removes_unreferenced_artifacts(store: ArtifactStore) -> None:
         store.open(first)
 
 
-def test_collect_keeps_recent_and_unfinished_artifacts(store: ArtifactStore) -> None:
+def test_collect_keeps_recent_and_unfinished_artifacts(store: LocalArtifacts) -> None:
     fresh = store.create(write_adapter).artifact_id
     is_writing, may_end = threading.Event(), threading.Event()
 
@@ -180,11 +179,11 @@ def test_collect_keeps_recent_and_unfinished_artifacts(store: ArtifactStore) -> 
     assert store.open(fresh) and store.open(made[0])
 
 
-def test_files_are_verified_once_and_again_after_a_change(store: ArtifactStore, monkeypatch) -> None:
+def test_files_are_verified_once_and_again_after_a_change(store: LocalArtifacts, monkeypatch) -> None:
     made = store.create(write_adapter)
     hashed_names: list[str] = []
-    hashed = artifacts.hash_file
-    monkeypatch.setattr(artifacts, "hash_file", lambda path: (hashed_names.append(path.name), hashed(path))[1])
+    hashed = files.hash_file
+    monkeypatch.setattr(files, "hash_file", lambda path: (hashed_names.append(path.name), hashed(path))[1])
     assert [store.verified(made.artifact_id) for _ in range(3)] == [made] * 3
     assert sorted(hashed_names) == ["adapter_model.safetensors", "optimizer.json"]
     (made.path / "adapter_model.safetensors").write_bytes(b"weighty" * 1000)

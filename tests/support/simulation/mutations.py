@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlmodel import Session
 
-from skyrl_tx import artifacts
 from skyrl_tx.api.authentication import Principal
 from skyrl_tx.api.engine_status import AdmissionControl
+from skyrl_tx.artifacts import files, local
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts
@@ -19,12 +19,12 @@ from skyrl_tx.store.tables import CheckpointRow
 
 
 def _flush_nothing() -> None:
-    artifacts._fsync = lambda path: None
+    files.fsync = local.fsync = lambda path: None
 
 
 def _flush_no_directory() -> None:
-    flush = artifacts._fsync
-    artifacts._fsync = lambda path: None if path.is_dir() else flush(path)
+    flush = files.fsync
+    files.fsync = local.fsync = lambda path: None if path.is_dir() else flush(path)
 
 
 def _number_snapshots_wrongly() -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from skyrl_tx.api.responses import result_response
-from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactStore
+from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, LocalArtifacts
 from skyrl_tx.contract import requests, results
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
@@ -176,7 +176,7 @@ class Oracle:
 
     def _artifact_findings(self) -> Iterator[str]:
         """Yield the named saves whose files are missing or wrong."""
-        artifacts = ArtifactStore(self._history.world.disk.root)
+        artifacts = LocalArtifacts(self._history.world.disk.root)
         for path, expected in self._saved.items():
             if not path.startswith("tinker://"):
                 continue

@@ -23,7 +23,7 @@ from skyrl_tx.api.context import ApiContext
 from skyrl_tx.api.routes import futures as future_routes
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.wire import BodyLimits
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
@@ -253,7 +253,7 @@ class EngineProcess:
                 self.store = engine_process.open_store(world.engine_settings, self.stop)  # pyright: ignore
                 try:
                     device = Device(CONFIG.model_copy(update=world.plan.device), world.faults.use_device, self.crash)
-                    artifacts = ArtifactStore(world.disk.root)
+                    artifacts = LocalArtifacts(world.disk.root)
                     engine = Engine(world.engine_settings, device, self.store, artifacts)
                     engine.run(
                         self.stop,  # pyright: ignore

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.cli import main
 from skyrl_tx.commands import backup
 from skyrl_tx.contract import codec
@@ -190,7 +190,7 @@ def test_unclaimed_artifacts_are_in_the_backup(data_dir, tmp_path, capsys) -> No
     harness.close()
     assert skyrl_tx(capsys, "backup", tmp_path / "backup", "--data-dir", data_dir)[0] == 0
     assert skyrl_tx(capsys, "restore", tmp_path / "backup", "--data-dir", tmp_path / "restored")[0] == 0
-    identity = ArtifactStore(tmp_path / "restored" / "artifacts").identity()
+    identity = LocalArtifacts(tmp_path / "restored" / "artifacts").identity()
     assert identity is not None and len(identity.unclaimed) >= 4
     assert skyrl_tx(capsys, "recover", "--data-dir", tmp_path / "restored")[0] == 0
 
@@ -205,7 +205,7 @@ def test_a_missing_program_of_postgresql_is_named(tmp_path, postgresql_url, caps
 
 
 def test_no_artifact_is_removed_while_they_are_pinned(data_dir) -> None:
-    artifacts = ArtifactStore(data_dir / "artifacts")
+    artifacts = LocalArtifacts(data_dir / "artifacts")
     present = artifacts.ids()
     with artifacts.pinned():
         assert artifacts.collect([], min_age_s=0) == [] and not artifacts.remove(present[0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.cli import main
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
@@ -28,7 +28,7 @@ from tests.support.live_engine import live_engine
 
 def add_run(store: Store, data_dir: Path, name: str, *, status: str = "ready") -> ModelId:
     """Store a run with a training checkpoint."""
-    artifact = ArtifactStore(data_dir / "artifacts").create(
+    artifact = LocalArtifacts(data_dir / "artifacts").create(
         lambda folder: (folder / "a.json").write_text("{}") and None
     )
 
@@ -268,7 +268,7 @@ def test_import_refuses_an_adapter_that_does_not_fit(data_dir, model, tmp_path, 
 def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> None:
     store = Store.open(data_dir, role="api")
     run = add_run(store, data_dir, "a")
-    artifact = ArtifactStore(data_dir / "artifacts").create(lambda folder: (folder / "a.json.age").touch())
+    artifact = LocalArtifacts(data_dir / "artifacts").create(lambda folder: (folder / "a.json.age").touch())
     row = CheckpointRow(
         model_id=run,
         kind=CheckpointKind.EXTERNAL,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.cli import main
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplingSessionId
@@ -141,7 +141,7 @@ def test_unclaimed_artifacts_go_to_the_trash_on_request_and_return(trained, caps
         Store.open(data_dir, role="tool").close()
         status, out, _ = skyrl_tx(capsys, "doctor", "--remove-unclaimed", "--yes", "--data-dir", data_dir)
         assert status == 0 and "to the trash" in out
-        assert ArtifactStore(data_dir / "artifacts").ids() == []
+        assert LocalArtifacts(data_dir / "artifacts").ids() == []
         harness = EngineHarness(data_dir, housekeeping_interval_s=0.001)
         harness.answer(sample(max_tokens=20, eos_stops=False))
         harness.close()
@@ -195,7 +195,7 @@ def test_doctor_finds_damaged_and_missing_files(trained, capsys) -> None:
     )
     weights = data_dir / "artifacts" / damaged / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    ArtifactStore(data_dir / "artifacts").discard(missing)
+    LocalArtifacts(data_dir / "artifacts").discard(missing)
     levels, found = doctor(capsys, data_dir)
     assert levels["artifacts"] == "error"
     assert found[damaged]["state"] == "damaged" and found[missing]["state"] == "missing"
@@ -203,7 +203,7 @@ def test_doctor_finds_damaged_and_missing_files(trained, capsys) -> None:
     assert "it is in the trash" in found[missing]["detail"]
     assert skyrl_tx(capsys, "recover", missing, "--data-dir", data_dir)[0] == 0
     levels, _ = doctor(capsys, data_dir, "--no-hashes")
-    assert levels["artifacts"] == "ok" and ArtifactStore(data_dir / "artifacts").open(ArtifactId(missing))
+    assert levels["artifacts"] == "ok" and LocalArtifacts(data_dir / "artifacts").open(ArtifactId(missing))
 
 
 def test_doctor_reports_a_damaged_database(trained, capsys) -> None:
@@ -217,16 +217,16 @@ def test_doctor_reports_a_damaged_database(trained, capsys) -> None:
         file.write(b"\x2a" * size)
     assert doctor(capsys, data_dir)[0]["database"] == "error"
     root = data_dir / "artifacts"
-    assert ArtifactStore(root).identity() is not None
+    assert LocalArtifacts(root).identity() is not None
     with pytest.raises(StoreError, match="skyrl-tx recover"):
         Store.open(data_dir, role="engine")
-    assert ArtifactStore(root).identity() is None, "what replaces the database may lack rows"
+    assert LocalArtifacts(root).identity() is None, "what replaces the database may lack rows"
 
 
 def test_deletion_before_the_first_start_after_an_upgrade_leaves_nothing_unclaimed(trained, capsys) -> None:
     data_dir, model_id, _ = trained
     (data_dir / "artifacts" / "identity.json").unlink()
-    artifacts = ArtifactStore(data_dir / "artifacts")
+    artifacts = LocalArtifacts(data_dir / "artifacts")
     with closing(Store.open(data_dir, role="tool")) as store:
         store.write(lambda tx: tx.delete(identity.get(tx)))
         path = f"tinker://{model_id}/weights/first"

@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tx.api.engine_status import EngineHealth
-from skyrl_tx.artifacts import ArtifactStore
+from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract import requests, results
 from skyrl_tx.contract.errors import CapacityError, ErrorCategory
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
@@ -65,7 +65,7 @@ def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
 def test_weights_leave_the_last_bytes_of_the_disk_to_the_database(tmp_path):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
     model_id, created = harness.create()
-    enough, harness.artifacts = harness.artifacts, ArtifactStore(tmp_path / "artifacts", min_free_bytes=2**62)
+    enough, harness.artifacts = harness.artifacts, LocalArtifacts(tmp_path / "artifacts", min_free_bytes=2**62)
     refused = harness.submit(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=1)
     trained = harness.submit(forward_backward(), model_id=model_id, seq_id=2)
     harness.run(created, refused, trained)
@@ -86,7 +86,7 @@ def test_weights_leave_the_last_bytes_of_the_disk_to_the_database(tmp_path):
 def test_weights_that_would_take_the_last_bytes_of_the_disk_are_removed(tmp_path, monkeypatch):
     free = [100, 9]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop(0)))
-    store = ArtifactStore(tmp_path, min_free_bytes=10)
+    store = LocalArtifacts(tmp_path, min_free_bytes=10)
     with pytest.raises(CapacityError):
         store.create(lambda folder: (folder / "a.json").write_text("{}") and None)
     assert free == [] and list(tmp_path.iterdir()) == []

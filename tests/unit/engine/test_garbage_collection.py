@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx import artifacts, failpoints
+from skyrl_tx import failpoints
+from skyrl_tx.artifacts import LocalArtifacts, local
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.store import checkpoints, identity, models, samplers
@@ -101,7 +102,7 @@ def test_a_checkpoint_recorded_behind_other_writes_is_not_collected(tmp_path, mo
     harness.run(harness.create()[1])
     unrecorded = harness.artifacts.create(lambda folder: (folder / "a.json").write_text("{}") and None).artifact_id
     clock = SimpleNamespace(time=time.time)
-    monkeypatch.setattr(artifacts, "time", clock)
+    monkeypatch.setattr(local, "time", clock)
     collect = harness.artifacts.collect
 
     def collect_late(*arguments, **options):
@@ -151,7 +152,7 @@ def test_ephemeral_samplers_and_replaced_snapshots_skip_the_trash(tmp_path):
 
 
 def test_the_trash_takes_no_more_space_than_allowed_or_free(tmp_path, monkeypatch):
-    store = artifacts.ArtifactStore(tmp_path)
+    store = LocalArtifacts(tmp_path)
     made = [
         store.create(lambda folder: (folder / "a.json").write_text("1" * 1000) and None, {"base_model": "m"})
         for _ in range(4)
@@ -171,11 +172,12 @@ def test_the_trash_takes_no_more_space_than_allowed_or_free(tmp_path, monkeypatc
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_kill_on_the_way_to_the_trash_or_out_of_it_loses_no_other_artifact(tmp_path, nth):
     """The process is killed before the artifact is moved, and when it is removed from the trash."""
-    store = artifacts.ArtifactStore(tmp_path)
+    store = LocalArtifacts(tmp_path)
     write = lambda folder: (folder / "a.json").write_text("1") and None  # noqa: E731
     deleted, kept = (store.create(write, {"base_model": "m"}).artifact_id for _ in range(2))
     program = (
-        f"from pathlib import Path; from skyrl_tx.artifacts import ArtifactStore as S; s = S(Path({str(tmp_path)!r})); "
+        "from pathlib import Path; from skyrl_tx.artifacts import LocalArtifacts; "
+        f"s = LocalArtifacts(Path({str(tmp_path)!r})); "
         f"s.collect([{kept!r}], min_age_s=0); s.empty_trash(retention_s=0, max_bytes=0)"
     )
     killed = subprocess.run(
@@ -201,7 +203,7 @@ def test_a_crash_while_the_identities_are_compared_keeps_artifacts_unclaimed(tmp
     remove_database(tmp_path)
     age(tmp_path)
     store = Store.open(tmp_path, role="engine")
-    root = artifacts.ArtifactStore(tmp_path / "artifacts")
+    root = LocalArtifacts(tmp_path / "artifacts")
     write, num_writes = root.write_identity, 1 if point == "advanced" else 0
 
     def write_or_end(recorded):

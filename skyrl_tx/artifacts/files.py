@@ -1,0 +1,210 @@
+"""The files of an artifact: written once, hashed, listed in a manifest, and checked by it.
+
+Files may be encrypted, see `skyrl_tx.age`.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from skyrl_tx.age import ENCRYPTED_SUFFIX
+from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.failpoints import failpoint
+
+ID = re.compile(r"art-[0-9a-f]{32}")
+MANIFEST = "manifest.json"
+_SUFFIXES = frozenset({".safetensors", ".json", ENCRYPTED_SUFFIX})
+Stamp = Mapping[str, tuple[int, int, int]]
+
+
+class ArtifactMissing(Exception):
+    """No artifact has this id."""
+
+
+class ArtifactCorrupt(Exception):
+    """An artifact's files differ from its manifest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """A complete artifact. `files` maps relative paths to sizes in bytes, without the manifest."""
+
+    artifact_id: ArtifactId
+    path: Path
+    files: Mapping[str, int]
+    metadata: Mapping[str, str]
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of the files."""
+        return sum(self.files.values())
+
+    @property
+    def title(self) -> str:
+        """The checkpoint or snapshot that it was written for, as far as the manifest says; for logs and lists."""
+        model_id = self.metadata.get("model_id", "an unknown run")
+        if "effect_order" in self.metadata:
+            return f"snapshot {self.metadata['effect_order']} of {model_id}"
+        return f"tinker://{model_id}/{self.metadata.get('kind', '?')}/{self.metadata.get('name', '?')}"
+
+
+class FileHash(msgspec.Struct, frozen=True):
+    """The content of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of `manifest.json`."""
+
+    version: int
+    metadata: dict[str, str]
+    files: dict[str, FileHash]
+    upload: str = ""
+    """In an object store: the folder of the files, one for each attempt to create the artifact."""
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether a user may miss the artifact: all but ephemeral samplers, which their runs replace all the time.
+
+        The manifests of checkpoints name the base model, those of snapshots their log sequence number.
+        """
+        return not self.metadata.keys().isdisjoint(("base_model", "effect_order"))
+
+    def described(self, artifact_id: ArtifactId, path: Path) -> Artifact:
+        """Return the description of an artifact with this manifest."""
+        files = {name: file.size_bytes for name, file in self.files.items()}
+        return Artifact(artifact_id=artifact_id, path=path, files=files, metadata=self.metadata)
+
+
+def check_free_space(folder: Path, reserved: int) -> None:
+    """Raise CapacityError if less than `reserved` bytes are free on the disk of a folder."""
+    free = shutil.disk_usage(folder).free
+    if free < reserved:
+        raise CapacityError(
+            f"the server's disk has {free / 2**20:,.0f} MiB left, and the last {reserved / 2**20:,.0f} MiB are not "
+            "for weights: delete checkpoints, or ask the operator for space"
+        )
+
+
+def seal(folder: Path, metadata: Mapping[str, str], upload: str = "") -> Manifest:
+    """Hash the files of a folder, write their manifest, and flush all to disk. Raises ValueError for other files."""
+    files = {name: _finish(folder / name) for name in sorted(_names(folder))}
+    failpoint("artifact.files")
+    manifest = Manifest(1, dict(metadata), files, upload)
+    (folder / MANIFEST).write_bytes(encode(manifest))
+    fsync(folder / MANIFEST)
+    for each in [each for each, _, _ in os.walk(folder, topdown=False)]:
+        fsync(Path(each))
+    return manifest
+
+
+def encode(content: msgspec.Struct) -> bytes:
+    """Return a record as JSON for people and programs."""
+    return msgspec.json.format(msgspec.json.encode(content))
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Return the description of an artifact in any place after checking all hashes. Raises ArtifactCorrupt."""
+    manifest = read_manifest(path)
+    verify(path, manifest)
+    return manifest.described(ArtifactId(path.name), path)
+
+
+def recorded_files(path: Path) -> dict[str, FileHash]:
+    """Return the files of an artifact as its manifest records them, and the manifest itself. Raises ArtifactCorrupt."""
+    return {**read_manifest(path).files, MANIFEST: hash_file(path / MANIFEST)}
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of an artifact. Raises ArtifactCorrupt."""
+    try:
+        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
+        raise ArtifactCorrupt(f"artifact {path.name}: {MANIFEST} cannot be read ({reason})") from error
+
+
+def verify(path: Path, manifest: Manifest) -> None:
+    """Compare the files of an artifact with its manifest. Raises ArtifactCorrupt naming the first bad file."""
+    try:
+        names = set(_names(path))
+    except ValueError as error:
+        raise ArtifactCorrupt(f"artifact {path.name}: {error}") from error
+    for name in sorted(names ^ {*manifest.files, MANIFEST}):
+        raise ArtifactCorrupt(f"artifact {path.name}: file {name} is {'unknown' if name in names else 'missing'}")
+    for name, written in manifest.files.items():
+        if hash_file(path / name) != written:
+            raise ArtifactCorrupt(f"artifact {path.name}: file {name} is not as it was written")
+
+
+class Verified:
+    """The artifacts whose hashes this process has checked, until a file's modification time changes."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[ArtifactId, Stamp] = {}
+
+    def check(self, path: Path) -> Artifact:
+        """Return what `open_artifact` returns, and raise like it; hashes are computed once."""
+        artifact_id, manifest = ArtifactId(path.name), read_manifest(path)
+        stamp = _stamp(path, (*manifest.files, MANIFEST))
+        if stamp is None or self._stamps.get(artifact_id) != stamp:
+            verify(path, manifest)
+        if stamp is not None:
+            self._stamps[artifact_id] = stamp
+        return manifest.described(artifact_id, path)
+
+
+def hash_file(path: Path) -> FileHash:
+    """Read a file and return its size and hash."""
+    with path.open("rb") as file:
+        return FileHash(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def size_bytes(path: Path) -> int:
+    """Return the size of all files under a folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yield the relative paths of all files under a folder. Raises ValueError for links and special files."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise ValueError(f"artifact file {path.relative_to(folder)} is a link or no plain file")
+        yield from (Path(parent, name).relative_to(folder).as_posix() for name in files)
+
+
+def _finish(path: Path) -> FileHash:
+    """Flush a file to disk and return its size and hash."""
+    if path.suffix not in _SUFFIXES or path.name == MANIFEST:
+        raise ValueError(f"artifact file {path.name} is not among {', '.join(sorted(_SUFFIXES))}, or named {MANIFEST}")
+    fsync(path)
+    return hash_file(path)
+
+
+def _stamp(path: Path, names: Collection[str]) -> Stamp | None:
+    """Return inode, size and modification time of each file; None if one is missing."""
+    try:
+        found = {name: (path / name).stat() for name in names}
+    except OSError:
+        return None
+    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found.items()}

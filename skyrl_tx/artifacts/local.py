@@ -1,0 +1,266 @@
+"""Artifacts in a local directory, which appear by a rename and are removed after one."""
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from skyrl_tx.artifacts.base import ArtifactStore, Identity
+from skyrl_tx.artifacts.files import (
+    ID,
+    Artifact,
+    ArtifactCorrupt,
+    ArtifactMissing,
+    Verified,
+    check_free_space,
+    encode,
+    fsync,
+    open_artifact,
+    read_manifest,
+    seal,
+    size_bytes,
+)
+from skyrl_tx.artifacts.folders import TEMPORARY, in_progress, locked, remove_interrupted
+from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.failpoints import failpoint
+
+_log = logging.getLogger(__name__)
+
+_IDENTITY = "identity.json"
+_TRASH = "trash"
+
+
+class LocalArtifacts(ArtifactStore):
+    """All artifacts under one root."""
+
+    def __init__(self, root: Path, *, min_free_bytes: int = 0) -> None:
+        """Use a directory; `create` leaves at least `min_free_bytes` of its disk free."""
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._root = root.resolve()
+        self._min_free_bytes = min_free_bytes
+        self._verified = Verified()
+        self._identity_written_ns: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The directory."""
+        return str(self._root)
+
+    def create(
+        self,
+        write: Callable[[Path], None],
+        metadata: Mapping[str, str] | None = None,
+        artifact_id: ArtifactId | None = None,
+    ) -> Artifact:
+        """Write the files under a temporary name, then rename their directory."""
+        artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
+        if self.has(artifact_id):
+            return self.describe(artifact_id)
+        temporary = self._root / f"{TEMPORARY}{artifact_id}"
+        path = self._root / artifact_id
+        with in_progress(temporary):
+            try:
+                check_free_space(self._root, self._min_free_bytes)
+                write(temporary)
+                check_free_space(self._root, self._min_free_bytes)
+                manifest = seal(temporary, metadata or {})
+                os.utime(temporary)
+                failpoint("artifact.rename")
+                temporary.rename(path)
+                failpoint("artifact.renamed")
+                fsync(self._root)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        return manifest.described(artifact_id, path)
+
+    def has(self, artifact_id: ArtifactId) -> bool:
+        """Return whether an artifact with this id exists."""
+        return bool(ID.fullmatch(artifact_id)) and (self._root / artifact_id).is_dir()
+
+    def open(self, artifact_id: ArtifactId) -> Artifact:
+        """Return an artifact's description after checking all hashes."""
+        return open_artifact(self._path(artifact_id))
+
+    def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
+        """Return the description of an artifact, or of one in the trash, from its manifest."""
+        path = self._path(artifact_id, trashed=trashed)
+        return read_manifest(path).described(artifact_id, path)
+
+    def verified(self, artifact_id: ArtifactId) -> Artifact:
+        """Return what `open` returns; hashes are computed once."""
+        return self._verified.check(self._path(artifact_id))
+
+    def collect(
+        self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
+    ) -> list[ArtifactId]:
+        """Take away all artifacts except `keep`, and the directories of interrupted creations; return their ids.
+
+        While `pinned` by another process, all artifacts stay.
+        """
+        looked_at = time.time() if looked_at is None else looked_at
+        taken: list[ArtifactId] = []
+        kept = frozenset(keep)
+        with self._may_remove() as may_remove:
+            for path in sorted(self._root.iterdir()) if may_remove else ():
+                if path.name.startswith(TEMPORARY):
+                    remove_interrupted(path)
+                elif ID.fullmatch(path.name) and path.name not in kept and looked_at - _modified_at(path) >= min_age_s:
+                    self._take_away(path)
+                    taken.append(ArtifactId(path.name))
+        return taken
+
+    def remove(self, artifact_id: ArtifactId) -> bool:
+        """Remove an artifact; return False if artifacts are `pinned`."""
+        with self._may_remove() as may_remove:
+            if may_remove:
+                self._remove(self._path(artifact_id))
+        return may_remove
+
+    def discard(self, artifact_id: ArtifactId) -> None:
+        """Move an artifact to the trash."""
+        path = self._path(artifact_id)
+        (self._root / _TRASH).mkdir(mode=0o700, exist_ok=True)
+        os.utime(path)  # first: an artifact in the trash is as old as its time there
+        failpoint("artifact.collect")
+        with suppress(ArtifactMissing):  # an earlier one of the same id
+            self._remove(self._path(artifact_id, trashed=True))
+        path.rename(self._root / _TRASH / artifact_id)
+
+    def restore(self, artifact_id: ArtifactId) -> None:
+        """Move an artifact out of the trash."""
+        path = self._path(artifact_id, trashed=True)
+        os.utime(path)
+        path.rename(self._root / artifact_id)
+
+    def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
+        """Remove artifacts that were in the trash for `retention_s`; return their ids.
+
+        The oldest others are removed while the trash takes more than `max_bytes`, or more than is free of the disk
+        beyond `min_free_bytes`.
+        """
+        removed: list[ArtifactId] = []
+        trash = sorted(self.ids(trashed=True), key=lambda each: _modified_at(self._root / _TRASH / each))
+        sizes = {artifact_id: size_bytes(self._root / _TRASH / artifact_id) for artifact_id in trash}
+        with self._may_remove() as may_remove:
+            for artifact_id in trash if may_remove else ():
+                path, total = self._root / _TRASH / artifact_id, sum(sizes.values())
+                is_old = time.time() - _modified_at(path) >= retention_s
+                free = shutil.disk_usage(self._root).free - self._min_free_bytes
+                if not is_old and total <= min(max_bytes, max(free, 0)):
+                    break
+                _log.info("removed %s from the trash", _label(path))
+                self._remove(path)
+                del sizes[artifact_id]
+                removed.append(artifact_id)
+        return removed
+
+    def ids(self, *, trashed: bool = False) -> list[ArtifactId]:
+        """Return the ids of all artifacts, or of those in the trash."""
+        folder = self._root / _TRASH if trashed else self._root
+        if not folder.is_dir():
+            return []
+        return sorted(ArtifactId(path.name) for path in folder.iterdir() if ID.fullmatch(path.name))
+
+    @contextmanager
+    def pinned(self) -> Generator[None]:
+        """Prevent the removal of artifacts, by any process; waits for a running removal."""
+        with locked(self._root, fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def temporary(self) -> Generator[Path]:
+        """Create a directory in the root, and remove it at the end, or after a crash."""
+        folder = self._root / f"{TEMPORARY}{secrets.token_hex(16)}"
+        try:
+            with in_progress(folder):
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def identity(self) -> Identity | None:
+        """Return the recorded database; None if there is none or it cannot be read."""
+        try:
+            return msgspec.json.decode((self._root / _IDENTITY).read_bytes(), type=Identity)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def write_identity(self, identity: Identity) -> float:
+        """Record the database atomically; return the time of the write by the clock of the file system."""
+        temporary = self._root / f"{_IDENTITY}.new"
+        temporary.write_bytes(encode(identity))
+        fsync(temporary)
+        os.utime(temporary)  # as for artifacts, whose ages are compared with it
+        temporary.rename(self._root / _IDENTITY)
+        fsync(self._root)
+        self._identity_written_ns = self._root.stat().st_mtime_ns
+        return (self._root / _IDENTITY).stat().st_mtime
+
+    def touch_identity(self) -> float | None:
+        """Return the time by the clock of the file system; None if the root has changed since `write_identity`."""
+        if self._root.stat().st_mtime_ns != self._identity_written_ns:
+            return None
+        os.utime(self._root / _IDENTITY)
+        return (self._root / _IDENTITY).stat().st_mtime
+
+    def forget_identity(self) -> None:
+        """Forget the database, so that all artifacts that the next one does not refer to are unclaimed."""
+        (self._root / _IDENTITY).unlink(missing_ok=True)
+
+    @contextmanager
+    def _may_remove(self) -> Generator[bool]:
+        """Exclude `pinned`, and yield whether that is possible now."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def _take_away(self, path: Path) -> None:
+        if not _is_missed(path):
+            _log.debug("removed unreferenced artifact %s", path.name)
+            self._remove(path)
+            return
+        label = _label(path)
+        self.discard(ArtifactId(path.name))
+        _log.info("moved %s to the trash: nothing refers to it", label)
+
+    def _remove(self, path: Path) -> None:
+        # Renamed first, so that no reader sees it partially removed.
+        renamed = path.rename(self._root / f"{TEMPORARY}{path.name}")
+        failpoint("artifact.collect")
+        shutil.rmtree(renamed)
+
+    def _path(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Path:
+        path = (self._root / _TRASH if trashed else self._root) / artifact_id
+        if not ID.fullmatch(artifact_id) or path.is_symlink() or not path.is_dir():
+            raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
+        return path
+
+
+def _is_missed(path: Path) -> bool:
+    try:
+        return read_manifest(path).is_missed
+    except ArtifactCorrupt:
+        return True
+
+
+def _label(path: Path) -> str:
+    """Return the id of an artifact and what it was, for logs."""
+    try:
+        return f"artifact {path.name} ({read_manifest(path).described(ArtifactId(path.name), path).title})"
+    except ArtifactCorrupt:
+        return f"artifact {path.name}"
+
+
+def _modified_at(path: Path) -> float:
+    return path.stat().st_mtime
