@@ -23,6 +23,9 @@ Point = Literal[
     "artifact.files",  # files are written, the manifest is not
     "artifact.rename",  # the artifact is complete under a temporary name
     "artifact.renamed",  # the artifact exists, its directory entry may not be on disk
+    "artifact.uploading",  # a file is in the object store, others may not be
+    "artifact.uploaded",  # all files are in the object store, their manifest is not
+    "artifact.committed",  # the artifact exists in the object store, no copy is here
     "artifact.collect",  # an artifact is about to be moved to the trash or removed
     "replay.restored",  # a model is restored from its snapshot
     "replay.effect",  # one log record is replayed

@@ -1,10 +1,11 @@
-"""What every place of artifacts does: the only thing that engine, API and commands know of it."""
+"""The interface of every place of artifacts: engine, API and commands know nothing else of it."""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -38,7 +39,7 @@ class ArtifactStore(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where the artifacts are, for people; without credentials."""
+        """The name of the place for people, without credentials."""
 
     @abstractmethod
     def create(
@@ -139,6 +140,8 @@ class ArtifactStore(ABC):
     def forget_identity(self) -> None:
         """Forget the database, so that all artifacts that the next one does not refer to are unclaimed."""
 
-    def url(self, artifact: Artifact, file: str, ttl_s: float) -> str | None:
+    def url(
+        self, artifact_id: ArtifactId, file: str, ttl_s: float, method: Literal["GET", "HEAD"] = "GET"
+    ) -> str | None:
         """Return a signed URL of a file that needs no credentials; None if the place has none."""
         return None

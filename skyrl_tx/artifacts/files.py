@@ -3,6 +3,7 @@
 Files may be encrypted, see `skyrl_tx.age`.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -30,6 +31,16 @@ class ArtifactMissing(Exception):
 
 class ArtifactCorrupt(Exception):
     """An artifact's files differ from its manifest."""
+
+
+class ArtifactsUnreachable(OSError):
+    """The object store did not do what was asked, after all retries; it may do so later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EREMOTEIO, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ TEMPORARY = ".tmp-"
 
 
 @contextmanager
-def locked(folder: Path, how: int) -> Generator[None]:
-    """Lock a directory. Raises BlockingIOError if `how` says not to wait."""
+def locked(folder: Path, how: int) -> Generator[int]:
+    """Lock a directory, and yield its descriptor. Raises BlockingIOError if `how` says not to wait."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

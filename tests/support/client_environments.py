@@ -162,7 +162,21 @@ DEPLOYMENT = ClientEnvironment(
 )
 """Checkers of the files in deploy/: schemas of Compose and of Kubernetes, and Helm."""
 
-ALL = (TORCH, COOKBOOK, COOKBOOK_WITH_TRACKIO, *SDKS.values(), CHAT_CLIENTS, LITELLM, LM_EVAL, INSPECT, DEPLOYMENT)
+OBJECT_STORE = ClientEnvironment(name="object-store", requirements=("moto[server]==5.2.5",))
+"""A server of the S3 protocol."""
+
+ALL = (
+    TORCH,
+    COOKBOOK,
+    COOKBOOK_WITH_TRACKIO,
+    *SDKS.values(),
+    CHAT_CLIENTS,
+    LITELLM,
+    LM_EVAL,
+    INSPECT,
+    DEPLOYMENT,
+    OBJECT_STORE,
+)
 
 
 def is_required() -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-Fault = Literal["drop", "lose answer", "repeat", "delay", "cut request", "cut answer", "slow answer"]
+Fault = Literal["drop", "lose answer", "repeat", "delay", "cut request", "cut answer", "slow answer", "refuse", "stall"]
 """Kinds of faults.
 
 - drop: the request does not arrive
@@ -20,8 +20,11 @@ Fault = Literal["drop", "lose answer", "repeat", "delay", "cut request", "cut an
 - delay: the request arrives late
 - cut request, cut answer: request or response end in the middle of the body
 - slow answer: the response arrives in small pieces
+- refuse: the response is 503
+- stall: there is no response while the proxy runs
 """
-FAULTS: tuple[Fault, ...] = get_args(Fault)
+FAULTS: tuple[Fault, ...] = get_args(Fault)[:7]
+"""Those of a network, which `seeded` chooses from."""
 Schedule = Callable[[str, int], Fault | None]
 """Returns the fault of the n-th call of a path, counted from 1. Paths exclude the query and `/api/v1/`."""
 
@@ -30,6 +33,7 @@ _PREFIX = "/api/v1/"
 _LATE_S = 0.3
 _MAX_HEAD_BYTES = 2**20
 _NUM_PIECES = 20
+_REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,12 @@ class FlakyProxy:
         fault = self._fault(request.path)
         if fault == "drop":
             return False
+        if fault == "stall":
+            await asyncio.Event().wait()
+        if fault == "refuse":
+            writer.write(_REFUSAL)
+            await writer.drain()
+            return True
         if fault == "cut request":
             await self._send_half(request)
             return False
@@ -154,7 +164,7 @@ class FlakyProxy:
         try:
             writer.write(request.raw)
             await writer.drain()
-            return await _read(reader)
+            return await _read(reader, has_body=not request.head.startswith(b"HEAD "))
         finally:
             writer.close()
 
@@ -187,9 +197,11 @@ def flaky_proxy(target: str, schedule: Schedule, late_s: float = _LATE_S) -> Gen
         loop.close()
 
 
-async def _read(reader: asyncio.StreamReader) -> _Message:
+async def _read(reader: asyncio.StreamReader, *, has_body: bool = True) -> _Message:
     """Read one message; raises IncompleteReadError at the end of the connection."""
     head = await reader.readuntil(b"\r\n\r\n")
+    if not has_body:
+        return _Message(head, b"")
     headers = {
         name.lower(): value.strip()
         for line in head.split(b"\r\n")[1:]

@@ -35,7 +35,9 @@ _PRELOADED = [
 _POINT_TIMEOUT_S = 4.0
 NOT_REACHED = "a crash point not reached in time"
 API_POINTS: tuple[Point, ...] = ("store.commit", "store.committed")
-ENGINE_POINTS: tuple[Point, ...] = get_args(Point)
+_UPLOAD_POINTS = frozenset({"artifact.uploading", "artifact.uploaded", "artifact.committed"})
+"""Points of artifacts in an object store, which these runs do not have."""
+ENGINE_POINTS: tuple[Point, ...] = tuple(point for point in get_args(Point) if point not in _UPLOAD_POINTS)
 _MAX_COUNT = 6
 _MAX_COUNT_AT: dict[Point | None, int] = {
     "replay.restored": 1,

@@ -1,0 +1,381 @@
+"""Artifacts in an object store, with copies on this machine.
+
+Objects of an artifact, of which none is ever changed:
+
+    art-…/<upload>/<file>   its files; each attempt to create it has an upload of its own
+    art-…/manifest.json     written last, and created once: from then on the artifact exists
+    art-…/trash             it is in the trash since this was written
+    art-…/restored          it was restored from the trash when this was written
+    art-…/removing          it is being removed: it exists no longer, and its objects go
+
+`identity.json` is the database's, see `store.identity`, and `clock` is written to read the time. All ages are those of
+the object store's clock.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import msgspec
+
+from skyrl_tx.artifacts.base import ArtifactStore, Identity
+from skyrl_tx.artifacts.bucket import Bucket, Stored
+from skyrl_tx.artifacts.cache import ArtifactCache
+from skyrl_tx.artifacts.files import (
+    ID,
+    MANIFEST,
+    Artifact,
+    ArtifactCorrupt,
+    ArtifactMissing,
+    Manifest,
+    Verified,
+    encode,
+    open_artifact,
+    seal,
+    verify,
+)
+from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.failpoints import failpoint
+
+_log = logging.getLogger(__name__)
+
+_IDENTITY = "identity.json"
+_CLOCK = "clock"
+_TRASH, _RESTORED, _REMOVING = "trash", "restored", "removing"
+_UPLOAD_S = 86_400.0
+"""Age of files without a manifest after which their creation was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """The objects of one artifact, by their path in its folder."""
+
+    by_name: dict[str, Stored] = field(default_factory=dict[str, Stored])
+
+    @property
+    def exists(self) -> bool:
+        return MANIFEST in self.by_name and _REMOVING not in self.by_name
+
+    @property
+    def is_trashed(self) -> bool:
+        return self.exists and _TRASH in self.by_name
+
+    @property
+    def is_live(self) -> bool:
+        return self.exists and _TRASH not in self.by_name
+
+    @property
+    def modified_at(self) -> float:
+        """When the artifact was created or restored."""
+        return max(self.by_name[name].modified_at for name in (MANIFEST, _RESTORED) if name in self.by_name)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.by_name.values())
+
+    def uploads(self) -> set[str]:
+        """Return the folders of all attempts to create it."""
+        return {name.partition("/")[0] for name in self.by_name if "/" in name}
+
+
+class ObjectArtifacts(ArtifactStore):
+    """All artifacts under one URL of an object store."""
+
+    is_remote = True
+
+    def __init__(self, bucket: Bucket, cache: ArtifactCache) -> None:
+        """Use a bucket, and a directory for copies."""
+        self._bucket = bucket
+        self._cache = cache
+        self._verified = Verified()
+        self._known: frozenset[ArtifactId] | None = None
+
+    @property
+    def place(self) -> str:
+        """The URL."""
+        return self._bucket.name
+
+    def create(
+        self,
+        write: Callable[[Path], None],
+        metadata: Mapping[str, str] | None = None,
+        artifact_id: ArtifactId | None = None,
+    ) -> Artifact:
+        """Write the files here, then into the object store, and create their manifest."""
+        artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
+        if (found := self._existing(artifact_id)) is not None:
+            return found
+        upload = secrets.token_hex(8)
+        with self._cache.writing() as folder:
+            write(folder)
+            self._cache.check_free_space()
+            manifest = seal(folder, metadata or {}, upload)
+            for name in manifest.files:
+                self._bucket.put(f"{artifact_id}/{upload}/{name}", folder / name)
+                failpoint("artifact.uploading")
+            failpoint("artifact.uploaded")
+            if not self._commit(artifact_id, manifest):  # another process was faster
+                self._bucket.delete([f"{artifact_id}/{upload}/{name}" for name in manifest.files])
+                return self.describe(artifact_id)
+            failpoint("artifact.committed")
+            self._cache.add(folder, artifact_id)
+        return manifest.described(artifact_id, self._cache.path(artifact_id))
+
+    def has(self, artifact_id: ArtifactId) -> bool:
+        """Return whether an artifact with this id exists."""
+        return bool(ID.fullmatch(artifact_id)) and self._objects(artifact_id).is_live
+
+    def open(self, artifact_id: ArtifactId) -> Artifact:
+        """Return an artifact's description after checking all hashes of the copy here."""
+        return self._checked(artifact_id, open_artifact)
+
+    def verified(self, artifact_id: ArtifactId) -> Artifact:
+        """Return what `open` returns; hashes of a copy are computed once."""
+        return self._checked(artifact_id, self._verified.check)
+
+    def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
+        """Return the description of an artifact from its manifest, after comparing the sizes of its objects."""
+        objects = self._found(artifact_id, trashed=trashed)
+        manifest = self._manifest(artifact_id)
+        for name, written in manifest.files.items():
+            stored = objects.by_name.get(f"{manifest.upload}/{name}")
+            if stored is None:
+                raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} is missing")
+            if stored.size_bytes != written.size_bytes:
+                raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} is not as it was written")
+        return manifest.described(artifact_id, self._cache.path(artifact_id))
+
+    @contextmanager
+    def held(self, artifact_id: ArtifactId) -> Generator[None]:
+        """Copy an artifact to this machine if it is not here, and keep it until the end."""
+        self._found(artifact_id)
+        with ExitStack() as stack:
+            while not stack.enter_context(self._cache.held(artifact_id)):
+                stack.pop_all().close()
+                self._fetch(artifact_id)
+            yield
+
+    def ids(self, *, trashed: bool = False) -> list[ArtifactId]:
+        """Return the ids of all artifacts, or of those in the trash."""
+        return sorted(
+            artifact_id
+            for artifact_id, objects in self._all().items()
+            if (objects.is_trashed if trashed else objects.is_live)
+        )
+
+    def collect(
+        self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
+    ) -> list[ArtifactId]:
+        """Take away all artifacts except `keep`, and the objects of creations that were interrupted a day ago."""
+        looked_at = self._now() if looked_at is None else looked_at
+        kept = frozenset(keep)
+        taken: list[ArtifactId] = []
+        self._cache.clean()
+        for artifact_id, objects in sorted(self._all().items()):
+            if _REMOVING in objects.by_name:
+                self._erase(artifact_id, objects)
+                continue
+            self._remove_interrupted(artifact_id, objects, looked_at)
+            if objects.is_live and artifact_id not in kept and looked_at - objects.modified_at >= min_age_s:
+                self._take_away(artifact_id, objects)
+                taken.append(artifact_id)
+        return taken
+
+    def remove(self, artifact_id: ArtifactId) -> bool:
+        """Remove an artifact."""
+        self._remove(artifact_id, self._found(artifact_id))
+        return True
+
+    def discard(self, artifact_id: ArtifactId) -> None:
+        """Mark an artifact as trash."""
+        self._found(artifact_id)
+        failpoint("artifact.collect")
+        self._bucket.put(f"{artifact_id}/{_TRASH}", b"")
+
+    def restore(self, artifact_id: ArtifactId) -> None:
+        """Remove the mark of the trash. Raises ArtifactMissing also while another process removes the artifact.
+
+        Either this sees the mark of the removal, or the removal sees that the one of the trash is gone.
+        """
+        self._found(artifact_id, trashed=True)
+        self._bucket.put(f"{artifact_id}/{_RESTORED}", b"")
+        self._bucket.delete([f"{artifact_id}/{_TRASH}"])
+        self._found(artifact_id)
+
+    def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
+        """Remove artifacts that were in the trash for `retention_s`, and the oldest others beyond `max_bytes`."""
+        removed: list[ArtifactId] = []
+        now = self._now()
+        trash = {artifact_id: objects for artifact_id, objects in self._all().items() if objects.is_trashed}
+        total = sum(objects.size_bytes for objects in trash.values())
+        for artifact_id, objects in sorted(trash.items(), key=lambda each: each[1].by_name[_TRASH].modified_at):
+            if now - objects.by_name[_TRASH].modified_at < retention_s and total <= max_bytes:
+                break
+            if self._remove(artifact_id, objects, trashed=True):
+                _log.info("removed artifact %s from the trash", artifact_id)
+                removed.append(artifact_id)
+            total -= objects.size_bytes
+        return removed
+
+    def identity(self) -> Identity | None:
+        """Return the recorded database; None if there is none or it cannot be read."""
+        content = self._bucket.get(_IDENTITY)
+        try:
+            return None if content is None else msgspec.json.decode(content, type=Identity)
+        except msgspec.DecodeError:
+            return None
+
+    def write_identity(self, identity: Identity) -> float:
+        """Record the database; return the time of the write."""
+        known = frozenset(self.ids())
+        self._bucket.put(_IDENTITY, encode(identity))
+        self._known = known
+        return self._bucket.modified_at(_IDENTITY)
+
+    def touch_identity(self) -> float | None:
+        """Return the time; None if artifacts have changed since `write_identity`."""
+        if self._known != frozenset(self.ids()):
+            return None
+        return self._now()
+
+    def forget_identity(self) -> None:
+        """Forget the database."""
+        self._bucket.delete([_IDENTITY])
+
+    def url(
+        self, artifact_id: ArtifactId, file: str, ttl_s: float, method: Literal["GET", "HEAD"] = "GET"
+    ) -> str | None:
+        """Return a signed URL of a file. Raises ArtifactMissing."""
+        self._found(artifact_id)
+        manifest = self._manifest(artifact_id)
+        if file not in manifest.files:
+            raise ArtifactMissing(f"artifact {artifact_id} has no file {file[:80]!r}")
+        return self._bucket.url(f"{artifact_id}/{manifest.upload}/{file}", ttl_s, method)
+
+    def _now(self) -> float:
+        """Return the time by the clock of the object store, to within a second."""
+        self._bucket.put(_CLOCK, b"")
+        return self._bucket.modified_at(_CLOCK)
+
+    def _all(self) -> dict[ArtifactId, _Objects]:
+        found: dict[ArtifactId, _Objects] = {}
+        for stored in self._bucket.list():
+            folder, _, name = stored.path.partition("/")
+            if name and ID.fullmatch(folder):
+                found.setdefault(ArtifactId(folder), _Objects()).by_name[name] = stored
+        return found
+
+    def _objects(self, artifact_id: ArtifactId) -> _Objects:
+        start = len(artifact_id) + 1
+        return _Objects({stored.path[start:]: stored for stored in self._bucket.list(artifact_id)})
+
+    def _found(self, artifact_id: ArtifactId, *, trashed: bool = False) -> _Objects:
+        objects = self._objects(artifact_id) if ID.fullmatch(artifact_id) else _Objects()
+        if not (objects.is_trashed if trashed else objects.is_live):
+            raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
+        return objects
+
+    def _manifest(self, artifact_id: ArtifactId) -> Manifest:
+        content = self._bucket.get(f"{artifact_id}/{MANIFEST}")
+        if content is None:
+            raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
+        try:
+            manifest = msgspec.json.decode(content, type=Manifest)
+        except msgspec.DecodeError as error:
+            raise ArtifactCorrupt(f"artifact {artifact_id}: {MANIFEST} cannot be read ({error})") from error
+        for name in (manifest.upload, *manifest.files):
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ArtifactCorrupt(f"artifact {artifact_id}: {MANIFEST} names a file outside of it")
+        return manifest
+
+    def _existing(self, artifact_id: ArtifactId) -> Artifact | None:
+        """Return the artifact that exists already; completes its removal, or takes it out of the trash, first."""
+        objects = self._objects(artifact_id)
+        if _REMOVING in objects.by_name:
+            self._erase(artifact_id, objects)
+            return None
+        if objects.is_trashed:
+            self.restore(artifact_id)
+        return self.describe(artifact_id) if objects.exists else None
+
+    def _commit(self, artifact_id: ArtifactId, manifest: Manifest) -> bool:
+        """Create the manifest; return False if another upload has one."""
+        if self._bucket.create(f"{artifact_id}/{MANIFEST}", encode(manifest)):
+            return True
+        return self._manifest(artifact_id).upload == manifest.upload
+
+    def _checked(self, artifact_id: ArtifactId, check: Callable[[Path], Artifact]) -> Artifact:
+        """Return what `check` returns for the copy here; a damaged copy is replaced once."""
+        for is_last in (False, True):
+            with self.held(artifact_id):
+                try:
+                    return check(self._cache.path(artifact_id))
+                except ArtifactCorrupt:
+                    if is_last:
+                        raise
+            _log.warning("the copy of artifact %s on this machine is damaged; it is fetched again", artifact_id)
+            self._cache.drop(artifact_id)
+        raise AssertionError
+
+    def _fetch(self, artifact_id: ArtifactId) -> None:
+        """Copy an artifact to this machine. Raises ArtifactMissing, and ArtifactCorrupt if it is damaged there."""
+        manifest = self._manifest(artifact_id)
+        size = sum(file.size_bytes for file in manifest.files.values())
+        with self._cache.writing(size) as folder:
+            copy = folder / artifact_id
+            copy.mkdir()
+            for name, written in manifest.files.items():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                path = f"{artifact_id}/{manifest.upload}/{name}"
+                if not self._bucket.download(path, copy / name, written.size_bytes):
+                    raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} is missing")
+            (copy / MANIFEST).write_bytes(encode(manifest))
+            verify(copy, manifest)
+            self._cache.add(copy, artifact_id)
+
+    def _take_away(self, artifact_id: ArtifactId, objects: _Objects) -> None:
+        try:
+            manifest = self._manifest(artifact_id)
+        except ArtifactCorrupt:
+            is_missed, title = True, "damaged"
+        else:
+            is_missed = manifest.is_missed
+            title = manifest.described(artifact_id, self._cache.path(artifact_id)).title
+        if not is_missed:
+            _log.debug("removed unreferenced artifact %s", artifact_id)
+            self._remove(artifact_id, objects)
+            return
+        failpoint("artifact.collect")
+        self._bucket.put(f"{artifact_id}/{_TRASH}", b"")
+        _log.info("moved artifact %s (%s) to the trash: nothing refers to it", artifact_id, title)
+
+    def _remove(self, artifact_id: ArtifactId, objects: _Objects, *, trashed: bool = False) -> bool:
+        """Let an artifact exist no longer, then remove its objects; return False if it was restored meanwhile."""
+        self._bucket.put(f"{artifact_id}/{_REMOVING}", b"")
+        failpoint("artifact.collect")
+        if trashed and self._bucket.get(f"{artifact_id}/{_TRASH}") is None:
+            self._bucket.delete([f"{artifact_id}/{_REMOVING}"])
+            return False
+        self._erase(artifact_id, objects)
+        return True
+
+    def _erase(self, artifact_id: ArtifactId, objects: _Objects) -> None:
+        """Remove the objects of an artifact that exists no longer; the mark that says so last."""
+        self._bucket.delete([f"{artifact_id}/{name}" for name in sorted(objects.by_name) if name != _REMOVING])
+        self._bucket.delete([f"{artifact_id}/{_REMOVING}"])
+        self._cache.drop(artifact_id)
+
+    def _remove_interrupted(self, artifact_id: ArtifactId, objects: _Objects, looked_at: float) -> None:
+        """Remove files that no manifest names and that are older than any upload takes."""
+        kept: set[str] = set()
+        if objects.exists:
+            if len(objects.uploads()) == 1:
+                return
+            kept = {self._manifest(artifact_id).upload, MANIFEST, _TRASH, _RESTORED}
+        old = [name for name, stored in objects.by_name.items() if looked_at - stored.modified_at >= _UPLOAD_S]
+        self._bucket.delete([f"{artifact_id}/{name}" for name in old if name.partition("/")[0] not in kept])

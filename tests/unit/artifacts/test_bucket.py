@@ -1,0 +1,97 @@
+"""A store of the S3 protocol that fails: refusals, time-outs, cut and lost messages, slow answers."""
+
+import logging
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.artifacts import ArtifactsUnreachable
+from skyrl_tx.artifacts import bucket as buckets
+from skyrl_tx.artifacts.bucket import Bucket
+from skyrl_tx.artifacts.cache import ArtifactCache
+from skyrl_tx.artifacts.objects import ObjectArtifacts
+from tests.support.flaky_proxy import FAULTS, Fault, flaky_proxy
+from tests.support.s3_server import SECRET_KEY, S3Server, variables
+
+PART = 5 * 2**20
+"""The least size of a part that S3 takes."""
+CLIENT = {"timeout": timedelta(seconds=1), "allow_http": True}
+RETRY = {
+    "max_retries": 10,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2},
+}
+CONTENT = bytes(range(256)) * (2 * PART // 256 + 1)
+SECRETS = (SECRET_KEY, "AKIA", "Signature", "AWS4")
+
+
+@pytest.fixture(autouse=True)
+def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_PART_BYTES", PART)
+
+
+def write(folder: Path) -> None:
+    (folder / "a.safetensors").write_bytes(CONTENT)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "refuse", "stall"])
+def test_each_second_request_may_fail(server: S3Server, tmp_path: Path, monkeypatch, fault: Fault) -> None:
+    """Those for one object are counted together: a part of an upload fails, the manifest, and a range."""
+    with flaky_proxy(server.url, lambda path, nth: fault if nth % 2 else None) as proxy:
+        for name, value in variables(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        bucket = Bucket.of(f"s3://weights/{tmp_path.name}", client=CLIENT, retry=RETRY)
+        made = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "first", max_bytes=2**30)).create(write, {})
+        elsewhere = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "second", max_bytes=2**30))
+        opened = elsewhere.open(made.artifact_id)
+        assert (opened.path / "a.safetensors").read_bytes() == CONTENT
+        assert elsewhere.ids() == [made.artifact_id]
+        assert sum(proxy.done.values()) >= 6
+
+
+@pytest.mark.parametrize("fault", ["refuse", "drop"])
+def test_an_outage_is_reported_without_secrets(
+    server: S3Server, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, fault: Fault
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with flaky_proxy(server.url, lambda path, nth: fault) as proxy:
+        for name, value in variables(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        bucket = Bucket.of(f"s3://weights/{tmp_path.name}", client=CLIENT, retry={**RETRY, "max_retries": 1})
+        calls: list[Callable[[], object]] = [
+            lambda: bucket.put("a", b"1"),
+            lambda: bucket.create("a", b"1"),
+            lambda: bucket.get("a"),
+            lambda: bucket.download("a", tmp_path / "a", 10),
+            lambda: list(bucket.list()),
+            lambda: bucket.modified_at("a"),
+            lambda: bucket.delete(["a"]),
+        ]
+        for call in calls:
+            with pytest.raises(ArtifactsUnreachable, match="the object store cannot") as caught:
+                call()
+            text = "".join(traceback.format_exception(caught.value)) + caplog.text + repr(caught.value)
+            assert not [secret for secret in SECRETS if secret in text]
+            assert fault != "refuse" or "status 503" in text
+
+
+def test_a_bucket_that_does_not_exist_has_no_missing_artifacts(server: S3Server, tmp_path: Path, monkeypatch) -> None:
+    """An artifact is missing only if its bucket is there: otherwise models would be taken for lost."""
+    for name, value in variables(server.url).items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket.of("s3://missing-bucket", client=CLIENT, retry=RETRY)
+    store = ObjectArtifacts(bucket, ArtifactCache(tmp_path, max_bytes=2**30))
+    for call in (store.ids, store.identity, lambda: store.has("art-" + "0" * 32), lambda: store.create(write)):
+        with pytest.raises(ArtifactsUnreachable, match="NoSuchBucket"):
+            call()
+
+
+def test_no_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables("http://127.0.0.1:9").items():  # the port of no server
+        monkeypatch.setenv(name, value)
+    bucket = Bucket.of("s3://weights", client=CLIENT, retry={**RETRY, "max_retries": 0})
+    with pytest.raises(ArtifactsUnreachable, match="the object store cannot read a: no connection"):
+        bucket.get("a")
