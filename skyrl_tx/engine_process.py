@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from skyrl_tx.artifacts import LocalArtifacts
+from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
@@ -37,7 +37,7 @@ from skyrl_tx.process_setup import (
 from skyrl_tx.signals import enable_stack_dumps, handle_signals
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.notices import recorded_notices
 from skyrl_tx.store.writer import RetryPolicy
 from skyrl_tx.threads import EXIT_STATUS, ServiceThread, end_process_on_failure
@@ -95,6 +95,8 @@ class EngineEnd:
     """Whether the engine's own work ended it; False for a kill from outside and for a lost database."""
     was_killed: bool = False
     """Whether a signal from outside ended it."""
+    was_unreachable: bool = False
+    """Whether the database or the object store could not be reached, which may pass."""
 
 
 class EngineProcess:
@@ -297,6 +299,7 @@ def _end_by(error: Exception) -> EngineEnd:
         message=message,
         is_final=not isinstance(error, EngineLost),
         is_crash=not isinstance(error.__cause__ or error, (StoreError, StoreInUse, OSError)),
+        was_unreachable=isinstance(error.__cause__, (StoreUnreachable, ArtifactsUnreachable)),
     )
 
 
@@ -326,12 +329,17 @@ def run_engine(
     with closing(store), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
         try:
             backend = spec.load()(settings.base_model, backend_config)
-            artifacts = LocalArtifacts(settings.data_dir / "artifacts", min_free_bytes=settings.min_free_disk_bytes)
+            artifacts = open_artifacts(
+                settings.data_dir,
+                settings.artifacts,
+                max_cache_bytes=settings.max_artifact_cache_bytes,
+                min_free_bytes=settings.min_free_disk_bytes,
+            )
             engine = Engine(settings, backend, store, artifacts, EngineMeters(with_owners=settings.metrics_owners))
             with _served_metrics(settings.data_dir, engine.meters), recorded_notices(store, "engine"):
                 engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
-        except (BackendLost, StoreError) as error:
-            raise EngineLost(f"backend or database lost: {error}") from error
+        except (BackendLost, StoreError, ArtifactsUnreachable) as error:
+            raise EngineLost(f"backend, database or object store lost: {error}") from error
 
 
 @contextmanager

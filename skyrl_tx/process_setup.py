@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -38,6 +38,11 @@ class CommonSettings(BaseModel):
     database_url: SecretStr | None = None
     """Database other than a file in --data-dir: postgresql://user:password@host/name.
     Prefer the environment variable for a URL with a password."""
+    artifacts: str | None = None
+    """Object store of the weights: s3://bucket/prefix, gs://…, az://container/prefix or file:///directory.
+    Credentials are read from the provider's environment variables. Default: a directory in --data-dir."""
+    max_artifact_cache_bytes: int = Field(default=64 * 2**30, ge=0)
+    """Disk space for copies of weights that are in an object store; copies in use are kept beyond it."""
     base_model: str
     """Hub id or local directory of the model to serve."""
     served_model_name: str | None = None

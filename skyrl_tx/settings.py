@@ -12,6 +12,7 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from skyrl_tx import failpoints
 from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.artifacts import checked_url
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.process_setup import LogFormat, LogLevel
@@ -71,6 +72,11 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path else None
+
+    @field_validator("artifacts")
+    @classmethod
+    def _known_place(cls, url: str | None) -> str | None:
+        return checked_url(url) if url else None
 
     def for_api(self) -> ApiSettings:
         """Return the API's settings."""

@@ -13,6 +13,7 @@ from sqlmodel import Session
 
 from skyrl_tx import __version__
 from skyrl_tx.api.app import ApiServer
+from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifacts
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, run_in_foreground
 from skyrl_tx.process_setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
@@ -101,7 +102,7 @@ class EngineSupervisor:
                 return
             if end.is_final and not self.was_ready:
                 raise CannotServe(end.message)
-            made_progress = await self._made_progress(end, started_at) or end.was_killed
+            made_progress = await self._made_progress(end, started_at) or end.was_killed or end.was_unreachable
             delay_s = self._restarts.next_delay_s(made_progress=made_progress)
             if delay_s is None:
                 raise CannotServe(f"the engine crashes repeatedly, giving up; last: {end.message}")
@@ -193,6 +194,7 @@ def serve(settings: ServerSettings) -> int:
         contextlib.closing(_open_store(settings)) as store,
     ):
         _refuse_second_engine(store)
+        _open_artifacts(settings)
         if settings.fresh:
             _abandon_models(store)
         _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
@@ -226,6 +228,7 @@ def serve_api(settings: ServerSettings) -> int:
         contextlib.closing(_open_store(settings)) as store,
     ):
         url = url_of(listener, settings.scheme)
+        _open_artifacts(settings)
         _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
@@ -269,6 +272,14 @@ def _open_store(settings: ServerSettings) -> Store:
     elif api.no_auth or not store.read(keys.any_made):
         _log.info("no API key is required: every user of this machine is an admin; see `skyrl-tx keys create`")
     return store
+
+
+def _open_artifacts(settings: ServerSettings) -> None:
+    """Raise CannotServe if the place of the artifacts is refused; record it otherwise."""
+    try:
+        open_artifacts(settings.data_dir, settings.artifacts)
+    except (PlaceRefused, ArtifactsUnreachable) as error:
+        raise CannotServe(str(error)) from error
 
 
 def _refuse_second_engine(store: Store) -> None:

@@ -54,7 +54,7 @@ from skyrl_tx.api.server_sampler import ServerSampler
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.api.validation import shown
 from skyrl_tx.api.wire import BodyBudget
-from skyrl_tx.artifacts import LocalArtifacts
+from skyrl_tx.artifacts import open_artifacts
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process_setup import listen
 from skyrl_tx.store.database import Store
@@ -97,7 +97,9 @@ def create_context(settings: ApiSettings, store: Store) -> ApiContext:
     return ApiContext(
         settings=settings,
         store=store,
-        artifacts=LocalArtifacts(settings.data_dir / "artifacts"),
+        artifacts=open_artifacts(
+            settings.data_dir, settings.artifacts, max_cache_bytes=settings.max_artifact_cache_bytes
+        ),
         signing_key=signing_key,
         authenticator=Authenticator(settings, store, signing_key),
         engine=EngineHealth(store, settings.engine_silence_s),

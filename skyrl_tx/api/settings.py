@@ -53,6 +53,8 @@ class ApiSettings(CommonSettings):
     """Seconds without a status of the engine, or in one activity, after which polls and health report that."""
     download_url_ttl_s: float = Field(default=3600.0, gt=0)
     """Lifetime of a signed download URL in seconds."""
+    redirect_downloads: bool = False
+    """Let clients download external weights from the object store of --artifacts, which they must reach."""
     public_url: str | None = None
     """Base URL of this server in download URLs; default: the address of the request."""
     prices: Prices = Prices()

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing
+from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable
 from skyrl_tx.commands import adapters, audit, backup, keys, projects, quotas, recover, runs, stacks, status, usage
 from skyrl_tx.commands.common import CommandError
 from skyrl_tx.contract.errors import UserError
@@ -43,7 +43,7 @@ def run(parser: argparse.ArgumentParser, command: str, arguments: Sequence[str])
     try:
         status: int | None = chosen.run(chosen)
         sys.stdout.flush()
-    except (CommandError, UserError, StoreError, ArtifactMissing, ArtifactCorrupt) as error:
+    except (CommandError, UserError, StoreError, ArtifactMissing, ArtifactCorrupt, ArtifactsUnreachable) as error:
         for line in str(error).splitlines():
             print(f"skyrl-tx {command}: {line}", file=sys.stderr)
         return 1

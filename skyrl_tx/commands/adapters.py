@@ -11,10 +11,11 @@ from pathlib import Path
 
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import Artifact, LocalArtifacts
+from skyrl_tx.artifacts import Artifact
 from skyrl_tx.commands.common import (
     CommandError,
     absolute_path,
+    artifacts_of,
     find_checkpoint,
     finish_parser,
     open_database,
@@ -66,11 +67,6 @@ def _use_default_modes(folder: Path) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from skyrl_tx.models import UnsupportedModel, adapter_format, find_family  # late, because they import JAX
-    from skyrl_tx.weights import hf
-    from skyrl_tx.weights.merge import merge
-    from skyrl_tx.weights.peft import AdapterError, read_adapter
-
     if not arguments.merge and arguments.dtype is not None:
         raise CommandError("--dtype requires --merge: adapters are float32")
     out: Path = arguments.out
@@ -78,8 +74,19 @@ def _export(arguments: argparse.Namespace) -> None:
         raise CommandError(f"{out} exists already")
     with open_database(arguments) as store:
         row = find_checkpoint(store, arguments.path)
-        source = LocalArtifacts(arguments.data_dir / "artifacts").open(row.artifact_id).path
         served = _served_names(store)
+    artifacts = artifacts_of(arguments)
+    with artifacts.held(row.artifact_id):
+        _write_export(arguments, row, artifacts.open(row.artifact_id).path, served)
+
+
+def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Path, served: list[str]) -> None:
+    from skyrl_tx.models import UnsupportedModel, adapter_format, find_family  # late, because they import JAX
+    from skyrl_tx.weights import hf
+    from skyrl_tx.weights.merge import merge
+    from skyrl_tx.weights.peft import AdapterError, read_adapter
+
+    out: Path = arguments.out
     if any(source.glob("*.age")):
         raise CommandError(f"{row.path} is encrypted; export the checkpoint that it was made from")
     try:
@@ -146,7 +153,7 @@ def _import(arguments: argparse.Namespace) -> None:
         owner = _owner(store, arguments.owner)
         base, base_name = _base(store, directory, arguments)
         spec, write = _convert(directory, base)
-        artifacts = LocalArtifacts(arguments.data_dir / "artifacts")
+        artifacts = artifacts_of(arguments)
         session_id = sessions.new_id()
         metadata = {
             **manifests.run_metadata(

@@ -31,6 +31,7 @@ from skyrl_tx.artifacts import (
     hash_file,
     open_artifact,
     recorded_files,
+    recorded_url,
 )
 from skyrl_tx.commands.common import CommandError, Progress, absolute_path, finish_parser, in_units, open_database, when
 from skyrl_tx.contract.ids import ArtifactId
@@ -95,6 +96,11 @@ def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
 def _backup(arguments: argparse.Namespace) -> int:
     target: Path = arguments.directory
     data_dir: Path = arguments.data_dir
+    if url := arguments.artifacts or recorded_url(data_dir):
+        raise CommandError(
+            f"the weights are in {url}, which a backup does not copy: let the object store keep versions or replicas, "
+            "and copy the database alone (pg_dump, or SQLite's .backup)"
+        )
     with open_database(arguments) as store, _locked_target(target):
         earlier = _read(target) if (target / _MANIFEST).exists() else None
         database_name = f"database-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import LocalArtifacts
+from skyrl_tx.artifacts import ArtifactStore, PlaceRefused, open_artifacts
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.settings import ENVIRONMENT_PREFIX, default_data_dir
 from skyrl_tx.store import checkpoints, identity
@@ -72,6 +72,12 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
         default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATABASE_URL"),
         help="the server's database if it is not a file in --data-dir (default: $SKYRL_TX_DATABASE_URL)",
     )
+    parser.add_argument(
+        "--artifacts",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}ARTIFACTS"),
+        help="the server's object store, if its weights are not in --data-dir (default: $SKYRL_TX_ARTIFACTS, or the "
+        "one that --data-dir names)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -110,19 +116,29 @@ def find_checkpoint(store: Store, text: str) -> CheckpointRow:
     return row
 
 
-def claim_artifacts(store: Store, data_dir: Path) -> None:
+def artifacts_of(arguments: argparse.Namespace) -> ArtifactStore:
+    """Open the artifacts of a data directory. Raises CommandError."""
+    try:
+        return open_artifacts(arguments.data_dir, arguments.artifacts or None)
+    except PlaceRefused as error:
+        raise CommandError(str(error)) from error
+
+
+def claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
     """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
-    artifacts = LocalArtifacts(data_dir / "artifacts")
-    if artifacts.identity() is None:
-        with suppress(StoreInUse), role_lock(data_dir, "engine"):
+    artifacts = artifacts_of(arguments)
+    if not artifacts.is_remote and artifacts.identity() is None:
+        with suppress(StoreInUse), role_lock(arguments.data_dir, "engine"):
             identity.claim(store, artifacts)
 
 
-def collect_artifacts(store: Store, data_dir: Path) -> str:
-    """Take away unreferenced artifacts, unless a running engine does that; return a message for the user."""
-    artifacts = LocalArtifacts(data_dir / "artifacts")
+def collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
+    """Take away unreferenced artifacts, unless an engine does that; return a message for the user."""
+    artifacts = artifacts_of(arguments)
+    if artifacts.is_remote:  # an engine on another machine may collect them
+        return "the server removes the unused files"
     try:
-        with role_lock(data_dir, "engine"):
+        with role_lock(arguments.data_dir, "engine"):
             claim = identity.claim(store, artifacts)
             keep = store.read(checkpoints.referenced_artifacts)
             if keep is None:

@@ -8,8 +8,17 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, LocalArtifacts
-from skyrl_tx.commands.common import CommandError, Record, finish_parser, in_units, open_database, table, when
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, recorded_url
+from skyrl_tx.commands.common import (
+    CommandError,
+    Record,
+    artifacts_of,
+    finish_parser,
+    in_units,
+    open_database,
+    table,
+    when,
+)
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.store import identity, manifests, models
 from skyrl_tx.store.database import Store
@@ -43,10 +52,11 @@ class _Found:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if not (arguments.data_dir / "artifacts").is_dir():
+    place = arguments.artifacts or recorded_url(arguments.data_dir)
+    if not place and not (arguments.data_dir / "artifacts").is_dir():
         raise CommandError(f"--data-dir {arguments.data_dir}: no server has stored artifacts there")
     with open_database(arguments, create=True) as store:  # the old one may be lost
-        artifacts = LocalArtifacts(arguments.data_dir / "artifacts")
+        artifacts = artifacts_of(arguments)
         unclaimed, trashed = identity.find_unclaimed(store, artifacts), artifacts.ids(trashed=True)
         found = [*_describe(artifacts, unclaimed), *_describe(artifacts, trashed, is_trashed=True)]
         if arguments.list:

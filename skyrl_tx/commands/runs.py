@@ -107,14 +107,14 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
         if not arguments.yes and not confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
         if arguments.now:
-            claim_artifacts(store, arguments.data_dir)
+            claim_artifacts(store, arguments)
         for run_id in map(ModelId, arguments.run_id):
             if arguments.now:
                 _delete_run(store, run_id)
             else:
                 store.write(partial(_change_run, run_id=run_id, event="run_delete"))
             print(f"deleted {run_id}")
-        print(collect_artifacts(store, arguments.data_dir) if arguments.now else f"{_RESTORE}runs undelete`")
+        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}runs undelete`")
 
 
 def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
@@ -222,7 +222,7 @@ def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 def _delete_checkpoints(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         if arguments.now:
-            claim_artifacts(store, arguments.data_dir)
+            claim_artifacts(store, arguments)
             paths = list(map(CheckpointPath.parse, arguments.path))
             store.write(partial(_purge, paths=paths))
         else:
@@ -230,7 +230,7 @@ def _delete_checkpoints(arguments: argparse.Namespace) -> None:
             paths = _for_each(store, arguments.path, change, "checkpoint_delete")
         for path in paths:
             print(f"deleted {path}")
-        print(collect_artifacts(store, arguments.data_dir) if arguments.now else f"{_RESTORE}checkpoints undelete`")
+        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
 
 
 def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:

@@ -64,7 +64,10 @@ def check_artifacts(report: ArtifactReport) -> Iterator[Finding]:
 
 
 def examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> ArtifactReport:
-    """Check the database, then each artifact that a row refers to, then the others."""
+    """Check the database, then each artifact that a row refers to, then the others.
+
+    Of those in an object store the sizes of all files are compared; hashes are checked whenever they are read.
+    """
     is_known = not artifacts.ids() or identity.is_current(store.read(identity.get), artifacts.identity())
     report = ArtifactReport(
         damage=store.find_damage(), is_foreign=not is_known, num_trashed=len(artifacts.ids(trashed=True))
@@ -80,7 +83,7 @@ def examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> Art
             report.add(artifact_id, state, size, None, _title(artifacts, artifact_id))
             continue
         try:
-            artifacts.open(artifact_id) if with_hashes else artifacts.describe(artifact_id)
+            artifacts.open(artifact_id) if with_hashes and not artifacts.is_remote else artifacts.describe(artifact_id)
             report.add(artifact_id, "ok", size, used_by)
         except ArtifactCorrupt as error:
             report.add(artifact_id, "damaged", size, used_by, str(error))

@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from skyrl_tx.artifacts import ArtifactStore, LocalArtifacts
+from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, PlaceRefused, open_artifacts
 from skyrl_tx.commands.common import CommandError, table
 from skyrl_tx.commands.stacks import holder
-from skyrl_tx.doctor import artifacts, database, devices, disk, machine, model, network, packages
+from skyrl_tx.doctor import artifacts, database, devices, disk, machine, model, network, packages, storage
 from skyrl_tx.doctor.findings import STATUS, Finding, Subject, error, lines, worst
 from skyrl_tx.quickstart.model import TINY_MODELS, write_tiny_model
 from skyrl_tx.settings import ServerSettings
@@ -30,6 +30,7 @@ _CHECKS: dict[str, Check] = {
     "tls": network.check_tls,
     "disk": disk.check_data_dir,
     "cache": disk.check_compile_cache,
+    "storage": storage.check_object_store,
     "devices": devices.check_devices,
     "tokenizer": model.check_text,
     "database": database.check_database,
@@ -43,8 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = textwrap.fill(
         "Examine what a server needs: devices and memory for the model, packages, limits, clock, port, TLS, disk, "
         "tokenizer, chat template, database, and the weight files of a data directory. Works while a server runs, and "
-        "changes nothing, except with --remove-unclaimed. Takes all flags of `skyrl-tx serve` too, so give it those of "
-        "the server, or its --config. The exit status is 0 if all is well, 1 for warnings, 2 for errors.",
+        "changes nothing, except with --remove-unclaimed; an object store gets a small object for a moment. Takes all "
+        "flags of `skyrl-tx serve` too, so give it those of the server, or its --config. The exit status is 0 if all "
+        "is well, 1 for warnings, 2 for errors.",
         width=110,
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with all artifacts")
@@ -75,8 +77,11 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
                 findings.append(error("database", str(problem), "see the guide: run in production"))
         findings += database.check_access(settings, store)
         if store is not None:
-            report = artifacts.examine(store, _artifacts(settings), with_hashes=not arguments.no_hashes)
-            findings += artifacts.check_artifacts(report)
+            try:
+                report = artifacts.examine(store, _artifacts(settings), with_hashes=not arguments.no_hashes)
+                findings += artifacts.check_artifacts(report)
+            except (ArtifactsUnreachable, PlaceRefused):
+                pass  # an error of "storage" says so
     level = worst(findings)
     if arguments.json:
         content = {"level": level, "findings": [asdict(finding) for finding in findings]}
@@ -137,7 +142,7 @@ def _open(settings: ServerSettings) -> Store:
 
 
 def _artifacts(settings: ServerSettings) -> ArtifactStore:
-    return LocalArtifacts(settings.data_dir / "artifacts")
+    return open_artifacts(settings.data_dir, settings.artifacts, is_recorded=False)
 
 
 def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
@@ -147,6 +152,6 @@ def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
     try:
         with closing(_open(settings)) as store:
             return artifacts.remove_unclaimed(store, _artifacts(settings), is_confirmed=is_confirmed)
-    except (CommandError, StoreError) as problem:
+    except (CommandError, StoreError, ArtifactsUnreachable, PlaceRefused) as problem:
         print(f"skyrl-tx doctor: {problem}", file=sys.stderr)
         return STATUS["error"]

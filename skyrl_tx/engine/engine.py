@@ -136,14 +136,22 @@ class Engine:
                 watchdog.close()
 
     def _claim_artifacts(self) -> None:
-        """Compare the database with the artifacts before anything is removed; warn about unclaimed ones."""
+        """Compare the database with the artifacts before anything is removed; warn about unclaimed ones.
+
+        Raises UserError if they are not the artifacts of the database.
+        """
+        identity.check_place(self.store, self.artifacts)
         try:
             unclaimed = identity.claim(self.store, self.artifacts).unclaimed
         except OSError as error:  # repeated before each garbage collection
             _log.error("the identity of the data directory cannot be written: %s", error)
             return
         if unclaimed:
-            _log.warning("%s: %s", self.settings.data_dir, identity.describe(unclaimed))
+            _log.warning(
+                "%s: %s",
+                self.artifacts.place if self.artifacts.is_remote else self.settings.data_dir,
+                identity.describe(unclaimed),
+            )
 
     def _context(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from skyrl_tx.artifacts import Artifact, ArtifactStore, artifact_id_for
+from skyrl_tx.artifacts import Artifact, ArtifactStore, ArtifactsUnreachable, artifact_id_for
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
@@ -18,6 +18,7 @@ from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import samplers
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
 
 _log = logging.getLogger(__name__)
 
@@ -79,8 +80,10 @@ class EphemeralSamplers:
     def lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
         """Return the samplers whose files a crash prevented, by model and by the save that created them."""
         lost: dict[ModelId, dict[RequestId, SamplerId]] = {}
-        for each in self.store.read(samplers.list_ephemeral):
-            if sampler_of(each.request_id) == each.sampler_id and not self._has_files(each.sampler_id):
+        ephemeral = self.store.read(samplers.list_ephemeral)
+        present = set(self.artifacts.ids()) if ephemeral else set[ArtifactId]()
+        for each in ephemeral:
+            if sampler_of(each.request_id) == each.sampler_id and each.sampler_id not in present:
                 lost.setdefault(each.model_id, {})[each.request_id] = each.sampler_id
         return lost
 
@@ -107,7 +110,10 @@ class EphemeralSamplers:
                 self._write(sampler)
 
     def _has_files(self, sampler: SamplerId) -> bool:
-        return self.artifacts.has(ArtifactId(sampler))
+        try:
+            return self.artifacts.has(ArtifactId(sampler))
+        except ArtifactsUnreachable as error:
+            raise StoreUnreachable(str(error)) from error
 
     def _write(self, sampler: SamplerId, *, blocks: bool = False) -> None:
         unwritten = self._unwritten[sampler]

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ from skyrl_tx.store.database import Store
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_NOTHING = "no artifact is removed now"
 _CHECK_PERIOD_S = 0.05
 _MAX_CLOCK_STEP_S = 5.0
 """Difference between the progress of the two clocks that is a suspend or a clock step, not an adjustment."""
@@ -101,6 +102,8 @@ class Housekeeping:
     artifacts: ArtifactStore
     sampling: SamplingExecutor
     api_uptime: ApiUptime
+    claims: list[identity.Claim] = field(default_factory=list[identity.Claim])
+    """At most one, of an object store; the next collection uses it."""
 
     def evict_idle_models(self, is_waiting: Callable[[ModelId], bool], now: float) -> None:
         """Evict the models of closed sessions that have no running or waiting request."""
@@ -160,10 +163,7 @@ class Housekeeping:
         def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
             return bool(futures.pending(tx, read_position, 1)), checkpoints.referenced_artifacts(tx)
 
-        try:
-            claim = identity.claim(self.context.store, self.artifacts)
-        except OSError as error:
-            _log.error("no artifact is removed now: the identity of the data directory cannot be written: %s", error)
+        if (claim := self._claim()) is None:
             return
         # One transaction: a request that arrives later names a referenced artifact or a young one.
         has_unread, referenced = self.context.store.read(look)
@@ -187,6 +187,28 @@ class Housekeeping:
                 _log.error("cannot remove unreferenced artifacts; retrying later", exc_info=error)
 
         self.context.background_writer.submit(collect, on_collected)
+
+    def _claim(self) -> identity.Claim | None:
+        """Return the right to collect artifacts, or None if there is none now.
+
+        That of an object store is claimed in the background, for the next collection: no step waits for a network.
+        """
+        store, artifacts = self.context.store, self.artifacts
+        if not artifacts.is_remote:
+            try:
+                return identity.claim(store, artifacts)
+            except OSError as error:
+                _log.error("%s: the identity of the data directory cannot be written: %s", _NOTHING, error)
+                return None
+
+        def on_claimed(claimed: Future[identity.Claim]) -> None:
+            try:
+                self.claims.append(claimed.result())
+            except OSError as error:
+                _log.error("%s: %s", _NOTHING, error)
+
+        self.context.background_writer.submit(lambda: identity.claim(store, artifacts), on_claimed)
+        return self.claims.pop() if self.claims else None
 
     def prune(self, now: float) -> bool:
         """Remove some old results, requests, sampling sessions, runs, sessions and logged metrics.

@@ -7,11 +7,12 @@ depend on its own requests only. Named saves and forward passes change no model 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, ArtifactsUnreachable
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
@@ -27,6 +28,7 @@ from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.failpoints import failpoint
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.tables import SnapshotRow
 
 _log = logging.getLogger(__name__)
@@ -86,9 +88,13 @@ class Recovery:
 
         Returns the log sequence number of its newest snapshot. Raises ServerError if the state is lost.
         """
+        with ExitStack() as files:
+            return self._restore(model_id, spec, files)
+
+    def _restore(self, model_id: ModelId, spec: ModelSpec, files: ExitStack) -> int:
         started = time.monotonic()
         row = self.store.read(lambda tx: models.get_snapshot(tx, model_id))
-        snapshot, contained = (None, 0) if row is None else self._open_newest(row)
+        snapshot, contained = (None, 0) if row is None else self._open_newest(row, files)
         num_replayed = 0
         capture = partial(self.backend.capture, model_id, {StatePart.WEIGHTS})
         try:
@@ -129,13 +135,13 @@ class Recovery:
         barrier = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id, BARRIER_KINDS))
         return SequenceCursor(last + 1, barrier)
 
-    def _open_newest(self, row: SnapshotRow) -> tuple[Snapshot | None, int]:
+    def _open_newest(self, row: SnapshotRow, files: ExitStack) -> tuple[Snapshot | None, int]:
         """Return a snapshot and its log sequence number, or (None, 0) to replay from the beginning.
 
         Raises ServerError if the files are bad and the log no longer has its first records.
         """
         try:
-            return self.open(row.artifact_id), row.effect_order
+            return self.open(row.artifact_id, files), row.effect_order
         except ServerError as error:
             kept = [record.effect_order for record in self._log_since(row.model_id, 0) if record.body]
             if kept[: row.effect_order] != list(range(1, row.effect_order + 1)):
@@ -149,10 +155,17 @@ class Recovery:
             _log.error(bad, row.model_id, error.message, extra={"model_id": row.model_id})
             return None, 0
 
-    def open(self, artifact_id: ArtifactId) -> Snapshot:
-        """Read weights. Raises ServerError if files are missing or damaged, UserError if they do not fit."""
+    def open(self, artifact_id: ArtifactId, files: ExitStack) -> Snapshot:
+        """Open weights, whose files stay until `files` is closed.
+
+        Raises ServerError if files are missing or damaged, UserError if they do not fit, and StoreUnreachable, which
+        ends the engine, if the object store does not respond: the weights are not lost.
+        """
         try:
+            files.enter_context(self.artifacts.held(artifact_id))
             artifact = self.artifacts.open(artifact_id)
+        except ArtifactsUnreachable as error:
+            raise StoreUnreachable(str(error)) from error
         except (ArtifactMissing, ArtifactCorrupt, OSError) as error:
             _log.error("artifact %s cannot be read: %s", artifact_id, error)
             reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
@@ -178,11 +191,12 @@ class Recovery:
     def load(self, model_id: ModelId, request: requests.LoadWeights, spec: ModelSpec) -> None:
         """Load a training checkpoint into a model. Raises UserError naming its path if it does not fit."""
         parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.optimizer else {StatePart.WEIGHTS}
-        source = self.open(request.artifact_id)
-        try:
-            self.backend.restore(model_id, spec, source, parts)
-        except UserError as error:
-            raise UserError(f"path {request.path!r}: {error.message}") from error
+        with ExitStack() as files:
+            source = self.open(request.artifact_id, files)
+            try:
+                self.backend.restore(model_id, spec, source, parts)
+            except UserError as error:
+                raise UserError(f"path {request.path!r}: {error.message}") from error
 
     def _replay(self, model_id: ModelId, queued: QueuedRequest, *, failed: bool) -> None:
         match queued.request:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from skyrl_tx.artifacts import Artifact
@@ -269,8 +270,9 @@ class Samplers:
     def load(self, sampler: SamplerId) -> None:
         """Load an acquired sampler's weights to the device, if they are not there. Raises what prevents it."""
         if not self._slots[sampler].is_loaded:
-            snapshot = self.ephemeral_samplers.pending_snapshot(sampler) or self.recovery.open(ArtifactId(sampler))
-            self.backend.load_sampler(sampler, snapshot)
+            with ExitStack() as files:
+                pending = self.ephemeral_samplers.pending_snapshot(sampler)
+                self.backend.load_sampler(sampler, pending or self.recovery.open(ArtifactId(sampler), files))
             self._slots[sampler].is_loaded = True
             self.recovery.meters.sampler_loads.inc()
 

@@ -10,7 +10,7 @@ class StoreInUse(StoreError):
 
 
 class StoreUnreachable(StoreError):
-    """The database cannot be reached now; it may come back."""
+    """The database, or what it refers to, cannot be reached now; it may come back."""
 
 
 class StoreBlocked(StoreError):

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactStore, Identity
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.store import checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import IdentityRow
+
+_REMOTE = "remote-"
+"""Start of the ids of databases whose artifacts are in an object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,24 @@ def is_current(row: IdentityRow | None, recorded: Identity | None) -> bool:
     if row is None or recorded is None:
         return False
     return row.store_id == recorded.store_id and row.epoch >= recorded.epoch
+
+
+def check_place(store: Store, artifacts: ArtifactStore) -> None:
+    """Raise UserError if the database refers to artifacts in an object store, or in a directory, that is another one.
+
+    An engine without the artifacts of its database would take every model for lost.
+    """
+    row, recorded = store.read(get), artifacts.identity()
+    if row is None or (recorded is not None and recorded.store_id == row.store_id):
+        return
+    if not artifacts.is_remote and not row.store_id.startswith(_REMOTE):
+        return  # models of a directory that was lost are replayed as far as the log goes
+    referenced = store.read(checkpoints.referenced_artifacts) or set()
+    if referenced and referenced.isdisjoint(artifacts.ids()):
+        raise UserError(
+            f"the database refers to {len(referenced)} artifacts, and {artifacts.place} has none of them: "
+            "--artifacts must name the place where they were stored"
+        )
 
 
 def find_unclaimed(store: Store, artifacts: ArtifactStore) -> frozenset[ArtifactId]:
@@ -70,8 +92,10 @@ def claim(store: Store, artifacts: ArtifactStore) -> Claim:
     def advance(tx: Session) -> tuple[str, int]:
         row = get(tx)
         if row is None:
-            row = IdentityRow(store_id=secrets.token_hex(16))
+            row = IdentityRow(store_id="")
             tx.add(row)
+        if not row.store_id or row.store_id.startswith(_REMOTE) != artifacts.is_remote:
+            row.store_id = (_REMOTE if artifacts.is_remote else "") + secrets.token_hex(16)
         row.epoch = max(row.epoch, recorded.epoch) + 1
         return row.store_id, row.epoch
 

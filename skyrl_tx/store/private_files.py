@@ -11,7 +11,10 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_OWN_NAMES = "signing.key", "artifacts", "database", "api.lock", "engine.lock", "schema.lock", "checked.lock"
+_OWN_NAMES = (
+    *("signing.key", "artifacts", "artifact-cache", "artifacts.url", "database"),
+    *("api.lock", "engine.lock", "schema.lock", "checked.lock"),
+)
 
 open_private = partial(os.open, mode=0o600)
 """An `opener` for `open` that creates files without access for others."""

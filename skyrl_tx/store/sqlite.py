@@ -17,7 +17,7 @@ from typing import TypeVar
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import LocalArtifacts
+from skyrl_tx.artifacts.place import forget_identity
 from skyrl_tx.store.dialect import (
     DATABASE_NAME,
     DISK_FAILED,
@@ -147,7 +147,7 @@ class Sqlite(Dialect):
         """
         if (found := self.find_damage()) is not None:
             # What replaces it may have the same identity and fewer rows.
-            LocalArtifacts(self._data_dir / "artifacts").forget_identity()
+            forget_identity(self._data_dir)
             raise StoreError(f"database {self._path}: {_DAMAGED} ({found})")
         self._enable_incremental_vacuum()
 

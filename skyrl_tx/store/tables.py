@@ -358,6 +358,6 @@ class IdentityRow(SQLModel, table=True):
 
     id: int = Field(default=1, primary_key=True)
     store_id: str
-    """Random; the same in both."""
+    """Random; the same in both. It starts with `remote-` if the artifacts are in an object store."""
     epoch: int = Field(default=0, sa_type=BigInteger)
     """Grows with each engine start and before each garbage collection; smaller in an older copy of the database."""

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from skyrl_tx.artifacts import LocalArtifacts
+from skyrl_tx.artifacts import open_artifacts
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
@@ -15,7 +15,7 @@ from skyrl_tx.store.database import Store
 def live_engine(settings: EngineSettings, backend: AbstractBackend) -> Generator[None]:
     """Run an engine until the context exits, and then raise its error, if any."""
     store = Store.open(settings.data_dir, role="engine", url=settings.store_url)
-    engine = Engine(settings, backend, store, LocalArtifacts(settings.data_dir / "artifacts"))
+    engine = Engine(settings, backend, store, open_artifacts(settings.data_dir, settings.artifacts))
     stop = threading.Event()
     failures: list[BaseException] = []
 

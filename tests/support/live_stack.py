@@ -84,6 +84,7 @@ def live_stack(
     max_streams: int = 64,
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto",
     prices: Prices | None = None,
+    artifacts: str | None = None,
 ) -> Generator[LiveStack]:
     """Serve with a small backend, until the context is left.
 
@@ -105,8 +106,11 @@ def live_stack(
         retrieve_hold_s=retrieve_hold_s,
         failed_key_limit=failed_key_limit,
         prices=prices or Prices(),
+        artifacts=artifacts,
     )
-    engine = EngineSettings(data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME)
+    engine = EngineSettings(
+        data_dir=data_dir, base_model=base_model, served_model_name=PUBLIC_NAME, artifacts=artifacts
+    )
     with live_api(api, recorder.wrap) as server, live_engine(engine, backend):
         _wait_until_ready(server)
         yield LiveStack(server=server, backend=backend, recorder=recorder)

@@ -1,6 +1,9 @@
 """Endpoints that download weights: signed URLs, which need no API key, and the files behind them."""
 
+import logging
 import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from email.utils import format_datetime
 from http import HTTPStatus
 from typing import Annotated, Literal
@@ -15,16 +18,19 @@ from skyrl_tx.api.context import ApiContext, Call, Incoming, base_url, get_conte
 from skyrl_tx.api.errors import ApiError, bad_request, not_found
 from skyrl_tx.api.schemas.base import utc_time
 from skyrl_tx.api.schemas.weights import ExternalWeightsUrlsResponse
-from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.tables import CheckpointRow
 
 router = APIRouter()
+_log = logging.getLogger(__name__)
 
 Form = Literal["file", "archive"]
 _FILE_PATH = "/downloads/{run_id}/{kind}/{name}/{form}/{file:path}"
 _PURPOSE = "download"
+_REDIRECT_TTL_S = 300.0
+"""How long a redirected download may take to begin."""
 _ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors"})
 _COMPLETE = "checkpoint_complete"
 """An empty file that SDKs up to 0.35 expect in an archive."""
@@ -42,10 +48,11 @@ def external_weights_urls(
             "after create_training_client_from_state for a training checkpoint"
         )
     expires = int(time.time() + call.settings.download_url_ttl_s)
-    urls = {
-        file: _url(call.context, call.caller, request, row, "file", file, expires)
-        for file in _artifact(call.context, row).files
-    }
+    with _refusals(row):
+        artifacts = call.context.artifacts
+        is_here = not artifacts.is_remote
+        files = (artifacts.verified(row.artifact_id) if is_here else artifacts.describe(row.artifact_id)).files
+    urls = {file: _url(call.context, call.caller, request, row, "file", file, expires) for file in files}
     return ExternalWeightsUrlsResponse(urls=urls, expires=utc_time(expires))
 
 
@@ -93,7 +100,17 @@ def fetch(
         raise ApiError(HTTPStatus.FORBIDDEN, "the API key with which this URL was made was revoked or has expired")
     if not may_read:
         raise ApiError(HTTPStatus.FORBIDDEN, "the checkpoint of this URL is no longer published")
-    artifact = _artifact(context, row)
+    if form == "file" and (redirect := _redirect(context, row, file, request)) is not None:
+        return redirect
+    with ExitStack() as held:
+        return _send(context, row, form, file, request, held)
+
+
+def _send(
+    context: ApiContext, row: CheckpointRow, form: Form, file: str, request: Request, held: ExitStack
+) -> Response:
+    """Send a file or an archive; all files are open when this returns, so `held` may be closed then."""
+    artifact = _artifact(context, row, held)
     names = [name for name in artifact.files if row.kind == CheckpointKind.EXTERNAL or name in _ADAPTER_FILES]
     try:
         if form == "file":
@@ -120,12 +137,39 @@ def _readable(call: Call, run_id: str, kind: str, name: str) -> CheckpointRow:
     return call.store.write(work)
 
 
-def _artifact(context: ApiContext, row: CheckpointRow) -> Artifact:
-    """Return the verified files of a checkpoint. Raises ApiError 404 if they are gone and 410 if they are damaged."""
-    try:
+def _redirect(context: ApiContext, row: CheckpointRow, file: str, request: Request) -> Response | None:
+    """Redirect to the object store, if clients may download from it."""
+    if not context.settings.redirect_downloads:
+        return None
+    method = "HEAD" if request.method == "HEAD" else "GET"
+    with _refusals(row):
+        url = context.artifacts.url(row.artifact_id, file, _REDIRECT_TTL_S, method)
+    if url is None:
+        return None
+    headers = {"location": url, "cache-control": "no-store"}
+    return Response(status_code=HTTPStatus.TEMPORARY_REDIRECT, headers=headers)
+
+
+def _artifact(context: ApiContext, row: CheckpointRow, held: ExitStack) -> Artifact:
+    """Return the verified files of a checkpoint, which stay until `held` is closed. Raises like `_refusals`."""
+    with _refusals(row):
+        held.enter_context(context.artifacts.held(row.artifact_id))
         return context.artifacts.verified(row.artifact_id)
+
+
+@contextmanager
+def _refusals(row: CheckpointRow) -> Generator[None]:
+    """Turn errors of the artifacts into ApiError.
+
+    404: the files of a checkpoint are gone; 410: they are damaged; 503: the object store does not respond.
+    """
+    try:
+        yield
     except ArtifactMissing as error:
         raise _gone(row) from error
+    except ArtifactsUnreachable as error:
+        _log.error("checkpoint %s cannot be read: %s", row.path, error)
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the object store of the weights does not respond") from error
     except ArtifactCorrupt as error:
         raise ApiError(HTTPStatus.GONE, f"checkpoint {row.path} is damaged: {error}; save it again") from error
 
