@@ -18,7 +18,8 @@ from tests.support.s3_server import SECRET_KEY, S3Server, variables
 
 PART = 5 * 2**20
 """The least size of a part that S3 takes."""
-CLIENT = {"timeout": timedelta(seconds=1), "allow_http": True}
+CLIENT = {"timeout": timedelta(seconds=30), "allow_http": True}
+IMPATIENT = {**CLIENT, "timeout": timedelta(seconds=5)}
 RETRY = {
     "max_retries": 10,
     "retry_timeout": timedelta(seconds=60),
@@ -37,13 +38,15 @@ def write(folder: Path) -> None:
     (folder / "a.safetensors").write_bytes(CONTENT)
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "refuse", "stall"])
+@pytest.mark.parametrize("fault", [*FAULTS, "refuse", pytest.param("stall", marks=pytest.mark.slow)])
 def test_each_second_request_may_fail(server: S3Server, tmp_path: Path, monkeypatch, fault: Fault) -> None:
     """Those for one object are counted together: a part of an upload fails, the manifest, and a range."""
     with flaky_proxy(server.url, lambda path, nth: fault if nth % 2 else None) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
-        bucket = Bucket.of(f"s3://weights/{tmp_path.name}", client=CLIENT, retry=RETRY)
+        bucket = Bucket.of(
+            f"s3://weights/{tmp_path.name}", client=IMPATIENT if fault == "stall" else CLIENT, retry=RETRY
+        )
         made = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "first", max_bytes=2**30)).create(write, {})
         elsewhere = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "second", max_bytes=2**30))
         opened = elsewhere.open(made.artifact_id)
