@@ -29,6 +29,7 @@ VARIANTS = {
     "DeepseekV3ForCausalLM": {"num_layers": 3},
     "Glm4MoeForCausalLM": {"num_layers": 3},
     "Glm4MoeLiteForCausalLM": {"num_layers": 3},
+    "NemotronHForCausalLM": {},
     "Gemma3ForCausalLM": {"num_layers": 3, "tied_embeddings": False},  # tied ones would repeat tokens
 }
 pytestmark = pytest.mark.slow
