@@ -105,5 +105,6 @@ class TestJaxWithLatentsOfGlm(TestJax):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestJaxWithOutputNorms(TestJax):
     architecture = OUTPUT_NORMS
