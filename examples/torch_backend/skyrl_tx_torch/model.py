@@ -3,6 +3,7 @@
 Legend: T tokens, D embedding, V vocabulary, K targets of a position, I inputs and O outputs of a linear map, R rank.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class Model:
         self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self.num_parameters = sum(each.numel() for each in self._model.parameters())
         self.targets = tuple(self._find_targets(is_tied=bool(text_config.tie_word_embeddings)))
+        has_new_name = "cache" in inspect.signature(self._model.get_decoder().forward).parameters
+        self._cache_name = "cache" if has_new_name else "past_key_values"  # of transformers before 5.24
         self._adapter: Tensors = {}
         self._scale = 0.0
         self._check_logits()
@@ -127,8 +130,9 @@ class Model:
 
     def extend(self, tokens_T: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Return the logits of the last of further tokens, [V], and the cache of keys and values, which is changed."""
-        found = self._model.get_decoder()(input_ids=tokens_T[None], past_key_values=cache, use_cache=True)
-        return self.logits(found.last_hidden_state[0, -1:])[0], found.past_key_values
+        past = {self._cache_name: cache}
+        found = self._model.get_decoder()(input_ids=tokens_T[None], use_cache=True, **past)
+        return self.logits(found.last_hidden_state[0, -1:])[0], found[self._cache_name]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return float32 logits [T, V]."""
