@@ -20,8 +20,11 @@ from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, MAMBA, TINY_CONFIG, 
 
 LENGTH = 160
 """The length to which sequences are padded for the full forward pass."""
-STD = 0.1
-"""The standard deviation of weights. The larger it is, the more rounding errors grow from layer to layer."""
+STD = {HYBRID: 0.1, MAMBA: 0.1, HYBRID_MOE: 0.05, BY_HEAD: 0.1}
+"""The standard deviation of weights. The larger it is, the more rounding errors grow from layer to layer.
+
+At 0.1 most samples of the model with experts differ from the trainer by 2e-6 to 5e-6, but one of twelve by 1.5e-5.
+"""
 
 
 @pytest.fixture(
@@ -34,7 +37,7 @@ STD = 0.1
     ],
 )
 def tiny(request: pytest.FixtureRequest) -> TinyModel:
-    return load_model(tiny_directory(request.param, STD))
+    return load_model(tiny_directory(request.param, STD[request.param]))
 
 
 def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
@@ -83,7 +86,7 @@ def test_hits_change_no_bit_and_all_samples_are_as_trained(tiny):
 @pytest.mark.slow
 def test_conversations_and_system_prompts_have_equal_bits_with_hits():
     """Chunks end at 128, 256 and 512 positions. The second turn repeats the first with its answer."""
-    tiny = load_model(tiny_directory(HYBRID, STD))
+    tiny = load_model(tiny_directory(HYBRID, STD[HYBRID]))
     sizes = {"prefill_chunk_tokens": 256, "prefill_tokens": 256, "max_context_length": 512, "max_sample_tokens": 8192}
     warm, cold = (start(tiny, **sizes, prefix_cache_tokens=tokens) for tokens in (16384, 0))
     system, first, hits = prompt_of(300, seed=1), prompt_of(200, seed=2), {}
@@ -108,7 +111,7 @@ def test_conversations_and_system_prompts_have_equal_bits_with_hits():
 
 @pytest.mark.slow
 def test_a_hit_compiles_nothing_after_the_start():
-    tiny, names = load_model(tiny_directory(HYBRID, STD)), []
+    tiny, names = load_model(tiny_directory(HYBRID, STD[HYBRID])), []
 
     def note(event: str, _: float, **labels: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
