@@ -196,7 +196,8 @@ class TrainingExecutor:
         assert request is not None and queued.model_id is not None
         try:
             queued.check_crashes(self._context.settings.max_attempts)
-            self._context.pauses.check_start(queued)
+            if self._context.pauses.is_active:
+                self._context.pauses.check_start(queued)
             self._context.models.get(queued.model_id)
             validate.check_pass(request, self._context.capabilities)
             examples = prepare.pass_examples(queued.request_id, queued.model_id, request, self._context.capabilities)
