@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.chunks import ChunkMasks
 from skyrl_tx.layers.delta_rule import delta_rule, delta_step
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.norm import rms_norm
-from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.layers.short_conv import conv_masks, conv_step, last_inputs, short_conv
+from skyrl_tx.layers.short_conv import conv_step, last_inputs, short_conv
 from skyrl_tx.models.parts.base import (
     LayerAdapters,
     LayerParams,
@@ -29,9 +28,8 @@ from skyrl_tx.models.parts.base import (
     Target,
     UnsupportedModel,
 )
-from skyrl_tx.models.parts.recurrence import apply_rule, kernel_of
+from skyrl_tx.models.parts.recurrence import Masks, apply_rule, empty_state, kernel_of, masks_of, recurrent_room
 
-_Masks = tuple[jax.Array, ChunkMasks]
 _QKV = "q", "k", "v"
 _NORM_EPSILON = 1e-6  # of queries and keys, in transformers' modeling_qwen3_5.py; no key of config.json
 
@@ -95,25 +93,16 @@ class DeltaNet:
 
     def room(self) -> Room:
         """See Mixer: the state, and the last inputs of each convolution."""
-        tails = {
-            f"{name}_tail": Parameter((self.conv_width - 1, size), ("head_dim", "heads"), "zeros")
-            for name, size in self._channels().items()
-        }
         shape = (self.num_key_heads, self._group, self.key_dim, self.value_dim)
-        axes: tuple[Axis, ...] = ("heads", "head_dim", "head_dim", "head_dim")
-        return Room(fixed={"state": Parameter(shape, axes, "zeros", is_float32=True), **tails})
+        return recurrent_room(shape, self._channels(), self.conv_width)
 
-    def prepare(self, start_BT: jax.Array | None) -> _Masks | None:
+    def prepare(self, start_BT: jax.Array | None) -> Masks | None:
         """See Mixer: what the first positions of a sequence do not read."""
-        return None if start_BT is None else (conv_masks(start_BT, self.conv_width), ChunkMasks.of(start_BT))
+        return masks_of(start_BT, self.conv_width)
 
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See Mixer."""
-        num_rows = x.shape[0]
-        empty = {
-            name: jnp.zeros((num_rows, *each.shape), jnp.float32 if each.is_float32 else params["in_proj_q"].dtype)
-            for name, each in self.room().fixed.items()
-        }
+        empty = empty_state(self.room(), x.shape[0], params["in_proj_q"].dtype)
         mixed, _ = self._mix_rows(x, params, adapters, empty, at.layout, masks=at.prepared[self])
         return mixed
 
@@ -144,7 +133,7 @@ class DeltaNet:
         fixed: dict[str, jax.Array],
         layout: Layout,
         *,
-        masks: _Masks | None = None,
+        masks: Masks | None = None,
         size: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the output for rows whose state before was `fixed`, and the state after the first `size` tokens."""

@@ -1,14 +1,42 @@
-"""The common code of parts with a recurrent state: sharding of their rule, and kernels of their convolutions."""
+"""The common code of parts with a recurrent state and short convolutions: what they keep, and how their rule is run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from skyrl_tx.layers.chunks import ChunkMasks
-from skyrl_tx.layers.parameter import Axis
+from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.models.parts.base import LayerParams
+from skyrl_tx.layers.short_conv import conv_masks
+from skyrl_tx.models.parts.base import LayerParams, Room
+
+Masks = tuple[jax.Array, ChunkMasks]
+"""The positions that the first ones of a sequence do not read: in the convolutions, and in the rule."""
+
+
+def recurrent_room(state: tuple[int, int, int, int], channels: Mapping[str, int], conv_width: int) -> Room:
+    """Return the room of a state, whose first dim is cut like heads, and of the last inputs of each convolution."""
+    axes: tuple[Axis, ...] = ("heads", "head_dim", "head_dim", "head_dim")
+    tails = {
+        f"{name}_tail": Parameter((conv_width - 1, size), ("head_dim", "heads"), "zeros")
+        for name, size in channels.items()
+    }
+    return Room(fixed={"state": Parameter(state, axes, "zeros", is_float32=True), **tails})
+
+
+def empty_state(room: Room, num_rows: int, dtype: Any) -> dict[str, jax.Array]:
+    """Return what `room` keeps of rows that begin, [B, ...]; `dtype` is that of the weights."""
+    return {
+        name: jnp.zeros((num_rows, *each.shape), jnp.float32 if each.is_float32 else dtype)
+        for name, each in room.fixed.items()
+    }
+
+
+def masks_of(start_BT: jax.Array | None, conv_width: int) -> Masks | None:
+    """Return the masks of rows of several sequences; None if a row holds one."""
+    return None if start_BT is None else (conv_masks(start_BT, conv_width), ChunkMasks.of(start_BT))
 
 
 def kernel_of(params: LayerParams, name: str) -> jax.Array:
