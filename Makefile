@@ -34,7 +34,7 @@ test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
 	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX)
 	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)
 
-exhaustive:  ## run what CI leaves out, before a release: every family in every suite (30 minutes)
+exhaustive:  ## run what CI leaves out, before a release: every family in every suite (an hour)
 	pytest -n 3 -m "exhaustive and not gpu and not network"
 
 chaos:  ## kill processes while clients train (5 minutes); FLAGS=--postgresql for PostgreSQL

@@ -130,10 +130,16 @@ MODELS: Mapping[str, dict[str, Any]] = {
     },
 }
 
+AS_OTHERS = ("windows", "sigmoid", "linear")
+"""The models whose weights are named as those of `untied`, `latents` and `linear-experts`."""
+
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.exhaustive] if name in AS_OTHERS else [])])
+        for name in MODELS
+    ],
 )
 def comparison(
     request: pytest.FixtureRequest,

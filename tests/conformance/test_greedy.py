@@ -32,6 +32,11 @@ VARIANTS = {
     "NemotronHForCausalLM": {},
     "Gemma3ForCausalLM": {"num_layers": 3, "tied_embeddings": False},  # tied ones would repeat tokens
 }
+WITHOUT_A_PART_OF_THEIR_OWN = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+)
+"""Families whose decoding the others and test_decoding.py cover."""
 pytestmark = pytest.mark.slow
 
 
@@ -51,7 +56,13 @@ def directories(tmp_path_factory, client_environment) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in WITHOUT_A_PART_OF_THEIR_OWN else ())
+        for name in VARIANTS
+    ],
+)
 def test_greedy_tokens_of_a_large_batch_equal_transformers(directories, family):
     directory = directories[family]
     with np.load(directory / "prompts.npz") as prompts, np.load(directory / "greedy.npz") as answers:
