@@ -1,6 +1,7 @@
 """The interface between the engine and a backend: the only way in which the engine uses devices.
 
-A backend subclasses `AbstractBackend`, or `BlockingBackend` if it computes whole batches in one call.
+A backend subclasses `AbstractBackend`, or `BlockingBackend` if it computes whole batches in one call. Its verbs of
+sampling are those of `SamplingBackend`, which a sampler next to a trainer has too (`skyrl_tx.contract.sampler`).
 `skyrl_tx.testing.backend_suite` tests the guarantees stated here, see docs/internals/adding_a_backend.md.
 """
 
@@ -71,7 +72,52 @@ class Pass(ABC):
         """Discard the pass and its gradients. Idempotent; does nothing after `results`."""
 
 
-class AbstractBackend(ABC):
+class SamplingBackend(ABC):
+    """Draws samples from the base model and from frozen weights: the half of a backend that trains nothing.
+
+    All methods are called from one thread. See `AbstractBackend` for errors, batch invariance and isolation.
+    """
+
+    @abstractmethod
+    def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
+        """Load the weights of a snapshot for sampling. Does nothing if the sampler is loaded."""
+
+    @abstractmethod
+    def drop_sampler(self, sampler: SamplerId) -> None:
+        """Free a sampler. Idempotent; the engine never drops a sampler with running samples."""
+
+    @abstractmethod
+    def begin_sample(self, batch: PreparedSampleBatch) -> None:
+        """Queue requests. `step_sample` computes them, as soon as there is memory for each."""
+
+    @abstractmethod
+    def step_sample(self) -> list[SampleDelta]:
+        """Run one decode slice of all running samples and return the new tokens; an empty list if nothing is queued.
+
+        While samples are queued and nothing is new, return a delta without tokens, after a short wait.
+        """
+
+    @abstractmethod
+    def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
+        """Discard all samples of requests; no delta of them follows. Unknown ids are ignored."""
+
+    @abstractmethod
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """End one sample of a request, which has produced a stop string; no delta of it follows.
+
+        Called between decode slices. A sample that has ended or is unknown is ignored.
+        """
+
+    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
+        """Sample to the end and return all deltas, those of each sample in order. Nothing else may be queued."""
+        self.begin_sample(batch)
+        deltas: list[SampleDelta] = []
+        while new := self.step_sample():
+            deltas.extend(new)
+        return deltas
+
+
+class AbstractBackend(SamplingBackend):
     """Owns the devices, the base weights, and every model's adapter, accumulated gradient and optimizer state.
 
     The engine calls all methods from one thread. It validates arguments against `Capabilities` and `LossSpec` first, so
@@ -156,35 +202,6 @@ class AbstractBackend(ABC):
         Raises UserError if the snapshot lacks a part or does not fit `spec`.
         """
 
-    # Sampling
-
-    @abstractmethod
-    def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """Load the weights of a snapshot for sampling. Does nothing if the sampler is loaded."""
-
-    @abstractmethod
-    def drop_sampler(self, sampler: SamplerId) -> None:
-        """Free a sampler. Idempotent; the engine never drops a sampler with running samples."""
-
-    @abstractmethod
-    def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """Queue requests. `step_sample` computes them, as soon as there is memory for each."""
-
-    @abstractmethod
-    def step_sample(self) -> list[SampleDelta]:
-        """Run one decode slice of all running samples and return the new tokens; an empty list if nothing is queued."""
-
-    @abstractmethod
-    def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """Discard all samples of requests; no delta of them follows. Unknown ids are ignored."""
-
-    @abstractmethod
-    def end_sample(self, request_id: RequestId, index: int) -> None:
-        """End one sample of a request, which has produced a stop string; no delta of it follows.
-
-        Called between decode slices. A sample that has ended or is unknown is ignored.
-        """
-
     # Methods with an implementation
 
     def check_devices(self) -> None:
@@ -218,14 +235,6 @@ class AbstractBackend(ABC):
     def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
         """As `forward`, and accumulate gradients, see `begin_pass`."""
         return self.begin_pass(batch, backward=True).results()
-
-    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
-        """Sample to the end and return all deltas, those of each sample in order. Nothing else may be queued."""
-        self.begin_sample(batch)
-        deltas: list[SampleDelta] = []
-        while new := self.step_sample():
-            deltas.extend(new)
-        return deltas
 
     def fingerprint_changes(self) -> Mapping[str, str]:
         """Return entries of `Capabilities.fingerprint` as they are now, if they may have changed since `start`.

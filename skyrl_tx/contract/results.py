@@ -75,7 +75,7 @@ class SampleDelta:
     Log-probabilities, those of `topk` as well, are of the logits divided by the temperature, over the whole vocabulary:
     before `top_k` and `top_p`. At temperature 0 they are those of temperature 1.
 
-    `stop_reason` is None until the sample ends. A delta without tokens means that the prompt is still being computed.
+    `stop_reason` is None until the sample ends. A delta without tokens means that there is no new one yet.
     `prompt` comes with the first tokens of index 0. `error` fails the whole request; no delta of it follows.
     """
 

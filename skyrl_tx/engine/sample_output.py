@@ -58,7 +58,8 @@ class _Sequence:
     def add(self, delta: SampleDelta) -> bool:
         if self.stop_reason is not None:
             return False
-        self._deltas.append(delta)
+        if delta.tokens.size or delta.stop_reason is not None:
+            self._deltas.append(delta)
         self.stop_reason = delta.stop_reason
         num_kept = self._matcher.feed(delta.tokens.tolist())
         if num_kept is not None:
