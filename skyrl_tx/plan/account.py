@@ -1,18 +1,19 @@
 """The plan of a model on devices that are not here: memory by item, what fits, the most tokens per second, warnings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
-from skyrl_tx.backends.jax.ahead import CompiledProgram, compile_programs, tpu_layout
+from skyrl_tx.backends.jax.ahead import CompiledProgram, compile_programs
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.kernel_choice import KernelError
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
+from skyrl_tx.backends.jax.topology import described_layout
 from skyrl_tx.commands.common import in_units
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.models.arithmetic import frozen_macs
@@ -110,10 +111,10 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     return replace(account, warnings=tuple(_warnings(account, config)))
 
 
-def compiled(account: Account, config: JaxConfig) -> Iterator[CompiledProgram]:
-    """Compile the largest programs of an account for its TPUs. Raises UserError without their compiler."""
-    layout = tpu_layout(str(account.devices), account.chosen.mesh)
-    yield from compile_programs(config, layout, account.model, account.plan)
+def compiled(account: Account, config: JaxConfig, names: Sequence[str]) -> Iterator[CompiledProgram]:
+    """Compile programs of an account by name for its devices. Raises UserError without their compiler."""
+    layout = described_layout(account.devices.kind.family, str(account.devices), account.chosen.mesh)
+    yield from compile_programs(config, layout, account.model, account.plan, names)
 
 
 def _given(given: MeshConfig, model: models.ModelConfig, devices: Devices, found: list[Candidate]) -> Candidate:

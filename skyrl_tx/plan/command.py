@@ -11,6 +11,8 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.plan.hardware import KINDS, DeviceError, Devices, parse_devices
 from skyrl_tx.settings import ServerSettings
 
+PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode"
+"""All programs that take much memory or time, which `--compile` compiles in their largest shapes."""
 _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
 """Short names of settings of the backend."""
 
@@ -36,9 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compile",
-        action="store_true",
-        help="compile the largest programs for these TPUs, and show the compiler's memory next to the plan's; needs "
-        "libtpu, and minutes",
+        nargs="?",
+        const=PROGRAMS,
+        type=_programs,
+        metavar="PROGRAM,…",
+        help="compile programs for these devices, and show the compiler's memory next to the plan's; needs their "
+        f"compiler, and minutes. All by default, which are {', '.join(PROGRAMS)}",
     )
     parser.add_argument("--context", type=_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens")
     parser.add_argument("--adapters", type=_size, metavar="N", help="models in training at the same time")
@@ -50,8 +55,6 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     config = settings.backend_config
     if not isinstance(config, JaxConfig):
         return _fail(f"--backend {settings.backend}: only plans of the backend jax are known")
-    if arguments.compile and arguments.device.kind.family != "tpu":
-        return _fail(f"--compile: programs are compiled for TPUs, which {arguments.device} is not")
     changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
     given = {name: value for name, value in changes.items() if value is not None}
     is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set
@@ -65,7 +68,8 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
         account = account_of(
             settings.base_model, config.model_copy(update=given), arguments.device, is_mesh_given=is_mesh_given
         )
-        programs = tuple(compiled(account, config.model_copy(update=given))) if arguments.compile else None
+        wanted = arguments.compile
+        programs = tuple(compiled(account, config.model_copy(update=given), wanted)) if wanted else None
     except UserError as error:
         return _fail(str(error))
     if arguments.json:
@@ -92,6 +96,13 @@ def _mesh(text: str) -> MeshConfig:
             raise argparse.ArgumentTypeError(f"{part!r} must be one of {axes}, with a size, such as fsdp=2,tp=4")
         sizes[name] = size
     return MeshConfig.model_validate(sizes)
+
+
+def _programs(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(PROGRAMS):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} must be one of {', '.join(PROGRAMS)}")
+    return names
 
 
 def _size(text: str) -> int:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from skyrl_tx.backends.jax.ahead import CompiledProgram
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import explain_kernels
+from skyrl_tx.backends.jax.program_text import ProgramText
 from skyrl_tx.commands.common import Record, in_units, table
 from skyrl_tx.plan.account import Account
 from skyrl_tx.plan.meshes import Candidate
@@ -86,7 +87,12 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
         yield from table([_mesh_row(each) for each in candidates])
     if programs is not None:
         yield from ("", "Memory of programs by the compiler for these devices, and by this plan:")
-        yield from table([_program_row(each) for each in programs])
+        yield from table([_memory_row(each) for each in programs])
+        yield from (f"{each.name}: {each.problem[:300]}" for each in programs if each.problem)
+        layers = account.model.num_layers
+        if rows := [_work_row(each.name, each.text, layers) for each in programs if each.text is not None]:
+            yield from ("", "One run of each: steps of loops one after another, kernels, and what each device sends:")
+            yield from table(rows)
     for warning in account.warnings:
         yield from ("", f"warning: {warning}")
     yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_flags(account.chosen.mesh)}")
@@ -116,17 +122,32 @@ def _mesh_row(each: Candidate) -> Record:
     }
 
 
-def _program_row(each: CompiledProgram) -> Record:
-    sent = "unknown" if each.collectives is None else ", ".join(f"{n} {name}" for name, n in each.collectives.items())
+def _memory_row(each: CompiledProgram) -> Record:
+    sizes = {
+        "compiler": each.total_bytes,
+        "plan": each.planned_bytes,
+        "arguments": each.argument_bytes,
+        "temporary": each.temporary_bytes,
+        "results": each.output_bytes,
+        "code": each.code_bytes,
+        "accessed": each.accessed_bytes,
+    }
+    shown = {name: in_units(size) if size else "unknown" for name, size in sizes.items()}
+    if each.problem:
+        shown["compiler"] = "too much"
+    return {"program": each.name, **shown, "what": each.detail}
+
+
+def _work_row(name: str, text: ProgramText, num_layers: int) -> Record:
+    steps = f"{text.num_steps:,}" + (f", and {text.num_open_loops} loops by data" if text.num_open_loops else "")
+    sent = (f"{number.calls} {kind} of {in_units(number.bytes)}" for kind, number in text.collectives.items())
+    in_layers = (f"{number.calls / num_layers:.3g} {kind}" for kind, number in text.in_layers.items())
     return {
-        "program": each.name,
-        "compiler": "too much" if each.problem else in_units(each.total_bytes),
-        "temporary": "-" if each.problem else in_units(each.temporary_bytes),
-        "plan": in_units(each.planned_bytes),
-        "loops": "unknown" if each.num_loops is None else each.num_loops,
-        "kernels": "unknown" if each.num_kernels is None else each.num_kernels,
-        "collectives": sent or "none",
-        "what": each.problem[:200] or each.detail,
+        "program": name,
+        "steps": steps,
+        "kernels": ", ".join(f"{calls} {kernel}" for kernel, calls in text.kernels.items()) or "none",
+        "collectives a layer": ", ".join(in_layers) or "none",
+        "all collectives": ", ".join(sent) or "none",
     }
 
 

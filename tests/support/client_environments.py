@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
 CACHE_VARIABLE = "SKYRL_TX_TEST_ENVIRONMENTS"
@@ -90,6 +91,11 @@ class PreparedEnvironment:
         return done
 
     @property
+    def packages(self) -> Path:
+        """The directory of its packages, for the module path of a program that runs elsewhere."""
+        return _site_packages(self.python)
+
+    @property
     def environment(self) -> dict[str, str]:
         """Environment variables of its programs, without those that add modules of other environments."""
         return {**_clean_variables(), **self.variables}
@@ -162,6 +168,15 @@ DEPLOYMENT = ClientEnvironment(
 )
 """Checkers of the files in deploy/: schemas of Compose and of Kubernetes, and Helm."""
 
+COMPILERS = ClientEnvironment(
+    name="compilers",
+    requirements=(
+        "libtpu==0.0.52",
+        *(f"{name}=={metadata.version('jaxlib')}" for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt")),
+    ),
+)
+"""The compilers of JAX for TPUs and for NVIDIA's GPUs. They need neither such devices nor CUDA."""
+
 OBJECT_STORE = ClientEnvironment(name="object-store", requirements=("moto[server]==5.2.5",))
 """A server of the S3 protocol."""
 
@@ -176,6 +191,7 @@ ALL = (
     INSPECT,
     DEPLOYMENT,
     OBJECT_STORE,
+    COMPILERS,
 )
 
 

@@ -1,49 +1,38 @@
 """The largest programs of the backend, compiled for devices that are not here, with the compiler's account of them.
 
-JAX describes a topology of TPUs to their compiler, which needs no device (jax.experimental.topologies). What it says of
-memory is to be trusted. It says nothing of time.
+What a compiler says of memory is to be trusted. It says nothing of time.
 """
 
-import logging
-import os
-import re
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
-from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK
-from skyrl_tx.backends.jax.memory import is_exhausted
+from skyrl_tx.backends.jax.memory import adapter_bytes, is_exhausted
+from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.jax_programs import slot_batch
 from skyrl_tx.backends.jax.sample.running import BASE
 from skyrl_tx.backends.jax.shapes import PrefillShapes, tiles
 from skyrl_tx.backends.jax.start_plan import StartPlan
-from skyrl_tx.backends.jax.train import packing, step
+from skyrl_tx.backends.jax.train import optimizer, packing, step
 from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.backends.jax.warmup import NAME, training_batch
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import Adapter, LoraPair
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
-
-_COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-_LOOP = re.compile(r" while\(")
-_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton)"')
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +51,10 @@ class CompiledProgram:
     """The plan's account of the same."""
     accessed_bytes: int = 0
     """Bytes that instructions read and write, those of a loop's body counted once; 0 if the compiler does not say."""
-    num_loops: int | None = None
-    """Loops, whose steps run one after another: the compiler's text does not say how many steps they have.
-
-    None, like the next two, if the program has no text: libtpu 0.0.52 cannot write that of some programs.
-    """
-    num_kernels: int | None = None
-    """Calls of kernels (`layers.kernels`). In a loop over layers they run once a cycle of layers."""
-    collectives: Mapping[str, int] | None = None
-    """Instructions by which devices send each other arrays. In a loop over layers they run once a cycle of layers."""
+    code_bytes: int = 0
+    """Instructions and constants; 0 if the compiler does not say."""
+    text: ProgramText | None = None
+    """Loops, kernels and collectives; None if the program does not compile."""
     problem: str = ""
     """The compiler's message if the program needs more memory than the device has."""
 
@@ -80,49 +64,32 @@ class CompiledProgram:
         return self.argument_bytes + self.temporary_bytes + self.output_bytes
 
 
-def tpu_layout(topology: str, config: MeshConfig) -> Layout:
-    """Return a layout over the devices of a TPU topology, such as `v5e:2x4`. Raises UserError without its compiler."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks a server of the cloud which TPU this is
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except (RuntimeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        cause = " ".join(str(error).split())[:300]
-        raise UserError(f"--compile: no compiler for {topology}: pip install 'skyrl_tx[tpu]' ({cause})") from error
-    axes = config.model_dump()
-    placed = Mesh(np.array(devices[: config.num_devices]).reshape(tuple(axes.values())), tuple(axes))
-    return Layout(placed, tuple(mesh.RULES.items()))
-
-
-def gpu_layout(target: str, config: MeshConfig) -> Layout:
-    """Return a layout over GPUs of one host that XLA's GpuTargetConfigProto describes, as text.
-
-    The compiler comes with the plugin of JAX for CUDA and needs neither a GPU nor CUDA.
-    """
-    topology = f"1x1x{config.num_devices}"  # slices, hosts, GPUs
-    devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
-    axes = config.model_dump()
-    return Layout(Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes)), tuple(mesh.RULES.items()))
-
-
 def compile_programs(
-    config: JaxConfig, layout: Layout, model: models.ModelConfig, plan: StartPlan
+    config: JaxConfig,
+    layout: Layout,
+    model: models.ModelConfig,
+    plan: StartPlan,
+    names: Sequence[str],
 ) -> Iterator[CompiledProgram]:
-    """Compile a gradient, a prefill chunk and a decode slice for the shapes of a plan, each when it is asked for."""
+    """Compile programs for the shapes of a plan, each when it is asked for.
+
+    Names are those of methods of `_Shapes`: forward, gradient, optimizer, prefill, decode.
+    """
     shapes = _Shapes(config, layout, model, plan)
-    for name, make in (("gradient", shapes.gradient), ("prefill", shapes.prefill), ("decode", shapes.decode)):
+    layer_steps = {each.num_repeats for each in model.groups} - {1}
+    for name in names:
         started = time.monotonic()
         with jax.default_matmul_precision("highest"):  # as `configure_jax` sets it
-            lowered, detail, planned = make()
+            lowered, detail, planned = getattr(shapes, name)()
         try:
-            compiled = lowered.compile()
+            compiled, text = _compile(lowered, layout)
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
-            seconds, text = time.monotonic() - started, " ".join(str(error).split())
-            yield CompiledProgram(name=name, detail=detail, compile_s=seconds, planned_bytes=planned, problem=text)
+            seconds, problem = time.monotonic() - started, " ".join(str(error).split())
+            yield CompiledProgram(name=name, detail=detail, compile_s=seconds, planned_bytes=planned, problem=problem)
             continue
-        memory, text = compiled.memory_analysis(), _text_of(compiled)
+        memory = compiled.memory_analysis()
         yield CompiledProgram(
             name=name,
             detail=detail,
@@ -130,20 +97,24 @@ def compile_programs(
             argument_bytes=memory.argument_size_in_bytes,
             temporary_bytes=memory.temp_size_in_bytes,
             output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
             planned_bytes=planned,
             accessed_bytes=int((compiled.cost_analysis() or {}).get("bytes accessed", 0)),
-            num_loops=None if text is None else len(_LOOP.findall(text)),
-            num_kernels=None if text is None else len(_KERNEL.findall(text)),
-            collectives=None if text is None else dict(sorted(Counter(_COLLECTIVE.findall(text)).items())),
+            text=read_program(text, layer_steps),
         )
 
 
-def _text_of(compiled: Any) -> str | None:
-    try:
-        return compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:
-        log.warning("the compiler cannot write its program as text: %s", " ".join(str(error).split())[:200])
-        return None
+def _compile(lowered: Any, layout: Layout) -> tuple[Any, str]:
+    """Return a compiled program and its text."""
+    assert layout.mesh is not None
+    if layout.mesh.devices.flat[0].platform != "tpu":
+        compiled = lowered.compile()
+        return compiled, compiled.as_text()
+    # JAX cannot read every program that libtpu 0.0.52 returns, so libtpu writes the text itself.
+    with TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        (file,) = Path(folder).glob("*.after_optimizations.txt")
+        return compiled, file.read_text()
 
 
 _Lowered = tuple[Any, str, int]
@@ -164,24 +135,45 @@ class _Shapes:
         described = models.describe_params(model)
         self._params = replace(jax.tree.map(array, described), layout=layout, kernels=plan.kernels)
 
+    def forward(self) -> _Lowered:
+        """Return one micro-batch without gradient. The plan has no account of it: it takes less than one with."""
+        batch, detail = self._micro_batch()
+        adapter = self._adapter(self._rank)
+        return step.forward.lower(self._params, adapter, batch, config=self._model), detail, 0
+
     def gradient(self) -> _Lowered:
         """Return the gradient of one micro-batch of the plan."""
-        plan, num_rows = self._plan, self._layout.num_shards("batch")
-        length = plan.passes.micro_batch_tokens // num_rows
-        examples = training_batch(ModelId(NAME), length, self._plan.samples.max_length, num_rows).examples
-        first = packing.plan_micro_batches(examples, length * num_rows, num_rows)[0]
-        batch = self._replicated(packing.fill(first, examples))
-        rank = padded_rank(min(RANK, self._config.max_lora_rank))
-        adapter = self._adapter(rank)
+        plan = self._plan
+        batch, detail = self._micro_batch()
+        adapter = self._adapter(self._rank)
         lowered = step.accumulate.lower(
             self._params, adapter, adapter.weights, batch, config=self._model, remat=plan.passes.remat
         )
-        planned = (
-            plan.weight_bytes
-            + plan.pass_bytes
-            + 2 * plan.model_bytes // 4 * rank // padded_rank(self._config.max_lora_rank)
-        )
-        return lowered, f"{first.num_rows} rows of {first.length} tokens, rank {rank}", planned
+        return lowered, detail, plan.weight_bytes + plan.pass_bytes + 2 * self._adapter_bytes
+
+    def optimizer(self) -> _Lowered:
+        """Return a step of AdamW: weights, gradient and moments, and the new ones of all but the gradient."""
+        weights = self._adapter(self._rank).weights
+        state = optimizer.OptimizerState(first=weights, second=weights, step=self._replicated(np.int32(0)))
+        factors = self._replicated(optimizer.coefficients(OptimizerParams(), 1))
+        lowered = optimizer.adamw.lower(weights, state, weights, factors)
+        return lowered, f"rank {self._rank}", 7 * self._adapter_bytes
+
+    @property
+    def _rank(self) -> int:
+        return padded_rank(min(RANK, self._config.max_lora_rank))
+
+    @property
+    def _adapter_bytes(self) -> int:
+        return adapter_bytes(self._model, self._rank, self._layout)
+
+    def _micro_batch(self) -> tuple[Any, str]:
+        plan, num_rows = self._plan, self._layout.num_shards("batch")
+        length = plan.passes.micro_batch_tokens // num_rows
+        examples = training_batch(ModelId(NAME), length, plan.samples.max_length, num_rows).examples
+        first = packing.plan_micro_batches(examples, length * num_rows, num_rows)[0]
+        detail = f"{first.num_rows} rows of {first.length} tokens, rank {self._rank}"
+        return self._replicated(packing.fill(first, examples)), detail
 
     def prefill(self) -> _Lowered:
         """Return one chunk of the longest prompt, with the base model."""

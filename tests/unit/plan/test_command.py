@@ -105,6 +105,10 @@ def test_warnings(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
         (("--device", "h200", "--mesh", "tp=0"), "argument --mesh: 'tp=0'"),
         (("--device", "h200", "--context", "0"), "argument --context: '0' must be a whole number above 0"),
         (("--device", "h200", "--adapters", "many"), "argument --adapters: 'many'"),
+        (
+            ("--device", "h200", "--compile", "gradient,foo"),
+            "argument --compile: 'foo' must be one of forward, gradient",
+        ),
         ((), "arguments are required: --device"),
     ],
 )
@@ -128,7 +132,7 @@ def test_wrong_flags_are_named(
             ("--device", "h200", "--backend-config.attention-kernel", "splash"),
             "--backend-config.attention-kernel: splash is for tpu with bfloat16 and tpu with float32, not gpu with",
         ),
-        (("--device", "h200", "--compile"), "--compile: programs are compiled for TPUs, which h200:1 is not"),
+        (("--device", "l4", "--compile"), "--compile: l4 is not described; of the GPUs, h100 and h200 are"),
     ],
 )
 def test_what_does_not_go_together_is_named(
