@@ -6,16 +6,18 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pydantic import BaseModel
+from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
 from skyrl_tx.backends.registry import find_backend
@@ -82,6 +84,8 @@ class EngineLaunch:
     backend_config: BaseModel
     log_level: LogLevel
     log_format: LogFormat = "text"
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables of a child's environment, such as those that choose its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +170,10 @@ def _end_by_exit(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
     if exit_code == EXIT_STATUS:
         message = "one of its threads ended; its log says why"
         return EngineEnd(message=message, is_final=False, is_crash=False)
-    if exit_code >= 0:
-        return EngineEnd(message=f"exited with status {exit_code}", is_final=False, is_crash=exit_code > 0)
+    if exit_code == 0:
+        return EngineEnd(message="stopped by a signal", is_final=False, is_crash=False, was_killed=True)
+    if exit_code > 0:
+        return EngineEnd(message=f"exited with status {exit_code}", is_final=False, is_crash=True)
     number = signal.Signals(-exit_code)
     is_memory = number is signal.SIGKILL and was_memory_exhausted
     message = f"killed by {number.name}" + (
@@ -194,12 +200,22 @@ def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], N
         end = _end_by(error)
         if end.is_crash:
             with closing(open_store(launch.settings, threading.Event())) as store:
-                store.write(lambda tx: futures.record_end(tx, is_crash=True))
+                store.write(lambda tx: record_end(tx, os.getpid(), is_crash=True))
         raise CannotServe(end.message) from error
+
+
+def record_end(tx: Session, pid: int, *, is_crash: bool) -> None:
+    """Record the end of an engine of this machine: a crash counts for the request that ran alone.
+
+    An engine that has published no status has run nothing.
+    """
+    if (number := engine_state.number_of(tx, socket.gethostname(), pid)) is not None:
+        futures.record_end(tx, is_crash=is_crash, engine=number)
 
 
 def _run_child(launch: EngineLaunch, parent: Connection) -> None:
     """Run the engine as a child; the entry point of its process."""
+    os.environ.update(launch.environment)
     configure_logging("engine", launch.log_level, launch.log_format)
     enable_stack_dumps()
     end_process_on_failure()
@@ -249,7 +265,7 @@ def _run(
 def _end_in_foreground(store: Store, reason: str) -> None:
     """Record the crash, which no parent does, and end this process."""
     with suppress(StoreError, TimeoutError):  # the next engine finds out by itself
-        store.write_soon(lambda tx: futures.record_end(tx, is_crash=True)).result(_RECORD_S)
+        store.write_soon(lambda tx: futures.record_end(tx, is_crash=True, engine=store.engine)).result(_RECORD_S)
     _end_stuck_process(reason)
 
 
@@ -359,10 +375,16 @@ def _served_metrics(data_dir: Path, meters: EngineMeters) -> Generator[None]:
 
 def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
     """Open the engine's database. Waits while it is full or locked, now and with each later write, until `stop`."""
-    retry = RetryPolicy(until=stop, report=engine_state.report_waiting)
+    store: Store | None = None
+
+    def report(tx: Session, detail: str) -> None:
+        engine_state.report_waiting(tx, 1 if store is None else store.engine, detail)
+
+    retry, url = RetryPolicy(until=stop, report=report), settings.store_url
     while True:
         try:
-            return Store.open(settings.data_dir, role="engine", url=settings.store_url, retry=retry)
+            store = Store.open(settings.data_dir, role="engine", url=url, retry=retry, is_shared=settings.engines > 1)
+            return store
         except StoreBlocked as error:
             _log.warning("%s; trying again", error)
             time.sleep(_OPEN_AGAIN_S)

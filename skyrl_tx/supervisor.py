@@ -1,13 +1,16 @@
-"""Server commands: `serve` runs the API in this process and the engine in a child that it restarts after a crash."""
+"""Server commands: `serve` runs the API in this process and each engine in a child that it restarts after a crash."""
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from sqlmodel import Session
 
@@ -15,7 +18,8 @@ from skyrl_tx import __version__
 from skyrl_tx.api.app import ApiServer
 from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifacts
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, run_in_foreground
+from skyrl_tx.device_shares import device_shares
+from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, record_end, run_in_foreground
 from skyrl_tx.process_setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
 from skyrl_tx.settings import ServerSettings
 from skyrl_tx.signals import handle_signals
@@ -126,6 +130,12 @@ class EngineSupervisor:
                 await asyncio.wait_for(self._stopping.wait(), _DATABASE_RETRY_S)
         return True
 
+    @property
+    def pid(self) -> int:
+        """The process id of the engine that runs now, or ran last."""
+        assert self._engine is not None
+        return self._engine.pid
+
     def stop(self) -> None:
         """Let the engine finish its step and exit."""
         self._stopping.set()
@@ -143,13 +153,16 @@ class EngineSupervisor:
         self.was_ready = True
 
 
-async def run_servers(api: SupervisedApi, listener: socket.socket, engine: EngineSupervisor | None) -> None:
-    """Run the API, and the engine if given, until a signal; raises CannotServe if one of them cannot continue."""
+async def run_servers(api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]) -> None:
+    """Run the API and the given engines until a signal.
+
+    Raises CannotServe if the API cannot continue, or none of the engines.
+    """
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
         if stop.is_set():
-            if engine is not None:
+            for engine in engines:
                 engine.kill()
             os._exit(128 + number)
         _log.info("stopping: finishing the running work and accepting no more; a second signal exits at once")
@@ -157,33 +170,48 @@ async def run_servers(api: SupervisedApi, listener: socket.socket, engine: Engin
 
     loop = asyncio.get_running_loop()
     with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
-        await _serve_until(stop, api, listener, engine)
+        await _serve_until(stop, api, listener, engines)
     if not api.started:
         raise CannotServe("the API could not start; the log above says why")
 
 
 async def _serve_until(
-    stop: asyncio.Event, api: SupervisedApi, listener: socket.socket, engine: EngineSupervisor | None
+    stop: asyncio.Event, api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]
 ) -> None:
-    """Run the servers until `stop` is set or one of them ends."""
+    """Run the servers until `stop` is set, or the API or all engines have ended."""
     serving = asyncio.create_task(api.serve(sockets=[listener]))
-    supervising = asyncio.create_task(engine.run()) if engine is not None else None
+    supervising = asyncio.create_task(_supervise(engines)) if engines else None
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({task for task in (serving, supervising, stopped) if task}, return_when=asyncio.FIRST_COMPLETED)
-    # Both stop together, so that results that the engine finishes now still reach open long polls.
+    # All stop together, so that results that the engines finish now still reach open long polls.
     api.should_exit = True
-    if engine is not None and supervising is not None:
-        engine.stop()
+    if supervising is not None:
+        for engine in engines:
+            engine.stop()
         _, running = await asyncio.wait({supervising}, timeout=_STOP_S)
         if running:
             _log.warning(
                 "the engine did not stop within %d s; killing it: every acknowledged request is on disk", _STOP_S
             )
-            engine.kill()
+            for engine in engines:
+                engine.kill()
     await serving
     stopped.cancel()
     if supervising is not None:
         await supervising
+
+
+async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
+    """Keep engines running until stopped. If one cannot continue, the others go on; raises the error of the last."""
+    running = {asyncio.create_task(engine.run()) for engine in engines}
+    while running:
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            if (error := task.exception()) is None:
+                continue
+            if not running:
+                raise error
+            _log.error("%s; %d engines go on", error, len(running))
 
 
 def serve(settings: ServerSettings) -> int:
@@ -193,31 +221,50 @@ def serve(settings: ServerSettings) -> int:
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
     ):
-        _refuse_second_engine(store)
+        if settings.engines == 1 or settings.fresh:
+            _refuse_second_engine(store)
         _open_artifacts(settings)
         if settings.fresh:
             _abandon_models(store)
         _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
         launch = launch_of(settings)
         requires_key = not settings.no_auth and store.read(keys.any_made)
-        engine = EngineSupervisor(
-            lambda: EngineProcess(launch),
-            RestartPolicy(settings.max_engine_starts),
-            on_ready=lambda ready: _log_ready(
-                settings, ready, url_of(listener, settings.scheme), requires_key=requires_key
-            ),
-            record_end=lambda end, since: store.write(lambda tx: _record_end(tx, end, since)),
-        )
+        url, num_ready = url_of(listener, settings.scheme), itertools.count(1)
+
+        def on_ready(ready: Capabilities) -> None:
+            if (number := next(num_ready)) == 1:
+                _log_ready(settings, ready, url, requires_key=requires_key)
+            if settings.engines > 1:
+                _log.info("%d of %d engines are ready", number, settings.engines)
+
+        engines = [
+            _supervised(replace(launch, environment=environment), store, settings.max_engine_starts, on_ready)
+            for environment in device_shares(settings.engines, os.environ, Path("/dev"))
+        ]
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
-            asyncio.run(run_servers(SupervisedApi(settings, store), listener, engine))
+            asyncio.run(run_servers(SupervisedApi(settings, store), listener, engines))
     return 0
 
 
-def _record_end(tx: Session, end: EngineEnd, since: float) -> bool:
-    """Record the end of an engine; return whether a request was completed after `since`."""
-    futures.record_end(tx, is_crash=end.is_crash)
-    return futures.any_answered_since(tx, since)
+def _supervised(
+    launch: EngineLaunch, store: Store, max_starts: int, on_ready: Callable[[Capabilities], None]
+) -> EngineSupervisor:
+    """Return the supervisor of one engine."""
+
+    def record(end: EngineEnd, since: float) -> bool:
+        """Record the end of the engine; return whether a request was completed after `since`."""
+
+        def work(tx: Session) -> bool:
+            record_end(tx, supervisor.pid, is_crash=end.is_crash)
+            return futures.any_answered_since(tx, since)
+
+        return store.write(work)
+
+    supervisor = EngineSupervisor(
+        lambda: EngineProcess(launch), RestartPolicy(max_starts), on_ready=on_ready, record_end=record
+    )
+    return supervisor
 
 
 def serve_api(settings: ServerSettings) -> int:
@@ -232,7 +279,7 @@ def serve_api(settings: ServerSettings) -> int:
         _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
-            asyncio.run(run_servers(SupervisedApi(settings, store), listener, None))
+            asyncio.run(run_servers(SupervisedApi(settings, store), listener, []))
     return 0
 
 
@@ -256,7 +303,7 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
 
 def _open_store(settings: ServerSettings) -> Store:
     try:
-        store = Store.open(settings.data_dir, role="api", url=settings.store_url)
+        store = Store.open(settings.data_dir, role="api", url=settings.store_url, is_shared=settings.engines > 1)
     except (StoreInUse, StoreError, OSError) as error:
         raise CannotServe(str(error)) from error
     api = settings.for_api()

@@ -4,10 +4,11 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from zlib import crc32
 
 from fastapi.concurrency import run_in_threadpool
 
@@ -15,10 +16,12 @@ from skyrl_tx.api.errors import ApiError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, Pause, SampleLoad
+from skyrl_tx.store.futures import Submitted
 from skyrl_tx.store.tables import EngineStateRow
 
 _HEALTH_MAX_AGE_S = 0.5
 _LOAD_MAX_AGE_S = 0.25
+_AFFINITY = 4
 # The SDK pauses after a 429 with this header (0.38, lib/public_interfaces/sampling_client.py).
 _HEADERS = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
 
@@ -47,7 +50,8 @@ class EngineHealth:
 
     def report(self) -> EngineReport:
         """Read the engine's health."""
-        state, now = self._store.read(lambda tx: (engine_state.get(tx), engine_state.shared_time(tx)))
+        rows, now = self._store.read(lambda tx: (engine_state.all_engines(tx), engine_state.shared_time(tx)))
+        state = engine_state.main_engine(rows)
         if state is None:
             return EngineReport(problem="the engine has not started yet")
         problem, activity = self._problem(state, now), None
@@ -55,7 +59,7 @@ class EngineHealth:
             activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
         if problem is not None and activity is not None:
             return EngineReport(problem=f"{problem}; {activity}")
-        return EngineReport(problem=problem, activity=activity, pauses=engine_state.pauses_of(state))
+        return EngineReport(problem=problem, activity=activity, pauses=engine_state.pauses_of(*rows))
 
     def _problem(self, state: EngineStateRow, now: float) -> str | None:
         silence_s = now - state.updated_at
@@ -84,20 +88,25 @@ class EngineHealth:
 
 
 class AdmissionControl:
-    """Refuses samples while the queued ones exceed the engine's byte limit and their owner has its share of it.
+    """Refuses samples while the queued ones exceed the byte limit of the engines and their owner has its share of it.
 
-    The load is what the engine published last, plus what this process has submitted since. The limit divided by the
+    The load is what the engines published last, plus what this process has submitted since. The limit divided by the
     number of owners with queued samples is the share of each. An owner below its share may exceed the limit, so that no
     other owner can lock it out, by as much as is left of twice the limit: memory stays bounded, and there is always
     something left for the next owner.
+
+    With several engines it also chooses the one that gets a sample: the same for all samples of a session, whose
+    prompts may have a prefix in common, unless that one has `_AFFINITY` requests more than the least loaded.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._read_at = float("-inf")
-        self._load: SampleLoad | None = None
-        self._submitted: deque[tuple[int, str, int]] = deque()  # (position, owner, bytes)
+        self._engines: list[int] = []  # those that execute requests
+        self._loads: dict[int, SampleLoad] = {}
+        self._load: SampleLoad | None = None  # of all engines
+        self._submitted: dict[int, deque[tuple[int, str, int]]] = {}  # by engine: (position, owner, bytes)
         self._num_bytes: Counter[str] = Counter()
 
     @contextmanager
@@ -131,24 +140,63 @@ class AdmissionControl:
             detail = f"queued samples take {queued} of {load.max_bytes} bytes, {own} of them yours: send this one later"
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS, reason="queue_full")
 
-    def record(self, owner: str, position: int, num_bytes: int) -> None:
-        """Count a submitted sample until the engine's published load includes it."""
+    def engine_for(self, sampling_session_id: str) -> int:
+        """Choose the engine for a sample of a session."""
         with self._lock:
-            self._submitted.append((position, owner, num_bytes + REQUEST_BYTES))
-            self._num_bytes[owner] += num_bytes + REQUEST_BYTES
+            engines = self._engines
+            if len(engines) < 2:
+                return engines[0] if engines else 1
+            loads = {number: self._num_requests(number) for number in engines}
+        preferred = max(engines, key=lambda number: crc32(f"{sampling_session_id}/{number}".encode()))
+        least = min(engines, key=lambda number: (loads[number], number))
+        return preferred if loads[preferred] - loads[least] <= _AFFINITY else least
+
+    def _num_requests(self, number: int) -> int:
+        load = self._loads.get(number)
+        return (0 if load is None else load.num_requests) + len(self._submitted.get(number, ()))
+
+    def record(self, owner: str, submitted: Submitted, num_bytes: int) -> None:
+        """Count a submitted sample until the published load of its engine includes it; a duplicate is not counted."""
+        if submitted.position is None:
+            return
+        with self._lock:
+            size = num_bytes + REQUEST_BYTES
+            self._submitted.setdefault(submitted.engine, deque()).append((submitted.position, owner, size))
+            self._num_bytes[owner] += size
 
     def _refresh(self) -> None:
-        """Read the published load if the cached one is old, and drop the submissions that it includes."""
+        """Read the published loads if the cached ones are old, and drop the submissions that they include."""
         now = time.monotonic()
         if now - self._read_at < _LOAD_MAX_AGE_S:
             return
         self._read_at = now
-        load = self._store.read(engine_state.sample_load)
+        rows = self._store.read(engine_state.all_engines)
+        newest = max((row.updated_at for row in rows), default=0.0)
+        running = [row for row in rows if newest - row.updated_at <= engine_state.FRESH_S]
+        ready = [row.number for row in running if engine_state.is_ready(row, newest)]
+        loads = {row.number: load for row in running if (load := engine_state.sample_load(row)) is not None}
         with self._lock:
-            self._load = load
-            counted = 0 if load is None else load.position
-            # Several threads record submissions, so the queue is only roughly in the order of positions.
-            while self._submitted and self._submitted[0][0] <= counted:
-                _, owner, num_bytes = self._submitted.popleft()
-                self._num_bytes[owner] -= num_bytes
+            self._engines = ready or [row.number for row in running]
+            self._loads, self._load = loads, _sum_of(list(loads.values()))
+            present = {row.number for row in running}
+            for number, submitted in self._submitted.items():
+                counted = 0 if number not in loads else loads[number].position
+                # Several threads record submissions, so the queue is only roughly in the order of positions.
+                while submitted and (submitted[0][0] <= counted or (present and number not in present)):
+                    _, owner, num_bytes = submitted.popleft()
+                    self._num_bytes[owner] -= num_bytes
             self._num_bytes = +self._num_bytes  # without the owners that have nothing left
+
+
+def _sum_of(loads: Sequence[SampleLoad]) -> SampleLoad | None:
+    if len(loads) < 2:
+        return loads[0] if loads else None
+    by_owner = Counter[str]()
+    for load in loads:
+        by_owner.update(load.by_owner)
+    return SampleLoad(
+        position=0,
+        num_bytes=sum(load.num_bytes for load in loads),
+        max_bytes=sum(load.max_bytes for load in loads),
+        by_owner=by_owner,
+    )

@@ -24,12 +24,12 @@ from skyrl_tx.api.wire import parse
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId, custom_loss_id
+from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId, custom_loss_id
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeights, ModelPass, Rejected, Request
 from skyrl_tx.contract.results import CreateCustomLossOutput
-from skyrl_tx.store import custom_losses, futures, models, samplers, stability
+from skyrl_tx.store import custom_losses, futures, models, placement, samplers, stability
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
@@ -201,7 +201,9 @@ def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submissi
     model_id = ModelId(ids.model_id)
     row = access.addressed_model(tx, call.caller, model_id)
     key = _key(f"model/{model_id}", ids.seq_id or None, call.idempotency_key)
-    submitted = _insert(tx, submission, key, row.owner, row.session_id, ids.seq_id, model_id=model_id)
+    submitted = _insert(
+        tx, submission, key, row.owner, row.session_id, ids.seq_id, model_id=model_id, engine=row.engine
+    )
     if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
         models.touch(tx, model_id, now)
     if submission.sequence_ids:
@@ -223,7 +225,10 @@ def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) 
     request = submission.request
     spec = request.spec if isinstance(request, CreateModel | LoadWeights) else None
     key = f"create/{session_id}/{ids.model_seq_id}"
-    submitted = _insert(tx, submission, key, session.owner, session_id, 0, model_id=model_id if spec else None)
+    engine = placement.for_model(tx)
+    submitted = _insert(
+        tx, submission, key, session.owner, session_id, 0, model_id=model_id if spec else None, engine=engine
+    )
     if spec is not None and submitted.is_new:
         assert submission.base_model is not None
         row = ModelRow(
@@ -234,6 +239,7 @@ def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) 
             user_metadata=ids.user_metadata,
             created_at=now,
             last_request_at=now,
+            engine=engine,
         )
         models.create(tx, row)
     return FutureHandle(request_id=submitted.request_id, model_id=model_id)
@@ -273,18 +279,32 @@ def to_sampler(
     submission: Submission,
     *,
     is_streamed: bool = False,
+    engine: int = 1,
 ) -> futures.Submitted | None:
     """Queue a prompt for a sampling session. `key` is its `sampling_key`; `is_streamed`: it is read while decoded.
 
-    Returns None, and queues nothing, if the session has another sampler than `row`, or is gone.
+    `engine` is the one that shall execute it. Weights that are not on disk yet are in the memory of their model's
+    engine, which then gets the prompt. Returns None, and queues nothing, if the session has another sampler than `row`,
+    or is gone.
     """
     now = time.time()
     name = row.sampling_session_id
     current = samplers.get(tx, name)
     if current is None or current.sampler_id != row.sampler_id:
         return None
+    if current.model_id is not None and current.size_bytes is None:
+        engine = models.engine_of(tx, current.model_id) or engine
     submitted = _insert(
-        tx, submission, key, owner, row.session_id, seq_id, sampling_session_id=name, is_streamed=is_streamed
+        tx,
+        submission,
+        key,
+        owner,
+        row.session_id,
+        seq_id,
+        sampling_session_id=name,
+        sampler_id=row.sampler_id,
+        is_streamed=is_streamed,
+        engine=engine,
     )
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
         samplers.touch(tx, name, now)
@@ -313,7 +333,9 @@ def _insert(
     *,
     model_id: ModelId | None = None,
     sampling_session_id: SamplingSessionId | None = None,
+    sampler_id: SamplerId | None = None,
     is_streamed: bool = False,
+    engine: int = 1,
 ) -> futures.Submitted:
     new = futures.NewRequest(
         key=key,
@@ -325,7 +347,9 @@ def _insert(
         model_id=model_id,
         seq_id=seq_id,
         sampling_session_id=sampling_session_id,
+        sampler_id=sampler_id,
         is_streamed=is_streamed,
+        engine=engine,
     )
     try:
         return futures.submit(tx, new, time.time())

@@ -161,6 +161,7 @@ def _unload(store: Store, model_id: ModelId) -> None:
                 session_id=row.session_id,
                 body=codec.encode(UnloadModel()),
                 model_id=model_id,
+                engine=row.engine,
             )
             futures.submit(tx, new, time.time())
 

@@ -10,6 +10,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
+from skyrl_tx.engine import membership
 from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.background_writer import BackgroundWriter
@@ -33,7 +34,7 @@ from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
-from skyrl_tx.store import cancellations, completions, engine_state, futures, identity
+from skyrl_tx.store import cancellations, completions, engine_state, futures, identity, leases
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.quota_view import QuotaView
@@ -81,6 +82,7 @@ class Engine:
         watchdog.start()
         self.store.observe_commits(self.meters.store_write_s.observe, self.meters.store_group_size.observe)
         status = StatusPublisher(self.store, self.settings.base_models, watchdog)
+        membership.leave_to_others(self.store)
         status.start()
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
@@ -92,8 +94,11 @@ class Engine:
             _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
             context = self._context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
-            self.store.write(cancellations.forget)  # cancelled requests have results, so they will not be read
-            self.store.write(lambda tx: futures.record_end(tx, is_crash=False))  # a supervisor has counted a crash
+            number = self.store.engine
+            # Cancelled requests have results, so they will not be read.
+            self.store.write(lambda tx: cancellations.forget(tx, engine=number))
+            # A supervisor has counted a crash.
+            self.store.write(lambda tx: futures.record_end(tx, is_crash=False, engine=number))
             attempts.is_alone = True
             self.store.write(lambda tx: completions.skip_seen(tx, time.time()))
             loop = _Loop(context, self.artifacts)
@@ -141,6 +146,8 @@ class Engine:
         Raises UserError if they are not the artifacts of the database.
         """
         identity.check_place(self.store, self.artifacts)
+        if not self.store.write(leases.become_keeper):
+            return
         try:
             unclaimed = identity.claim(self.store, self.artifacts).unclaimed
         except OSError as error:  # repeated before each garbage collection
@@ -169,6 +176,10 @@ class Engine:
         )
         recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, self.meters)
         recovery.check_base(settings.base_models[0])
+        membership.check_same_base(store, capabilities.base_model_hash)
+        models = Models(
+            backend, capabilities.max_models, store, request_log, background_writer, recovery, ephemeral_samplers
+        )
         quotas = QuotaView(store)
         accounts = Accounts(store, quotas)
         return EngineContext(
@@ -180,10 +191,8 @@ class Engine:
             request_log=request_log,
             background_writer=background_writer,
             recovery=recovery,
-            models=Models(
-                backend, capabilities.max_models, store, request_log, background_writer, recovery, ephemeral_samplers
-            ),
-            samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers),
+            models=models,
+            samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers, models),
             ephemeral_samplers=ephemeral_samplers,
             history=History(store, settings),
             quotas=quotas,
@@ -215,6 +224,7 @@ class _Loop:
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
+        self._membership = membership.Membership(context, self._schedule)
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
@@ -222,6 +232,7 @@ class _Loop:
         """Run one turn. Returns whether there was anything to do."""
         context, settings = self._context, self._context.settings
         context.pauses.refresh()
+        self._membership.check()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
         self._is_busy = self._use_device()
@@ -234,14 +245,18 @@ class _Loop:
             self._housekeeping.evict_idle_models(self._schedule.is_waiting, now)
             self._housekeeping.forget_idle_models(self._schedule)
             self._housekeeping.fail_samples_of_closed_sessions(now)
-            self._housekeeping.expire(now)
+            if self._membership.is_keeper():
+                self._housekeeping.expire(now)
+            else:
+                self._membership.discard_ended_models()
             worked |= self._intake.read(self._is_busy)  # the artifacts of requests in memory are not collected
-            self._housekeeping.collect_garbage(self._intake.complete_position, now)
+            position = self._intake.complete_position
+            self._housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
             context.ephemeral_samplers.retry_failed_writes()
             self._housekeeping.bound_history()
         if time.monotonic() >= self._pruning_at:
             pause_s = settings.housekeeping_interval_s
-            if self._housekeeping.prune(time.time()):
+            if self._membership.is_keeper() and self._housekeeping.prune(time.time()):
                 pause_s = min(pause_s, _PRUNE_PERIOD_S)
             self._pruning_at = time.monotonic() + pause_s
         return worked
@@ -253,6 +268,7 @@ class _Loop:
             num_bytes=self.sampling.num_held_bytes.total(),
             max_bytes=self._context.settings.max_queued_sample_bytes,
             by_owner=engine_state.largest_owners(self.sampling.num_held_bytes),
+            num_requests=self.sampling.num_waiting + self.sampling.num_running,
         )
 
     def measure(self, backend: AbstractBackend, activity: LoopActivity) -> Mapping[str, object]:
@@ -308,9 +324,10 @@ class _Loop:
     def max_wait_s(self) -> float:
         """Return how long the loop may wait for a wake-up: until the next gap timeout, a second at most."""
         deadline = self._schedule.next_deadline()
+        longest_s = _MAX_WAIT_S if not self._context.store.is_shared else membership.PERIOD_S
         if deadline is None:
-            return _MAX_WAIT_S
-        return min(_MAX_WAIT_S, max(_MIN_WAIT_S, deadline - self._api_uptime.total_s()))
+            return longest_s
+        return min(longest_s, max(_MIN_WAIT_S, deadline - self._api_uptime.total_s()))
 
     def finish(self) -> None:
         """Stop cleanly: finish running passes, snapshot the models, leave samples to the next engine."""

@@ -80,12 +80,21 @@ class EphemeralSamplers:
     def lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
         """Return the samplers whose files a crash prevented, by model and by the save that created them."""
         lost: dict[ModelId, dict[RequestId, SamplerId]] = {}
-        ephemeral = self.store.read(samplers.list_ephemeral)
+        ephemeral = self.store.read(lambda tx: samplers.list_ephemeral(tx, self.store.engine))
         present = set(self.artifacts.ids()) if ephemeral else set[ArtifactId]()
         for each in ephemeral:
             if sampler_of(each.request_id) == each.sampler_id and each.sampler_id not in present:
                 lost.setdefault(each.model_id, {})[each.request_id] = each.sampler_id
         return lost
+
+    def lost_model(self, sampler: SamplerId) -> ModelId | None:
+        """Return the model of a sampler whose files an ended engine did not write; None if there is none.
+
+        An engine that is alone has looked for such samplers at its start.
+        """
+        if not self.store.is_shared or self._has_files(sampler):
+            return None
+        return self.store.read(lambda tx: samplers.model_of(tx, sampler))
 
     def mark_lost(self, lost: Iterable[SamplerId], reason: str) -> None:
         """Record why samplers cannot be used. Restoring their model clears it."""
@@ -98,7 +107,7 @@ class EphemeralSamplers:
         unwritten = self._unwritten.get(sampler)
         return None if unwritten is None else unwritten.snapshot
 
-    def has_unwritten(self, model_id: ModelId, up_to: int) -> bool:
+    def has_unwritten(self, model_id: ModelId, up_to: int = 2**62) -> bool:
         """Whether a sampler of a log record up to `up_to` of this model has no files yet."""
         return any(each.model_id == model_id and each.effect_order <= up_to for each in self._unwritten.values())
 

@@ -153,17 +153,19 @@ class Housekeeping:
             removed = "removed model %s: it was deleted, or its session is past its retention"
             _log.info(removed, model_id, extra={"model_id": model_id})
 
-    def collect_garbage(self, read_position: int, now: float) -> None:
-        """Start to take away unreferenced artifacts, and evict unreferenced samplers.
+    def collect_garbage(self, read_position: int, now: float, *, is_keeper: bool = True) -> None:
+        """Start to take away unreferenced artifacts if this engine is the keeper, and evict unreferenced samplers.
 
         Nothing is removed while requests that arrived after `read_position` wait: they may name an artifact that lost
-        its other references since.
+        its other references since. The open samples of other engines count as references.
         """
 
         def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
-            return bool(futures.pending(tx, read_position, 1)), checkpoints.referenced_artifacts(tx)
+            unread = futures.pending(tx, read_position, 1, engine=self.context.store.engine)
+            return bool(unread), checkpoints.referenced_artifacts(tx)
 
-        if (claim := self._claim()) is None:
+        claim = self._claim() if is_keeper else None
+        if is_keeper and claim is None:
             return
         # One transaction: a request that arrives later names a referenced artifact or a young one.
         has_unread, referenced = self.context.store.read(look)
@@ -176,6 +178,8 @@ class Housekeeping:
         in_use = self.sampling.samplers_in_use()
         keep = referenced | {ArtifactId(sampler) for sampler in in_use}
         self._evict_idle_samplers(keep, in_use, now)
+        if claim is None:
+            return
 
         def collect() -> None:
             self.artifacts.collect(keep | claim.unclaimed, claim.looked_at)

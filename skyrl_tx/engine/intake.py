@@ -29,6 +29,7 @@ class Intake:
         self._context = context
         self._schedule = schedule
         self._sampling = sampling
+        self._engine = context.store.engine
         self.position = 0
         """The last request that was read, or is left to an owner that is behind."""
         self._behind: dict[str, int] = {}  # the last request of each owner that was read
@@ -67,7 +68,7 @@ class Intake:
 
         def look(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
             last = futures.last_position(tx)  # read before the page, so that no request between them is skipped
-            return last, futures.pending(tx, position, _PAGE_REQUESTS, max_body_bytes)
+            return last, futures.pending(tx, position, _PAGE_REQUESTS, max_body_bytes, engine=self._engine)
 
         last, page = self._context.store.read(look)
         for pending in page:
@@ -88,7 +89,9 @@ class Intake:
         """Read a page of an owner that is behind. Returns whether there was any request."""
         after, up_to = self._behind[owner], self.position
         page = self._context.store.read(
-            lambda tx: futures.pending_of_owner(tx, owner, after, up_to, _PAGE_REQUESTS, max_body_bytes)
+            lambda tx: futures.pending_of_owner(
+                tx, owner, after, up_to, _PAGE_REQUESTS, max_body_bytes, engine=self._engine
+            )
         )
         for pending in page:
             self._behind[owner] = pending.position

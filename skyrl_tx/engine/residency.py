@@ -38,6 +38,10 @@ _UNUSABLE = {
 }
 
 
+class PlacesBusy(ServerError):
+    """All models on the device are in use, so that no other one can be restored now."""
+
+
 @dataclass(slots=True, kw_only=True)
 class LiveModel:
     """A model as the engine knows it. `effect_order` is its last log sequence number, committed or being written."""
@@ -106,14 +110,14 @@ class Models:
     def free_slot(self, keep: Collection[ModelId] = ()) -> None:
         """Free an adapter slot if all are taken, by evicting the least recently used model.
 
-        Raises ServerError if all models are busy or in `keep`.
+        Raises PlacesBusy if all models are busy or in `keep`.
         """
         resident = self.resident()
         if len(resident) < self.max_models:
             return
         candidates = [model for model in resident if model.model_id not in self.busy and model.model_id not in keep]
         if not candidates:
-            raise ServerError(f"all {self.max_models} model slots are in use")
+            raise PlacesBusy(f"all {self.max_models} model slots are in use")
         self.evict(min(candidates, key=lambda model: model.last_used))
 
     def evict(self, model: LiveModel) -> None:
@@ -254,6 +258,7 @@ class Samplers:
     max_samplers: int
     recovery: Recovery
     ephemeral_samplers: EphemeralSamplers
+    models: Models
     _slots: dict[SamplerId, _SamplerSlot] = field(default_factory=dict[SamplerId, _SamplerSlot])
     """The least recently used first."""
     _pins: Counter[SamplerId] = field(default_factory=Counter[SamplerId])
@@ -271,10 +276,24 @@ class Samplers:
         """Load an acquired sampler's weights to the device, if they are not there. Raises what prevents it."""
         if not self._slots[sampler].is_loaded:
             with ExitStack() as files:
-                pending = self.ephemeral_samplers.pending_snapshot(sampler)
-                self.backend.load_sampler(sampler, pending or self.recovery.open(ArtifactId(sampler), files))
+                self.backend.load_sampler(sampler, self._weights(sampler, files))
             self._slots[sampler].is_loaded = True
             self.recovery.meters.sampler_loads.inc()
+
+    def _weights(self, sampler: SamplerId, files: ExitStack) -> Snapshot:
+        """Return a sampler's weights. If the last engine of its model ended before it wrote them, replay the model."""
+        if (pending := self.ephemeral_samplers.pending_snapshot(sampler)) is not None:
+            return pending
+        try:
+            return self.recovery.open(ArtifactId(sampler), files)
+        except ServerError:
+            model_id = self.ephemeral_samplers.lost_model(sampler)
+            if model_id is None:
+                raise
+            self.models.ensure_resident([model_id])
+            if (recreated := self.ephemeral_samplers.pending_snapshot(sampler)) is None:
+                raise
+            return recreated
 
     def release(self, sampler: SamplerId) -> None:
         """Undo one `acquire`."""

@@ -18,6 +18,7 @@ from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.request_log import QueuedRequest
+from skyrl_tx.engine.residency import PlacesBusy
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.failpoints import failpoint
@@ -171,11 +172,12 @@ class SamplingExecutor:
         """Drop cancelled requests. The API has already stored their results."""
         if not self._running and not self._queue:
             return
-        cancelled = self._context.store.read(lambda tx: cancellations.cancelled_since(tx, self._last_cancellation))
+        store, engine = self._context.store, self._context.store.engine
+        cancelled = store.read(lambda tx: cancellations.cancelled_since(tx, self._last_cancellation, engine))
         if not cancelled:
             return
         self._last_cancellation = position = cancelled[-1][0]
-        self._context.store.write_soon(lambda tx: cancellations.forget(tx, position))
+        store.write_soon(lambda tx: cancellations.forget(tx, position, engine=engine))
         for queued in self._remove({request_id for _, request_id in cancelled}):
             self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
 
@@ -288,6 +290,8 @@ class SamplingExecutor:
                 self._context.backend.begin_sample(PreparedSampleBatch(requests=(part,)))
             except FATAL_ERRORS:
                 raise
+            except PlacesBusy:  # the sampler's model must be restored first, and no place is free
+                self._put_back([running])
             except Exception as error:
                 self._finish(running, error)
 
@@ -303,10 +307,15 @@ class SamplingExecutor:
             self._finish(failed[0], error)
             return
         _log.warning("a decode slice of %d requests failed; each runs alone now: %s", len(failed), error)
-        self._drop_all()
-        self._context.attempts.undo([running.queued.request_id for running in failed])
-        for running in reversed(failed):
-            self._isolated.add(running.queued.request_id)
+        self._put_back(failed)
+        self._isolated.update(running.queued.request_id for running in failed)
+
+    def _put_back(self, stopped: list[_Running]) -> None:
+        """Let running requests wait again, before others."""
+        for running in stopped:
+            self._drop(running)
+        self._context.attempts.undo([running.queued.request_id for running in stopped])
+        for running in reversed(stopped):
             self._queue.add_first(running.queued)
             self.num_bytes += running.queued.num_bytes
 

@@ -119,6 +119,11 @@ class Schedule:
         """Whether a model has waiting requests."""
         return model_id in self._waiting
 
+    def forget(self, model_id: ModelId) -> None:
+        """Forget a model without waiting requests: it belongs to another engine."""
+        assert model_id not in self._waiting
+        self._queues.pop(model_id, None)
+
     def forget_idle_models(self, active: Collection[ModelId]) -> None:
         """Remove the queues of models that have no waiting request and are not `active`.
 

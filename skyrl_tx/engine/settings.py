@@ -8,6 +8,9 @@ from skyrl_tx.process_setup import CommonSettings
 class EngineSettings(CommonSettings):
     """Settings of the engine process. The command line composes them with those of the other components."""
 
+    engines: int = Field(default=1, ge=1, le=64)
+    """Engines that share the database, which must be PostgreSQL.
+    `serve` starts as many, each with a part of the devices. For `engine`, any number above 1 lets it join others."""
     gap_timeout_s: float = Field(default=10.0, ge=0)
     """How long a training request waits while an earlier sequence number is missing."""
     training_steps_per_turn: int = Field(default=1, ge=1)

@@ -60,7 +60,8 @@ def replay_quarantined(
 
     Returns early when the engine stops.
     """
-    quarantined = [QueuedRequest.from_row(row) for row in context.store.read(futures.in_flight)]
+    store = context.store
+    quarantined = [QueuedRequest.from_row(row) for row in store.read(lambda tx: futures.in_flight(tx, store.engine))]
     if not quarantined:
         return
     _log.warning("%d requests were running at the last crash; each runs alone now", len(quarantined))

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -61,6 +62,7 @@ class StatusPublisher:
             "eos_token_ids": list(capabilities.eos_token_ids),
             "max_topk_logprobs": capabilities.max_topk_logprobs,
             "fingerprint": dict(capabilities.fingerprint),
+            "base_model_hash": capabilities.base_model_hash,
         }
         self._publish()
 
@@ -92,6 +94,8 @@ class StatusPublisher:
         def work(tx: Session) -> None:
             now = engine_state.shared_time(tx)
             row = EngineStateRow(
+                number=self._store.engine,
+                host=socket.gethostname(),
                 boot_id=self._boot_id,
                 pid=os.getpid(),
                 status=status,

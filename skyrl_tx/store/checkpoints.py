@@ -198,6 +198,9 @@ _REFERENCES = (
     select(col(SamplingSessionRow.sampler_id)).where(col(SamplingSessionRow.sampler_id).is_not(None)),
     select(col(CheckpointRow.artifact_id)),
     select(col(SnapshotRow.artifact_id)),
+    select(col(RequestRow.sampler_id)).where(
+        col(RequestRow.status) == literal_column("'open'"), col(RequestRow.sampler_id).is_not(None)
+    ),
 )
 _COVERED = (
     select(SnapshotRow.effect_order).where(SnapshotRow.model_id == RequestRow.model_id).correlate(RequestRow)
@@ -213,7 +216,7 @@ _LOADS_THAT_MAY_RUN = select(col(RequestRow.body), col(RequestRow.body_crc), col
 
 
 def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
-    """Return every artifact that a checkpoint, a snapshot, a sampler, or a load that may still run refers to.
+    """Return every artifact that a checkpoint, a snapshot, a sampler, an open sample or a load that may run refers to.
 
     Returns None while that is unknown: the body of an open load is damaged. The load will fail soon, but an engine may
     hold its undamaged body in memory.

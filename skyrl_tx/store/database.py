@@ -28,7 +28,7 @@ _Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
 
 _MAX_IDS = 1024
 
-HEAD = "0015"
+HEAD = "0016"
 """Newest revision in `migrations`, repeated here so that a current database opens without importing alembic (0.3 s)."""
 _DATABASE_NOTE = "database"
 """File with the name of an external database. With another database, no run and no checkpoint would be there."""
@@ -58,22 +58,26 @@ class Store:
         url: str | None = None,
         busy_timeout_s: float = 10.0,
         retry: RetryPolicy | None = None,
+        is_shared: bool = False,
     ) -> Self:
         """Open the database in a role, creating or migrating it as needed.
 
         Several processes may have the role `tool` at once, and on PostgreSQL also `api`. Raises StoreInUse if the role
         is taken, and StoreError if the database cannot be used. `url` names another file ("sqlite:///path") or a
         PostgreSQL database ("postgresql://user@host/name"). `busy_timeout_s` is the time for which a write waits for
-        writes of other processes; with `retry` it is then repeated, as it is while the disk is full.
+        writes of other processes; with `retry` it is then repeated, as it is while the disk is full. With `is_shared`,
+        several processes may have the role `engine`, each with a number; PostgreSQL only.
         """
         dialect = _dialect(data_dir, url, busy_timeout_s)
+        if is_shared:
+            dialect.share()
         with ExitStack() as stack:
             try:
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_database(data_dir, dialect.name)
                 make_private(data_dir, dialect.files)
                 if role in dialect.file_locked:
-                    stack.enter_context(role_lock(data_dir, role))
+                    stack.enter_context(role_lock(data_dir, role, is_shared=is_shared))
                 write_engine = dialect.writer(role)
                 stack.callback(write_engine.dispose)
                 with file_lock(data_dir / "schema.lock"):  # SQLite's own does not cover a new file's journal mode
@@ -169,6 +173,16 @@ class Store:
         They run on the writer thread before the callers get their results, so they must be fast.
         """
         self._writer.observe_seconds, self._writer.observe_size = seconds, size
+
+    @property
+    def engine(self) -> int:
+        """The number of the engine that this process is; 1 in other roles."""
+        return self._dialect.engine
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several engines may share the database."""
+        return self._dialect.is_shared
 
     def wake(self) -> None:
         """End this process's current or next `wait`."""

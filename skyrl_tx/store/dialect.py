@@ -76,6 +76,17 @@ class Dialect(ABC):
     """The database in error messages, without its password."""
     files: tuple[Path, ...] = ()
     """The files of the database that this process opens; some may not exist."""
+    engine = 1
+    """The number of the engine that this process is, once its writer has connected."""
+    is_shared = False
+    """Whether several engines may share the database."""
+
+    def share(self) -> None:
+        """Let several engines share the database. Raises StoreError if this kind of database cannot be shared.
+
+        The default is for databases of one machine.
+        """
+        raise StoreError("--engines: several engines need a PostgreSQL database; name one with --database-url")
 
     @property
     @abstractmethod
@@ -145,18 +156,19 @@ class Dialect(ABC):
 
 
 @contextmanager
-def role_lock(data_dir: Path, role: str) -> Generator[None]:
+def role_lock(data_dir: Path, role: str, *, is_shared: bool = False) -> Generator[None]:
     """Hold a role's file lock, which the kernel releases when the process ends.
 
+    With `is_shared`, other processes may hold it too, if they say the same; the file then names the last of them.
     Raises StoreInUse with the holder's process id if another process holds it.
     """
     with open(data_dir / f"{role}.lock", "a+", opener=open_private) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise StoreInUse(f"data directory {data_dir} is in use: its {role} runs as process {holder}") from None
+            holder = file.read().strip().splitlines()[-1:] or ["unknown"]
+            raise StoreInUse(f"data directory {data_dir} is in use: its {role} runs as process {holder[0]}") from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

@@ -1,12 +1,12 @@
-"""The engine's published status, which the API serves."""
+"""The status that each engine publishes, which the API serves."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
 from sqlalchemy import text, update
-from sqlmodel import Session
+from sqlmodel import Session, col, select
 
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.quotas import Limit, Quota, Subject
@@ -15,6 +15,8 @@ from skyrl_tx.store.tables import EngineStateRow, SubjectKind
 REQUEST_BYTES = 4096
 """Upper estimate of the memory of a queued sample in addition to its prompt."""
 
+FRESH_S = 10.0
+"""Age of a status up to which its engine counts as running; engines publish each second."""
 _MAX_PUBLISHED_OWNERS = 256
 MAX_PAUSES = 256
 
@@ -24,12 +26,14 @@ class SampleLoad:
     """Memory of the queued samples that arrived up to `position`: `num_bytes` of at most `max_bytes`.
 
     Each request counts `REQUEST_BYTES` in addition to its prompt. `by_owner` has the bytes of the owners with the most.
+    `num_requests` counts those without a result.
     """
 
     position: int
     num_bytes: int
     max_bytes: int
     by_owner: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +61,10 @@ class Pause:
         return self.limit in ("training_tokens_per_day", "training_steps_at_once")
 
 
-def pauses_of(row: EngineStateRow | None) -> tuple[Pause, ...]:
-    """Return the published pauses."""
-    if row is None or row.pauses is None:
-        return ()
-    return tuple(Pause(**each) for each in row.pauses)  # pyright: ignore[reportArgumentType]
+def pauses_of(*rows: EngineStateRow | None) -> tuple[Pause, ...]:
+    """Return the pauses that engines have published, each once."""
+    found = [Pause(**each) for row in rows if row is not None for each in row.pauses or ()]  # pyright: ignore
+    return tuple(dict.fromkeys(found))
 
 
 def largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:
@@ -84,23 +87,46 @@ def shared_time(tx: Session) -> float:
 
 
 def publish(tx: Session, row: EngineStateRow) -> None:
-    """Replace the engine's status."""
+    """Replace the status of an engine."""
     tx.merge(row)
 
 
-def report_waiting(tx: Session, detail: str) -> None:
-    """Record why the engine waits; its next published status replaces the reason."""
-    execute(tx, update(EngineStateRow).values(detail=detail, updated_at=shared_time(tx)))
+def report_waiting(tx: Session, number: int, detail: str) -> None:
+    """Record why an engine waits; its next published status replaces the reason."""
+    own = update(EngineStateRow).where(col(EngineStateRow.number) == number)
+    execute(tx, own.values(detail=detail, updated_at=shared_time(tx)))
+
+
+def all_engines(tx: Session) -> list[EngineStateRow]:
+    """Return the latest status of each engine that ever ran, by number."""
+    return list(tx.exec(select(EngineStateRow).order_by(col(EngineStateRow.number))))
+
+
+def main_engine(rows: Sequence[EngineStateRow]) -> EngineStateRow | None:
+    """Return the status that says whether requests are executed: a ready engine's if there is one; None without any."""
+    newest = max((row.updated_at for row in rows), default=0.0)
+    return max(rows, key=lambda row: (is_ready(row, newest), row.updated_at), default=None)
+
+
+def is_ready(row: EngineStateRow, now: float) -> bool:
+    """Whether an engine has lately said that it executes requests. `now` is a `shared_time`."""
+    return row.status == "ready" and now - row.updated_at <= FRESH_S
 
 
 def get(tx: Session) -> EngineStateRow | None:
-    """Return the engine's latest status, or None if no engine ever ran."""
-    return tx.get(EngineStateRow, 1)
+    """Return the latest status of the `main_engine`, or None if no engine ever ran."""
+    return main_engine(all_engines(tx))
 
 
-def sample_load(tx: Session) -> SampleLoad | None:
-    """Return the latest memory load of queued samples, or None if it is unknown."""
-    state = get(tx)
-    if state is None or state.load is None:
+def number_of(tx: Session, host: str, pid: int) -> int | None:
+    """Return the number of the engine that last ran as a process; None if it has published no status."""
+    its_own = col(EngineStateRow.host) == host, col(EngineStateRow.pid) == pid
+    newest = select(EngineStateRow.number).where(*its_own).order_by(col(EngineStateRow.updated_at).desc())
+    return tx.exec(newest.limit(1)).first()
+
+
+def sample_load(row: EngineStateRow | None) -> SampleLoad | None:
+    """Return the published memory load of an engine's queued samples, or None if it is unknown."""
+    if row is None or row.load is None:
         return None
-    return SampleLoad(**state.load)  # pyright: ignore[reportArgumentType]
+    return SampleLoad(**row.load)  # pyright: ignore[reportArgumentType]

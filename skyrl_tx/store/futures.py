@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlmodel import Session, col
 
-from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.prepared import Prepared
 from skyrl_tx.store.tables import AnswerCounterRow, PrunedRow, RequestRow
@@ -66,8 +66,10 @@ class NewRequest:
     model_id: ModelId | None = None
     seq_id: int | None = None
     sampling_session_id: SamplingSessionId | None = None
+    sampler_id: SamplerId | None = None
     digest: bytes | None = None
     is_streamed: bool = False
+    engine: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Submitted:
     request_id: RequestId
     is_new: bool
     position: int | None = None
+    engine: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +166,10 @@ def high_water_mark(tx: Session, scope: str) -> int:
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
 _INSERT = insert(RequestRow)
 _NOT_STARTED = {"status": "open", "attempts": 0, "is_alone": False, "crashes": 0}
-_SUBMITTED_COLUMNS = ("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "body", "is_streamed")
+_SUBMITTED_COLUMNS = (
+    *("kind", "owner", "session_id", "model_id", "seq_id", "sampling_session_id", "sampler_id"),
+    *("body", "is_streamed", "engine"),
+)
 
 
 def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
@@ -190,7 +196,7 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
     # Not null: SQLite changes a row in place, and leaves a large body alone, only if the row's size stays the same.
     values["started_at"] = now
     (position,) = execute(tx, _INSERT, {**values, **_NOT_STARTED}).inserted_primary_key or (None,)
-    return Submitted(name, is_new=True, position=position)
+    return Submitted(name, is_new=True, position=position, engine=new.engine)
 
 
 def idempotency_digest(data: bytes) -> bytes:
@@ -212,22 +218,25 @@ _IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so t
 _IS_LEFT_OUT = and_(
     col(RequestRow.kind) == "model_pass", func.length(col(RequestRow.body)) > bindparam("max_pass_bytes")
 )
+_IS_OF_ENGINE = col(RequestRow.engine) == bindparam("engine")
 _OPEN_AFTER = (
     select(
         *_COLUMNS_WITHOUT_BODY,
         case((_IS_LEFT_OUT, None), else_=col(RequestRow.body)).label("body"),
         case((_IS_LEFT_OUT, func.length(col(RequestRow.body))), else_=0).label("num_left_out"),
     )
-    .where(_IS_OPEN, col(RequestRow.position) > bindparam("after_position"))
+    .where(_IS_OPEN, _IS_OF_ENGINE, col(RequestRow.position) > bindparam("after_position"))
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )
 
 
-def pending(tx: Session, after_position: int, limit: int, max_pass_bytes: int = 2**62) -> list[PendingRequest]:
-    """Return open requests after a position, in order of arrival; larger bodies of passes are left out."""
+def pending(
+    tx: Session, after_position: int, limit: int, max_pass_bytes: int = 2**62, *, engine: int = 1
+) -> list[PendingRequest]:
+    """Return open requests of an engine after a position, in order of arrival; larger bodies of passes are left out."""
     parameters = {"after_position": after_position, "limit": limit, "max_pass_bytes": max_pass_bytes}
-    return _checked(execute(tx, _OPEN_AFTER, parameters))
+    return _checked(execute(tx, _OPEN_AFTER, {**parameters, "engine": engine}))
 
 
 _OPEN_OF_OWNER = _OPEN_AFTER.where(
@@ -238,17 +247,18 @@ _OPEN_OF_OWNER = _OPEN_AFTER.where(
 
 
 def pending_of_owner(
-    tx: Session, owner: str, after_position: int, up_to: int, limit: int, max_pass_bytes: int
+    tx: Session, owner: str, after_position: int, up_to: int, limit: int, max_pass_bytes: int, *, engine: int = 1
 ) -> list[PendingRequest]:
     """Return an owner's open requests to models after a position and up to another one, see `pending`."""
     positions = {"after_position": after_position, "up_to": up_to, "limit": limit}
-    return _checked(execute(tx, _OPEN_OF_OWNER, {"owner": owner, "max_pass_bytes": max_pass_bytes, **positions}))
+    parameters = {"owner": owner, "max_pass_bytes": max_pass_bytes, "engine": engine, **positions}
+    return _checked(execute(tx, _OPEN_OF_OWNER, parameters))
 
 
-def in_flight(tx: Session) -> list[PendingRequest]:
-    """Return the open requests with counted delivery attempts, in order of arrival."""
-    wanted = select(*_COLUMNS).where(_IS_OPEN, col(RequestRow.attempts) > 0).order_by(col(RequestRow.position))
-    return _checked(execute(tx, wanted))
+def in_flight(tx: Session, engine: int = 1) -> list[PendingRequest]:
+    """Return the open requests of an engine with counted delivery attempts, in order of arrival."""
+    is_counted = _IS_OPEN, col(RequestRow.engine) == engine, col(RequestRow.attempts) > 0
+    return _checked(execute(tx, select(*_COLUMNS).where(*is_counted).order_by(col(RequestRow.position))))
 
 
 def not_started_before(tx: Session, model_id: ModelId, seq_id: int) -> list[PendingRequest]:
@@ -322,14 +332,14 @@ def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId], *, is_
 _IS_ALONE: ColumnElement[bool] = literal_column("is_alone", Boolean)  # a literal, so that the partial index is used
 _END_ALONE = (
     update(RequestRow)
-    .where(_IS_ALONE)
+    .where(_IS_ALONE, col(RequestRow.engine) == bindparam("number"))
     .values(is_alone=False, crashes=col(RequestRow.crashes) + bindparam("num_crashes", type_=Integer))
 )
 
 
-def record_end(tx: Session, *, is_crash: bool) -> None:
+def record_end(tx: Session, *, is_crash: bool, engine: int = 1) -> None:
     """Record the end of an engine: a crash counts for the request that ran alone."""
-    execute(tx, _END_ALONE, {"num_crashes": int(is_crash)})
+    execute(tx, _END_ALONE, {"num_crashes": int(is_crash), "number": engine})
 
 
 _MAX_CRASHES = select(func.max(col(RequestRow.crashes))).where(is_in_batch(col(RequestRow.request_id)))

@@ -215,6 +215,15 @@ def _add_over() -> None:
     op.add_column("quotas", sa.Column("over", sa.String, nullable=False, server_default="wait"))
 
 
+def _add_engines() -> None:
+    """Let several engines share the database: each has a number, its models and its requests."""
+    op.execute("ALTER TABLE engine_state RENAME COLUMN id TO number")
+    op.add_column("engine_state", sa.Column("host", sa.String, nullable=False, server_default=""))
+    for table in ("models", "requests", "cancellations"):
+        op.add_column(table, sa.Column("engine", sa.Integer, nullable=False, server_default="1"))
+    op.add_column("requests", sa.Column("sampler_id", sa.String))
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
@@ -235,4 +244,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0013": _add_project_members,
     "0014": _add_custom_losses,
     "0015": _add_over,
+    "0016": _add_engines,
 }

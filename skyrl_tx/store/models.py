@@ -41,10 +41,11 @@ class ModelRef:
     session_id: SessionId
     owner: str
     last_request_at: float
+    engine: int
 
 
 _FIND = (
-    select(ModelRow.session_id, SessionRow.owner, ModelRow.last_request_at)
+    select(ModelRow.session_id, SessionRow.owner, ModelRow.last_request_at, ModelRow.engine)
     .join(SessionRow)
     .where(ModelRow.model_id == bindparam("model_id"), col(ModelRow.deleted_at).is_(None))
 )
@@ -97,6 +98,14 @@ def is_deleted(tx: Session, model_id: ModelId) -> bool:
 def owner(tx: Session, model_id: ModelId) -> str | None:
     """Return the owner of a model, or None if there is none or it is deleted."""
     return execute(tx, _OWNER, {"model_id": model_id}).scalar_one_or_none()
+
+
+_ENGINE = select(ModelRow.engine).where(ModelRow.model_id == bindparam("model_id"))
+
+
+def engine_of(tx: Session, model_id: ModelId) -> int | None:
+    """Return the number of a model's engine, or None if there is no such model."""
+    return execute(tx, _ENGINE, {"model_id": model_id}).scalar_one_or_none()
 
 
 def set_status(tx: Session, model_id: ModelId, status: ModelStatus) -> None:

@@ -1,4 +1,4 @@
-"""PostgreSQL: a database that one engine and any number of API processes share.
+"""PostgreSQL: a database that engines and any number of API processes share.
 
 Roles and write transactions use PostgreSQL's advisory locks in the database that the URL names. Advisory locks and
 LISTEN belong to a connection, so a connection pooler in transaction mode cannot be used.
@@ -24,22 +24,29 @@ from sqlmodel import Session
 
 from skyrl_tx.store.dialect import DISK_FAILED, FAILED, LOCKED, NO_SPACE, PEER, Dialect, Failure, Notifier, Role
 from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.leases import ENGINE_CHANNEL, ENGINE_CLASS, LOCK_CLASS, MAX_ENGINES
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_LOCK_CLASS = 0x736B7478
-"""First key of our advisory locks; the second is one of these."""
 _WRITE_LOCK = 1
-"""Held by each write transaction, exclusively."""
+"""Held by each write transaction, exclusively. It is the second key of a lock, as the role locks are."""
 _ROLE_LOCKS: dict[Role, int] = {"engine": 2, "api": 3}
-"""Held by the engine's write connection, exclusively, and by the LISTEN connection of each API, shared."""
-_CHANNELS: dict[Role, bytes] = {"api": b"skyrl_tx_api", "engine": b"skyrl_tx_engine", "tool": b"skyrl_tx_tool"}
+"""Held by the LISTEN connection of each API, shared, and by the write connection of an engine.
+
+An engine holds it exclusively, or shared if it shares the database with others.
+"""
+_CHANNELS: dict[Role, bytes] = {
+    "api": b"skyrl_tx_api",
+    "engine": ENGINE_CHANNEL.encode(),
+    "tool": b"skyrl_tx_tool",
+}
 _ROLE_TIMEOUT_S = 3.0
 """Wait for a role to become free: PostgreSQL closes the connection of a dead process a moment later."""
 
 _NUM_READERS = 16
 """Read connections per process, of the 100 that a PostgreSQL server accepts by default."""
+_LEASE_POLL_S = 0.05
 _RECONNECT_S = 0.5
 _CONNECT_OPTIONS: dict[str, str | int] = {
     "connect_timeout": 5,
@@ -96,6 +103,10 @@ class Postgresql(Dialect):
         self._name = URL.create("postgresql", host=url.host, port=url.port, database=url.database)
         self.label = url.set(drivername="postgresql", query={}).render_as_string()
 
+    def share(self) -> None:
+        """Let several engines have the role, each with a number of its own."""
+        self.is_shared = True
+
     @property
     def name(self) -> str | None:
         """URL with server and database only, because users and passwords change."""
@@ -124,7 +135,7 @@ class Postgresql(Dialect):
             has_connected = True
 
         def on_begin(connection: Connection) -> None:
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(%s, %s)", (_LOCK_CLASS, _WRITE_LOCK))
+            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(%s, %s)", (LOCK_CLASS, _WRITE_LOCK))
 
         def on_commit(connection: Connection) -> None:
             connection.exec_driver_sql(f"NOTIFY {_CHANNELS[PEER[role]].decode()}")
@@ -165,16 +176,32 @@ class Postgresql(Dialect):
         connection.commit()
 
     def _take_engine_role(self, connection: psycopg.Connection) -> None:
-        lock = _LOCK_CLASS, _ROLE_LOCKS["engine"]
-        timeout_ms = str(round(min(self._busy_timeout_s, _ROLE_TIMEOUT_S) * 1000))
+        lock = LOCK_CLASS, _ROLE_LOCKS["engine"]
+        timeout_s = min(self._busy_timeout_s, _ROLE_TIMEOUT_S)
         try:
-            connection.execute("SELECT set_config('lock_timeout', %s, true)", (timeout_ms,))
-            connection.execute("SELECT pg_advisory_lock(%s, %s)", lock)
+            connection.execute("SELECT set_config('lock_timeout', %s, true)", (str(round(timeout_s * 1000)),))
+            kind = b"_shared" if self.is_shared else b""
+            connection.execute(b"SELECT pg_advisory_lock" + kind + b"(%s, %s)", lock)
             connection.commit()
         except psycopg.errors.LockNotAvailable:
             connection.rollback()
             (holder,) = connection.execute(_HOLDER, lock).fetchone() or ("another process",)
-            raise StoreInUse(f"database {self.label} is in use by {holder}") from None
+            advice = "; engines that share a database are all started with --engines" if self.is_shared else ""
+            raise StoreInUse(f"database {self.label} is in use by {holder}{advice}") from None
+        self.engine = self._take_lease(connection, timeout_s)
+
+    def _take_lease(self, connection: psycopg.Connection, timeout_s: float) -> int:
+        """Take the lease of the lowest number that is free; see `leases`. Raises StoreInUse if there is none."""
+        end = time.monotonic() + timeout_s
+        while True:
+            for number in range(1, MAX_ENGINES + 1 if self.is_shared else 2):
+                taken = connection.execute("SELECT pg_try_advisory_lock(%s, %s)", (ENGINE_CLASS, number)).fetchone()
+                connection.commit()
+                if taken == (True,):
+                    return number
+            if time.monotonic() >= end:
+                raise StoreInUse(f"database {self.label} is in use by as many engines as can share it")
+            time.sleep(_LEASE_POLL_S)
 
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
         """Copy with `pg_dump`, in the state of one transaction."""
@@ -227,7 +254,7 @@ class Postgresql(Dialect):
         try:
             self._prepare(connection)
             if role == "api":
-                connection.execute("SELECT pg_advisory_lock_shared(%s, %s)", (_LOCK_CLASS, _ROLE_LOCKS["api"]))
+                connection.execute("SELECT pg_advisory_lock_shared(%s, %s)", (LOCK_CLASS, _ROLE_LOCKS["api"]))
             connection.execute(b"LISTEN " + _CHANNELS[role])
         except BaseException:
             connection.close()
@@ -315,7 +342,7 @@ class _PostgresqlNotifier(Notifier):
 
     def is_peer_running(self) -> bool:
         with self._reader.connect() as connection:
-            parameters = {"class": _LOCK_CLASS, "lock": _ROLE_LOCKS[PEER[self._role]]}
+            parameters = {"class": LOCK_CLASS, "lock": _ROLE_LOCKS[PEER[self._role]]}
             return connection.execute(_HOLDS, parameters).first() is not None
 
     def close(self) -> None:

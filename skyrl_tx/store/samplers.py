@@ -9,7 +9,7 @@ from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, existing
-from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow
 
 
 def create_session(tx: Session, row: SamplingSessionRow) -> bool:
@@ -133,12 +133,22 @@ class EphemeralSampler:
     request_id: RequestId
 
 
-def list_ephemeral(tx: Session) -> list[EphemeralSampler]:
-    """Return the ephemeral samplers that are not released."""
-    of_sampler = col(SamplingSessionRow.model_id), col(SamplingSessionRow.sampler_id)
-    columns = (*of_sampler, col(SamplingSessionRow.request_id))
-    kept = select(*columns).where(*(column.is_not(None) for column in columns))
+_OF_SAMPLER = col(SamplingSessionRow.model_id), col(SamplingSessionRow.sampler_id), col(SamplingSessionRow.request_id)
+_KEPT = select(*_OF_SAMPLER).where(*(column.is_not(None) for column in _OF_SAMPLER))
+
+
+def list_ephemeral(tx: Session, engine: int | None = None) -> list[EphemeralSampler]:
+    """Return the ephemeral samplers that are not released: all, or those of an engine's models."""
+    of_engine = select_columns(col(ModelRow.model_id)).where(col(ModelRow.engine) == engine)
+    kept = _KEPT if engine is None else _KEPT.where(col(SamplingSessionRow.model_id).in_(of_engine))
     return [EphemeralSampler(*row) for row in execute(tx, kept)]
+
+
+def model_of(tx: Session, sampler: SamplerId) -> ModelId | None:
+    """Return the model of an ephemeral sampler that is not released; None for other samplers."""
+    wanted = select(SamplingSessionRow.model_id).where(col(SamplingSessionRow.sampler_id) == sampler)
+    found = tx.exec(wanted.where(col(SamplingSessionRow.model_id).is_not(None)).limit(1)).first()
+    return None if found is None else ModelId(found)
 
 
 def set_size(tx: Session, model_id: ModelId, sampler: SamplerId, size_bytes: int) -> None:

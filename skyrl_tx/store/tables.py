@@ -92,6 +92,8 @@ class ModelRow(SQLModel, table=True):
     """The checkpoint's `tinker://` path that the run began with or loaded last."""
     num_steps: int = Field(default=0, sa_type=BigInteger)
     """Optimizer steps since the run began."""
+    engine: int = 1
+    """Number of the engine that trains the model, the only one that writes its log."""
 
 
 class RequestRow(SQLModel, table=True):
@@ -112,7 +114,7 @@ class RequestRow(SQLModel, table=True):
     )
 
     position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
-    """Order of arrival."""
+    """Order of arrival at its engine: a request that moves to another engine gets a new one."""
     request_id: RequestId = Field(unique=True, sa_type=String)
     kind: str
     owner: str
@@ -120,6 +122,10 @@ class RequestRow(SQLModel, table=True):
     model_id: ModelId | None = Field(default=None, sa_type=String)
     seq_id: int | None = Field(default=None, sa_type=BigInteger)
     sampling_session_id: SamplingSessionId | None = Field(default=None, sa_type=String)
+    sampler_id: SamplerId | None = Field(default=None, sa_type=String)
+    """The sampler of a sample, whose artifact stays while the request is open; None in rows of early releases."""
+    engine: int = 1
+    """Number of the engine that executes the request: that of its model, or one that was chosen for a sample."""
     body: bytes
     digest: bytes
     status: RequestStatus = Field(default="open", sa_type=String)
@@ -173,6 +179,8 @@ class CancellationRow(SQLModel, table=True):
 
     position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
     request_id: RequestId = Field(sa_type=String)
+    engine: int = 1
+    """Number of the engine that has the sample."""
 
 
 class SamplingSessionRow(SQLModel, table=True):
@@ -328,12 +336,15 @@ class ProjectMemberRow(SQLModel, table=True):
 
 
 class EngineStateRow(SQLModel, table=True):
-    """The engine's status, published about once a second; one row."""
+    """The status of an engine, published about once a second: one row for each number that an engine ever had."""
 
     __tablename__ = "engine_state"
 
-    id: int = Field(default=1, primary_key=True)
+    number: int = Field(default=1, primary_key=True)
+    """The engine's number, from 1. While it runs it holds the lease of this number, see `leases`."""
     boot_id: str
+    host: str = ""
+    """Name of the machine, or of the container."""
     pid: int
     status: EngineStatus = Field(sa_type=String)
     capabilities: Mapping[str, object] = Field(sa_type=JSON)

@@ -21,7 +21,7 @@ from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine_process import open_store, run_engine
-from skyrl_tx.store import futures, models, samplers, sessions
+from skyrl_tx.store import futures, models, placement, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import ModelRow
@@ -105,15 +105,15 @@ class EngineHarness:
         model_id: ModelId | None = None,
         seq_id: int | None = None,
         sampling_session_id: SamplingSessionId | None = None,
+        engine: int = 1,
     ) -> RequestId:
-        """Store a request, like the API."""
-        return self.api.write(
-            lambda tx: self._submit(
-                tx, request, model_id=model_id, seq_id=seq_id, sampling_session_id=sampling_session_id
-            )
-        )
+        """Store a request, like the API. `engine` executes it if it names no model."""
+        where = {"model_id": model_id, "seq_id": seq_id, "sampling_session_id": sampling_session_id}
+        return self.api.write(lambda tx: self._submit(tx, request, engine=engine, **where))
 
     def _submit(self, tx: Session, request: requests.Request, **where: Any) -> RequestId:
+        if (model_id := where.get("model_id")) is not None:
+            where["engine"] = models.engine_of(tx, model_id) or 1
         new = NewRequest(
             key="",
             kind=request.kind if isinstance(request, requests.Rejected) else codec.kind_of(request),
@@ -137,6 +137,7 @@ class EngineHarness:
                 spec=codec.encode(request.spec),
                 created_at=now,
                 last_request_at=now,
+                engine=placement.for_model(tx),
             )
             models.create(tx, row)
             return self._submit(tx, request, model_id=model_id)

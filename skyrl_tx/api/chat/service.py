@@ -175,15 +175,15 @@ class ChatService:
                 )
                 quotas = self.context.quotas.sampling(caller.owner, caller.key_id, row.session_id, "", sample.request)
                 with quotas as note_stored:
+                    engine = admission.engine_for(row.sampling_session_id)
                     submitted = store.write(
-                        lambda tx, row=row, sample=sample: submission.to_sampler(
-                            tx, row, caller.owner, None, key, sample, is_streamed=is_streamed
+                        lambda tx, row=row, sample=sample, engine=engine: submission.to_sampler(
+                            tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
                         )
                     )
                     if submitted is not None:
                         note_stored()
-        if submitted.position is not None:
-            admission.record(caller.owner, submitted.position, len(sample.body))
+        admission.record(caller.owner, submitted, len(sample.body))
         return texts
 
     def _texts(self, request: ChatRequest) -> list[SampleText]:

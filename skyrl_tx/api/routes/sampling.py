@@ -90,7 +90,10 @@ def _queue_sample(call: Call) -> FutureHandle:
         sample = submission.from_json("sample", schemas.SampleRequest, value, translate, call.check_unknown)
         quotas = call.context.quotas.sampling(owner, call.caller.key_id, row.session_id, key, sample.request)
         with quotas as note_stored:
-            submitted = call.store.write(lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample))
+            engine = call.context.admission.engine_for(session_id)
+            submitted = call.store.write(
+                lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample, engine=engine)
+            )
             if submitted is not None and submitted.is_new:
                 note_stored()
         return owner, sample, submitted
@@ -99,8 +102,7 @@ def _queue_sample(call: Call) -> FutureHandle:
     while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
         owner, sample, submitted = queue()
     call.context.metrics.submitted("sample").inc()
-    if submitted.position is not None:
-        call.context.admission.record(owner, submitted.position, len(sample.body))
+    call.context.admission.record(owner, submitted, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
 
 

@@ -9,9 +9,11 @@ import pytest
 from skyrl_tx.api import engine_status
 from skyrl_tx.api.engine_status import AdmissionControl, EngineHealth, EngineReport
 from skyrl_tx.api.errors import ApiError
+from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
+from skyrl_tx.store.futures import Submitted
 from skyrl_tx.store.tables import EngineStateRow
 
 LIMIT = 10 * REQUEST_BYTES
@@ -41,7 +43,7 @@ def test_health_names_the_problem(age_s, status, detail, write_failure, expected
     row = SimpleNamespace(
         updated_at=at, status=status, detail=detail, activity="sampling", activity_since=at - 29, pauses=None
     )
-    store = SimpleNamespace(read=lambda _: (row, now), write_failure=write_failure)
+    store = SimpleNamespace(read=lambda _: ([row], now), write_failure=write_failure)
     assert EngineHealth(store, silence_s=30.0).report() == EngineReport(problem=expected)
 
 
@@ -58,7 +60,7 @@ def test_health_names_a_long_activity(status, problem, activity) -> None:
     row = SimpleNamespace(
         updated_at=now, status=status, detail="", activity="forward (compiling)", activity_since=now - 40, pauses=None
     )
-    health = EngineHealth(SimpleNamespace(read=lambda _: (row, now), write_failure=None), silence_s=30.0)
+    health = EngineHealth(SimpleNamespace(read=lambda _: ([row], now), write_failure=None), silence_s=30.0)
     assert health.report() == EngineReport(problem=problem, activity=activity)
 
 
@@ -103,7 +105,7 @@ def test_submitted_samples_count_until_the_published_load_includes_them(
     publish_load(store, 0)
     for position in range(1, 11):
         check(admission, "ann", 0)
-        admission.record("ann", position, 0)
+        admission.record("ann", Submitted(RequestId("r"), is_new=True, position=position), 0)
     with pytest.raises(ApiError, match=f"take {LIMIT} of {LIMIT} bytes, {LIMIT} of them yours") as caught:
         check(admission, "ann", 0)
     assert caught.value.status == 429
@@ -131,7 +133,7 @@ def num_admitted(admission: AdmissionControl, owner: str, num_bytes: int = 0) ->
             check(admission, owner, num_bytes)
         except ApiError:
             return number * (num_bytes + REQUEST_BYTES)
-        admission.record(owner, 1000 + number, num_bytes)
+        admission.record(owner, Submitted(RequestId("r"), is_new=True, position=1000 + number), num_bytes)
     raise AssertionError("none was refused")
 
 
