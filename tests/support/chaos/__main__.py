@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,13 +40,19 @@ class Tally:
         return f"| {self.name} | {' | '.join(f'{count:,}' for count in counts)} | {self.num_unequal} |"
 
 
-def kill(server: Server, num_kills: int, seed: int, databases: Databases, where: str) -> Tally:
-    """Run until `num_kills` kills have happened; `where` names the database in the table."""
-    undisturbed = {num_tenants: run(server, num_tenants, []) for num_tenants in (1, 2)}
+def kill(
+    server: Server, num_kills: int, seed: int, databases: Databases, where: str, tenants: Sequence[int] = (1, 2)
+) -> Tally:
+    """Run until `num_kills` kills have happened; `where` names the database in the table.
+
+    The runs have `tenants` in turn. Undisturbed runs have one engine.
+    """
+    undisturbed = {num_tenants: run(replace(server, num_engines=1), num_tenants, []) for num_tenants in tenants}
     tally = Tally(server.name + where)
     while tally.kills.total() < num_kills:
-        num_tenants, started = 1 + tally.num_runs % 2, time.monotonic()
-        found = run(replace(server, database_url=databases()), num_tenants, random_kills(seed, KILLS_A_RUN))
+        num_tenants, started = tenants[tally.num_runs % len(tenants)], time.monotonic()
+        kills = random_kills(seed, KILLS_A_RUN * server.num_engines)
+        found = run(replace(server, database_url=databases()), num_tenants, kills)
         differing = differences(found, undisturbed[num_tenants])
         tally.num_runs += 1
         tally.num_lost += found.num_open
@@ -84,20 +90,29 @@ def main() -> None:
         help="number of kills on the JAX backend, bfloat16; differences do not fail the run",
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the first run; later runs count up")
+    parser.add_argument("--engines", type=int, default=1, help="number of engines on one PostgreSQL database")
+    parser.add_argument("--tenants", type=int, default=None, help="number of tenants; default: 1 and 2 in turn")
     parser.add_argument("--postgresql", action="store_true", help="use PostgreSQL; undisturbed runs use SQLite")
     arguments = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     logging.disable()  # the SDK logs every lost connection
     with ExitStack() as stack:
-        databases = stack.enter_context(PostgresqlServer()).new_database if arguments.postgresql else lambda: None
+        is_postgresql = arguments.postgresql or arguments.engines > 1
+        databases = stack.enter_context(PostgresqlServer()).new_database if is_postgresql else lambda: None
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-jax-")))
-        where = ", PostgreSQL" if arguments.postgresql else ""
+        where = ", PostgreSQL" if is_postgresql else ""
+        where += f", {arguments.engines} engines" if arguments.engines > 1 else ""
+        tenants = (1, 2) if arguments.tenants is None else (arguments.tenants,)
         requested = [
             (arguments.kills, fake_server),
             (arguments.jax_kills, lambda: jax_server(directory)),
             (arguments.bf16_kills, lambda: jax_server(directory / "bf16", "bfloat16")),
         ]
-        tallies = [kill(server(), number, arguments.seed, databases, where) for number, server in requested if number]
+        tallies = [
+            kill(replace(server(), num_engines=arguments.engines), number, arguments.seed, databases, where, tenants)
+            for number, server in requested
+            if number
+        ]
     show(tallies)
     raise SystemExit(1 if any(tally.num_unequal and "bfloat16" not in tally.name for tally in tallies) else 0)
 

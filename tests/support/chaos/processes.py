@@ -1,6 +1,6 @@
-"""API and engine as two processes, each killed by a schedule and restarted immediately.
+"""API and engines as processes, each killed by a schedule and restarted immediately.
 
-Both are forked from a fork server that has imported everything, so that a start takes milliseconds and hundreds of
+They are forked from a fork server that has imported everything, so that a start takes milliseconds and hundreds of
 kills take minutes. Each process imports the main module again, which must therefore be light.
 """
 
@@ -93,10 +93,11 @@ class ServerProcesses:
         engine_flags: Sequence[str],
         database_url: str | None = None,
         slowness: float = 1.0,
+        num_engines: int = 1,
     ) -> None:
-        """Create a data directory in `directory`; both commands get it and their flags.
+        """Create a data directory in `directory`; all commands get it and their flags.
 
-        `slowness` multiplies all times of the kills.
+        `slowness` multiplies all times of the kills, which several engines share out.
         """
         self._slowness = slowness
         self.data_dir = directory / "data"
@@ -119,10 +120,16 @@ class ServerProcesses:
         }
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        self._processes: dict[Role, BaseProcess] = {}
+        if num_engines > 1:
+            self._commands["engine"] += ["--engines", str(num_engines)]
+        self._processes: dict[tuple[Role, int], BaseProcess] = {}
+        of_engines = [kill for kill in kills if kill.victim != "api"]
         self._threads = [
-            threading.Thread(target=self._run, args=("api", [kill for kill in kills if kill.victim == "api"])),
-            threading.Thread(target=self._run, args=("engine", [kill for kill in kills if kill.victim != "api"])),
+            threading.Thread(target=self._run, args=("api", 0, [kill for kill in kills if kill.victim == "api"])),
+            *(
+                threading.Thread(target=self._run, args=("engine", number, of_engines[number::num_engines]))
+                for number in range(num_engines)
+            ),
         ]
 
     def __enter__(self) -> Self:
@@ -141,11 +148,11 @@ class ServerProcesses:
             thread.join()
         self._compare_results()
 
-    def _run(self, role: Role, kills: Sequence[Kill]) -> None:
+    def _run(self, role: Role, number: int, kills: Sequence[Kill]) -> None:
         left = list(kills)
         while not self._end.is_set():
             kill = left[0] if left else None
-            process = self._start(role, kill)
+            process = self._start(role, number, kill)
             if process is None:
                 return
             if kill is None:
@@ -163,11 +170,11 @@ class ServerProcesses:
                 if not has_died:
                     process.kill()
                 if kill.victim == "both":
-                    self._processes["api"].kill()
+                    self._processes["api", 0].kill()
             process.join()
             self._compare_results()
 
-    def _start(self, role: Role, kill: Kill | None) -> BaseProcess | None:
+    def _start(self, role: Role, number: int, kill: Kill | None) -> BaseProcess | None:
         environment = {failpoints.VARIABLE: f"{kill.point}:{kill.nth}"} if kill and kill.point else {}
         process = self._context.Process(
             target=_run_command, args=(self._commands[role], environment, str(self.log_path))
@@ -176,7 +183,7 @@ class ServerProcesses:
             if self._end.is_set():
                 return None
             process.start()
-            self._processes[role] = process
+            self._processes[role, number] = process
         return process
 
     def _wait_for_kill(self, process: BaseProcess, kill: Kill) -> bool:

@@ -39,6 +39,8 @@ class Server:
     """URL of an empty PostgreSQL database; None selects SQLite."""
     slowness: float = 1.0
     """Duration of start and work relative to the fake backend."""
+    num_engines: int = 1
+    """Engines that share the database, which is PostgreSQL if there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,13 @@ def run(server: Server, num_tenants: int, kills: Sequence[Kill], network: Networ
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         directory = Path(name)
         processes = ServerProcesses(
-            directory, kills, server.api_flags, server.engine_flags, server.database_url, server.slowness
+            directory,
+            kills,
+            server.api_flags,
+            server.engine_flags,
+            server.database_url,
+            server.slowness,
+            server.num_engines,
         )
         try:
             with processes, network(processes.url) as url:
