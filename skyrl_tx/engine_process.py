@@ -27,7 +27,7 @@ from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.exposition import MetricsSocket, render
+from skyrl_tx.exposition import MetricsSocket, render, socket_path
 from skyrl_tx.process_setup import (
     CannotServe,
     LogFormat,
@@ -352,17 +352,18 @@ def run_engine(
                 min_free_bytes=settings.min_free_disk_bytes,
             )
             engine = Engine(settings, backend, store, artifacts, EngineMeters(with_owners=settings.metrics_owners))
-            with _served_metrics(settings.data_dir, engine.meters), recorded_notices(store, "engine"):
+            path = socket_path(settings.data_dir, store.engine)
+            with _served_metrics(path, engine.meters), recorded_notices(store, "engine"):
                 engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
         except (BackendLost, StoreError, ArtifactsUnreachable) as error:
             raise EngineLost(f"backend, database or object store lost: {error}") from error
 
 
 @contextmanager
-def _served_metrics(data_dir: Path, meters: EngineMeters) -> Generator[None]:
+def _served_metrics(path: Path, meters: EngineMeters) -> Generator[None]:
     """Serve the engine's metrics to the API. An engine that cannot runs without."""
     try:
-        served = MetricsSocket(data_dir, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
+        served = MetricsSocket(path, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
     except OSError as error:
         _log.warning("the metrics of the engine cannot be served: %s", error)
         yield

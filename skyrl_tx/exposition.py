@@ -1,14 +1,15 @@
-"""Metrics as text, and the Unix socket by which the API reads those of the engine.
+"""Metrics as text, and the Unix sockets by which the API reads those of the engines of this machine.
 
-The socket is in the data directory and open to its owner alone. It takes one short request, sends one text and closes.
+A socket is in the data directory and open to its owner alone. It takes one short request, sends one text and closes.
 A reader waits for a limited time, whatever the engine does.
 """
 
 import asyncio
 import os
+import re
 import socket
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from skyrl_tx.threads import ServiceThread
 
 disable_created_metrics()  # a series of its own for each counter, which no query of ours reads
 
-SOCKET_NAME = "engine-metrics.sock"
+_SOCKET_NAME = re.compile(r"engine-metrics(?:-(\d+))?\.sock")
 END = b"# EOF\n"
 """End mark of a text in OpenMetrics."""
 _MAX_ADDRESS_BYTES = 100
@@ -42,35 +43,39 @@ def render(registry: CollectorRegistry, *, is_openmetrics: bool) -> bytes:
     return openmetrics.generate_latest(registry).removesuffix(END)
 
 
+def socket_path(data_dir: Path, number: int = 1) -> Path:
+    """Return the socket of the engine with a number."""
+    return data_dir / ("engine-metrics.sock" if number == 1 else f"engine-metrics-{number}.sock")
+
+
 @contextmanager
-def _address(data_dir: Path) -> Generator[str]:
-    """Yield the socket's address, by way of a temporary link where the path is too long for one."""
-    path = data_dir / SOCKET_NAME
+def _address(path: Path) -> Generator[str]:
+    """Yield a socket's address, by way of a temporary link where the path is too long for one."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return
     with tempfile.TemporaryDirectory(prefix="skyrl_tx-") as directory:
         link = Path(directory) / "data"
-        link.symlink_to(data_dir.absolute(), target_is_directory=True)
-        yield str(link / SOCKET_NAME)
+        link.symlink_to(path.parent.absolute(), target_is_directory=True)
+        yield str(link / path.name)
 
 
 class MetricsSocket:
     """Serves a text to readers, one after the other, on a thread of its own."""
 
-    def __init__(self, data_dir: Path, render: Callable[[bool], bytes]) -> None:
-        """Listen. `render(is_openmetrics)` returns the text; it is called on the thread.
+    def __init__(self, path: Path, render: Callable[[bool], bytes]) -> None:
+        """Listen at a `socket_path`. `render(is_openmetrics)` returns the text; it is called on the thread.
 
         Raises OSError if the socket cannot be made.
         """
-        self._path = data_dir / SOCKET_NAME
+        self._path = path
         self._render = render
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):  # left by a killed engine
                 self._path.unlink()
-            with _address(data_dir) as address:
+            with _address(path) as address:
                 self._socket.bind(address)
             self._path.chmod(0o600)  # no process can connect before `listen`
             self._socket.listen()
@@ -103,10 +108,44 @@ class MetricsSocket:
 
 
 async def read_metrics(data_dir: Path, *, is_openmetrics: bool, timeout_s: float) -> bytes | None:
-    """Return the engine's text; None if there is no engine, or if it does not respond in time."""
+    """Return the text of the engines that respond in time; None if there is none.
+
+    With several engines each series has a label `engine`, the engine's number.
+    """
+    sockets = [(match[1] or "1", path) for path in data_dir.iterdir() if (match := _SOCKET_NAME.fullmatch(path.name))]
+    sockets.sort(key=lambda each: int(each[0]))
+    texts = await asyncio.gather(*(_read(path, is_openmetrics, timeout_s) for _, path in sockets))
+    found = {number: text for (number, _), text in zip(sockets, texts, strict=True) if text is not None}
+    return joined(found) if len(sockets) > 1 and found else next(iter(found.values()), None)
+
+
+def joined(texts: Mapping[str, bytes]) -> bytes:
+    """Return the texts of several engines as one: each family once, each series with a label `engine`."""
+    families: dict[str, tuple[list[str], list[str]]] = {}  # by name: the lines that describe it, and its series
+    described, series = list[str](), list[str]()
+    for number, text in texts.items():
+        for line in text.decode().splitlines():
+            if line.startswith("# HELP "):
+                is_known = (name := line.split(" ", 3)[2]) in families
+                described, series = families.setdefault(name, ([], []))
+                described = [] if is_known else described
+            if line.startswith("#"):
+                described.append(line)
+            elif line:
+                end = line.index(" ")
+                start = line.find("{", 0, end)
+                series.append(
+                    f'{line[:end]}{{engine="{number}"}}{line[end:]}'
+                    if start < 0
+                    else f'{line[:start]}{{engine="{number}",{line[start + 1 :]}'
+                )
+    return "".join(f"{line}\n" for lines in families.values() for part in lines for line in part).encode()
+
+
+async def _read(path: Path, is_openmetrics: bool, timeout_s: float) -> bytes | None:
     try:
         async with asyncio.timeout(timeout_s):
-            with _address(data_dir) as address:
+            with _address(path) as address:
                 reader, writer = await asyncio.open_unix_connection(address, limit=2**16)
             try:
                 writer.write(_OPENMETRICS if is_openmetrics else _TEXT)

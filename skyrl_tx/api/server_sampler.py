@@ -4,7 +4,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -64,6 +64,25 @@ def rates(before: EngineWord | None, after: EngineWord | None) -> dict[str, floa
     return found
 
 
+def sums(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the numbers of several engines as those of one server.
+
+    Shares of time are means, memory is that of the fullest device, and the requests since a snapshot the most.
+    """
+    found: dict[str, list[float]] = {}
+    for values in each:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: max(values)
+        if name.startswith("memory_") or name == "effects_since_snapshot"
+        else sum(values) / len(values)
+        if name.endswith("_share")
+        else sum(values)
+        for name, values in found.items()
+    }
+
+
 def gauges(word: EngineWord | None) -> dict[str, float]:
     """Return the engine's queues, places, slots, caches and memory."""
     if word is None:
@@ -94,8 +113,8 @@ class ServerSampler:
         self._store = store
         self._metrics = metrics
         self._results = results
-        self._before: EngineWord | None = None
-        self._boot_id: str | None = None
+        self._before: dict[int, EngineWord] = {}
+        self._boot_ids: dict[int, str] = {}
         self._artifacts_at = 0.0
         self._ended = threading.Event()
         self._thread = ServiceThread("server-sampler", self._repeat)
@@ -129,13 +148,14 @@ class ServerSampler:
     def sample(self, now: float) -> dict[str, float]:
         """Read the state of the server and set the gauges; return the values of a row."""
 
-        def look(tx: Session) -> tuple[EngineStateRow | None, float, StoreTotals]:
-            row = engine_state.get(tx)
-            return row, engine_state.shared_time(tx), totals.read(tx, now, engine_state.pauses_of(row))
+        def look(tx: Session) -> tuple[list[EngineStateRow], float, StoreTotals]:
+            rows = engine_state.all_engines(tx)
+            return rows, engine_state.shared_time(tx), totals.read(tx, now, engine_state.pauses_of(*rows))
 
-        row, shared_now, found = self._store.read(look)
+        rows, shared_now, found = self._store.read(look)
         metrics = self._metrics
-        is_ready = row is not None and self._set_engine(row, shared_now)
+        ready = [row for row in rows if self._is_ready(row, shared_now)]
+        self._set_engines(rows, len(ready))
         disk_free = shutil.disk_usage(self._settings.data_dir).free
         oldest_s = 0.0 if found.oldest_at is None else max(now - found.oldest_at, 0.0)
         metrics.requests_open.set(found.num_open)
@@ -143,34 +163,39 @@ class ServerSampler:
         metrics.sessions_active.set(found.num_active_sessions)
         metrics.disk_free.set(disk_free)
         self._set_sizes(now)
-        word = EngineWord.of(row) if is_ready else None
+        words = {row.number: word for row in ready if (word := EngineWord.of(row)) is not None}
         values = {
-            "engine_ready": float(is_ready),
+            "engine_ready": float(bool(ready)),
             "requests_open": found.num_open,
             "oldest_request_s": round(oldest_s, 1),
             "sessions_active": found.num_active_sessions,
             "polls_waiting": self._results.num_waiting,
             "disk_free_bytes": disk_free,
-            **gauges(word),
-            **rates(self._before, word),
+            **sums([gauges(word) for word in words.values()]),
+            **sums([rates(self._before.get(number), word) for number, word in words.items()]),
         }
-        self._before = word
+        self._before = words
         return values
 
-    def _set_engine(self, row: EngineStateRow, shared_now: float) -> bool:
-        """Set the gauges of the engine's status; return whether it executes requests."""
-        metrics = self._metrics
-        is_ready = row.status == "ready" and shared_now - row.updated_at <= self._settings.engine_silence_s
-        metrics.engine_ready.set(is_ready)
-        metrics.engine_word_at.set(row.updated_at)
-        if row.boot_id != self._boot_id:
-            if self._boot_id is not None:
-                metrics.engine_starts.inc()
-            self._boot_id = row.boot_id
-        devices = [str(name) for name in cast(list[object], row.capabilities.get("devices", []))]
+    def _is_ready(self, row: EngineStateRow, shared_now: float) -> bool:
+        """Whether an engine executes requests."""
+        return row.status == "ready" and shared_now - row.updated_at <= self._settings.engine_silence_s
+
+    def _set_engines(self, rows: Sequence[EngineStateRow], num_ready: int) -> None:
+        """Set the gauges of the status of the engines."""
+        metrics, main = self._metrics, engine_state.main_engine(rows)
+        metrics.engine_ready.set(num_ready)
+        if main is None:
+            return
+        metrics.engine_word_at.set(main.updated_at)
+        for row in rows:
+            if row.boot_id != (before := self._boot_ids.get(row.number)):
+                if before is not None:
+                    metrics.engine_starts.inc()
+                self._boot_ids[row.number] = row.boot_id
+        devices = [str(name) for name in cast(list[object], main.capabilities.get("devices", []))]
         if devices:
             metrics.config.info({"device": devices[0], "num_devices": str(len(devices))})
-        return is_ready
 
     def _set_sizes(self, now: float) -> None:
         metrics = self._metrics

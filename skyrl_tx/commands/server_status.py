@@ -52,8 +52,9 @@ class ServerStatus:
 def read(tx: Session) -> ServerStatus:
     """Read the state of the server."""
     now, shared_now = time.time(), engine_state.shared_time(tx)
-    row = engine_state.get(tx)
-    found = totals.read(tx, now, engine_state.pauses_of(row))
+    rows = engine_state.all_engines(tx)
+    row = engine_state.main_engine(rows)
+    found = totals.read(tx, now, engine_state.pauses_of(*rows))
     points = server_points.since(tx, now - HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
     return ServerStatus(

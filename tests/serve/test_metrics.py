@@ -12,7 +12,7 @@ import httpx
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
-from skyrl_tx.exposition import SOCKET_NAME
+from skyrl_tx.exposition import socket_path
 from skyrl_tx.store import engine_state, notices
 from skyrl_tx.store.database import Store
 from tests.support.live_server import LiveServer
@@ -48,8 +48,8 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     flags = ("--base-model", "fake", "--backend", "fake", "--metrics-owners", "--log-format", "json")
     with LiveServer(data_dir, flags=(*flags, "--backend-config.sample-slots", "8")) as server:
-        socket_path = data_dir / SOCKET_NAME
-        assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
+        served = socket_path(data_dir)
+        assert stat.S_IMODE(served.stat().st_mode) == 0o600
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
         training = service.create_lora_training_client("fake", rank=8).result()
         for _ in range(3):
@@ -122,4 +122,4 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
             until(lambda: (row := store.read(engine_state.get)) is not None and row.meters is not None, within_s=10)
         finally:
             store.close()
-    assert not socket_path.exists()
+    assert not socket_path(data_dir).exists()

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlmodel import Session
 
-from skyrl_tx.api.server_sampler import EngineWord, gauges, rates
+from skyrl_tx.api.server_sampler import EngineWord, gauges, rates, sums
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.store import engine_state, server_points
 from skyrl_tx.store.tables import EngineStateRow
@@ -45,6 +45,16 @@ def test_gauges_leave_out_what_the_backend_does_not_tell() -> None:
     assert (found["training_waiting"], found["models_resident"], found["decode_slots_used"]) == (2, 3, 2)
     assert (found["memory_used_bytes"], found["memory_limit_bytes"]) == (7, 9), "of the fullest device"
     assert "kv_cache_tokens" not in found and gauges(None) == {}
+
+
+def test_numbers_of_several_engines_are_those_of_one_server() -> None:
+    found = sums([gauges(word(1.0, decode_slots=8)), gauges(word(1.0, decode_slots=4))])
+    assert (found["training_waiting"], found["models_resident"], found["decode_slots"]) == (4, 6, 12)
+    ran = [rates(word(0.0), word(10.0, tokens=tokens, busy_s=busy_s)) for tokens, busy_s in ((500, 10.0), (100, 5.0))]
+    assert (sums(ran)["training_tokens_per_s"], sums(ran)["train_share"]) == (60.0, 0.75)
+    memory = [{"used_bytes": 5, "limit_bytes": 9}], [{"used_bytes": 7, "limit_bytes": 9}]
+    assert sums([gauges(word(1.0, device_memory=each)) for each in memory])["memory_used_bytes"] == 7
+    assert sums([]) == {} and sums([{"a": 1.5}]) == {"a": 1.5}
 
 
 def test_a_row_is_written_each_ten_seconds_with_and_without_an_engine(tmp_path: Path) -> None:

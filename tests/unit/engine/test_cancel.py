@@ -14,6 +14,7 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.store import cancellations
 from skyrl_tx.store.engine_state import REQUEST_BYTES
+from skyrl_tx.store.futures import Submitted
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, EngineHarness, sample
 from tests.support.logged_error import logged_error
@@ -122,8 +123,8 @@ def test_requests_cancelled_before_they_are_read_do_not_count_as_back_pressure(t
     harness.answer(sample())
     before = harness.submit(long(max_tokens=320))
     doomed = [harness.submit(sample()) for _ in range(20)]
-    for position in range(3, 3 + len(doomed)):
-        admission.record("local", position, 0)
+    for position, request_id in enumerate(doomed, start=3):
+        admission.record("local", Submitted(request_id, is_new=True, position=position), 0)
     with pytest.raises(ApiError, match="send this one later"):
         check(admission, "local", 0)
     for request_id in doomed:
