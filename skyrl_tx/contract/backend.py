@@ -72,6 +72,17 @@ class Pass(ABC):
         """Discard the pass and its gradients. Idempotent; does nothing after `results`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRank:
+    """This host among several that compute one backend together, each a process."""
+
+    rank: int
+    """From 0 to size - 1; the engine runs on the host of rank 0."""
+    size: int
+    coordinator: str
+    """Host and port of rank 0 at which backends may find each other, for their own use."""
+
+
 class SamplingBackend(ABC):
     """Draws samples from the base model and from frozen weights: the half of a backend that trains nothing.
 
@@ -143,6 +154,15 @@ class AbstractBackend(SamplingBackend):
     @abstractmethod
     def start(self) -> Capabilities:
         """Load the base model, compile what is needed often, and return what this backend can do. Called once."""
+
+    def join_hosts(self, rank: HostRank) -> None:
+        """Become one of several hosts that make the same calls in the same order. Called once, before `start`.
+
+        A backend that overrides this returns the same results on every host, and raises the same error on all or
+        BackendLost: memory, clocks and the order of sets may differ between hosts and must decide nothing. The default
+        refuses.
+        """
+        raise UserError(f"--hosts.size {rank.size}: this backend computes on one host")
 
     @abstractmethod
     def close(self) -> None:

@@ -3,7 +3,7 @@
     python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample} {shared,own} fsdp=1 fsdp=4,tp=2
 
 `sample` also trains first; `shared` and `own` are forms of experts' adapters. The results include `bytes`, the size of
-the base weights on each device.
+the base weights on each device of the process. With `--host RANK ADDRESS` at the end it is one of two processes.
 """
 
 import sys
@@ -13,9 +13,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from skyrl_tx.backends.jax import distributed
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.backend import HostRank, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
@@ -63,8 +64,8 @@ def state(backend: JaxBackend, name: str) -> dict[str, np.ndarray]:
 
 
 def leaves(backend: JaxBackend) -> list[jax.Array]:
-    held = backend.capture(MODEL, PARTS)
-    return jax.tree.leaves((held.parts[StatePart.WEIGHTS], held.parts[StatePart.OPTIMIZER]))
+    state = backend._pool.get(MODEL)
+    return jax.tree.leaves((state.adapter.weights, state.optimizer))
 
 
 def have_equal_sharding(x: jax.Array, y: jax.Array) -> bool:
@@ -134,8 +135,12 @@ def bytes_by_device(params: object) -> Counter[int]:
 
 
 def main() -> None:
-    directory, output, last, expert_lora = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-    for mesh in sys.argv[5:]:
+    arguments, _, host = " ".join(sys.argv[1:]).partition(" --host ")
+    directory, output, last, expert_lora, *meshes = arguments.split(" ")
+    if host:
+        rank, coordinator = host.split(" ")
+        distributed.join(HostRank(rank=int(rank), size=2, coordinator=coordinator))
+    for mesh in meshes:
         config = JaxConfig(
             compile_cache_dir=None,
             expert_lora=expert_lora,  # type: ignore[arg-type]
@@ -151,7 +156,7 @@ def main() -> None:
         if last == "sample":
             found |= sample(backend)
         found["bytes"] = np.array(list(bytes_by_device(backend._params).values()))
-        np.savez(output / f"{mesh}.npz", **found)
+        np.savez(Path(output) / f"{mesh}.npz", **found)
 
 
 if __name__ == "__main__":

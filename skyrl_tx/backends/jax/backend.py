@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import checkpoint, mesh
+from skyrl_tx.backends.jax import checkpoint, distributed, mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
@@ -22,7 +22,7 @@ from skyrl_tx.backends.jax.train.adapters import AdapterPool, apply_gradient, fr
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.warmup import warm_up
-from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
+from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
@@ -46,6 +46,10 @@ class JaxBackend(AbstractBackend):
         self._base_model = base_model
         self._config = config
         self._is_started = False
+
+    def join_hosts(self, rank: HostRank) -> None:
+        """See AbstractBackend."""
+        distributed.join(rank)
 
     def start(self) -> Capabilities:
         """See AbstractBackend. Raises UserError for a model or mesh that is not supported."""
@@ -280,6 +284,7 @@ class JaxBackend(AbstractBackend):
                 "device": device.device_kind,
                 "dtype": self._dtype.name,
                 "mesh": str(config.mesh),
+                **distributed.fingerprint(),
                 "attention_kernel": self._kernels.attention_name,
                 **self.fingerprint_changes(),
                 "sample_slots": f"{config.sample_slots} of {self._sample_memory.tokens} tokens",

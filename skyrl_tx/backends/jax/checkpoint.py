@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from skyrl_tx.backends.jax.distributed import fetch_one_by_one, is_distributed
 from skyrl_tx.backends.jax.train.adapters import TrainingState, padded_rank, resize_rank
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.contract.backend import Snapshot, StatePart
@@ -58,6 +59,8 @@ class AdapterSnapshot(Snapshot):
 def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterFormat) -> AdapterSnapshot:
     """Return a snapshot that refers to the state's arrays, and start to copy them to the host.
 
+    With several hosts it has copies, because `write` must not communicate.
+
     Arrays of a training state must never be donated to a compiled function, because a snapshot may refer to them.
     """
     present: dict[StatePart, Any] = {
@@ -72,6 +75,8 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
         targets=state.targets,
         parts={part: present[part] for part in parts},
     )
+    if is_distributed():
+        return replace(snapshot, parts=fetch_one_by_one(dict(snapshot.parts)))
     for leaf in jax.tree.leaves(dict(snapshot.parts)):
         leaf.copy_to_host_async()
     return snapshot

@@ -8,6 +8,7 @@ import jax.monitoring
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from skyrl_tx.backends.jax.distributed import put
 from skyrl_tx.backends.jax.memory import is_exhausted
 from skyrl_tx.contract.errors import BackendLost
 
@@ -27,7 +28,7 @@ def check_devices(mesh: Mesh) -> None:
     """
     numbers = np.arange(_PROBE_SIZE * mesh.size, dtype=np.float32)
     try:
-        placed = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+        placed = put(numbers, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
         found = float(_sum(placed))
     except jax.errors.JaxRuntimeError as error:
         if is_exhausted(error):

@@ -12,9 +12,10 @@ import jax
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK, Costs, costs_of
+from skyrl_tx.backends.jax.distributed import agreed, is_distributed, own_devices
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
-from skyrl_tx.contract.errors import CapacityError
+from skyrl_tx.contract.errors import BackendLost, CapacityError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import WHOLE, Layout
@@ -84,9 +85,18 @@ def is_exhausted(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def no_memory(purpose: str, error: Exception) -> CapacityError:
-    """Return the client's error for an exhausted device, and log the device's own message."""
+def no_memory(purpose: str, error: Exception) -> CapacityError | BackendLost:
+    """Return the client's error for an exhausted device, and log the device's own message.
+
+    With several hosts the backend is lost: the others may have had enough memory, and wait for this one.
+    """
     log.error("no memory left for %s: %s", purpose, error)
+    if is_distributed():
+        return BackendLost(
+            f"a device of this host has no memory left for {purpose}, and other hosts may have had it; restart with "
+            "a lower --backend-config.micro-batch-tokens, --backend-config.max-lora-adapters or "
+            "--backend-config.max-sample-tokens if this happens again"
+        )
     return CapacityError(
         f"the device has no memory left for {purpose}. State is unchanged. Restart with a lower "
         "--backend-config.max-lora-adapters, --backend-config.max-lora-rank or --backend-config.max-sample-tokens "
@@ -96,7 +106,7 @@ def no_memory(purpose: str, error: Exception) -> CapacityError:
 
 @contextmanager
 def capacity_errors(purpose: str) -> Generator[None]:
-    """Raise CapacityError when the device runs out of memory inside the context."""
+    """Raise the error of `no_memory` when the device runs out of memory inside the context."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -147,9 +157,9 @@ def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> 
 
 
 def device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
-    """Return the memory of each device, in order of their ids; empty when devices do not report their memory."""
+    """Return the memory of each device of this host, by their ids; empty when devices do not report their memory."""
     found: list[DeviceMemory] = []
-    for device in sorted(params.embed.devices(), key=lambda device: device.id):
+    for device in own_devices(params.embed.devices()):
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return ()
@@ -158,8 +168,9 @@ def device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
 
 
 def free_bytes(params: models.DecoderParams) -> int | None:
-    """Return the free memory of the fullest device; None when devices do not report their memory."""
-    return min((each.limit_bytes - each.used_bytes for each in device_memory(params)), default=None)
+    """Return the free memory of the fullest device of all hosts; None when devices do not report their memory."""
+    free = min((each.limit_bytes - each.used_bytes for each in device_memory(params)), default=None)
+    return None if free is None else agreed(free)
 
 
 def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:
@@ -304,9 +315,9 @@ def _free(params: models.DecoderParams) -> int:
 
 
 def _free_on_host(params: models.DecoderParams) -> int:
-    """Return the host's memory less the weights, of which decoding holds a second copy split by layer."""
+    """Return the memory of the smallest host less the weights, of which decoding holds a second copy split by layer."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))
-    return max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0)
+    return agreed(max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0))
 
 
 def _rounded_down(size: int) -> int:

@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.distributed import is_distributed
+from skyrl_tx.backends.jax.distributed import put as put_on
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis, Parameter, map_named
 from skyrl_tx.layers.sharding import Layout
@@ -42,10 +44,14 @@ class MeshError(ValueError):
 
 
 def make_layout(config: MeshConfig) -> Layout:
-    """Return a layout over all devices that JAX sees, or over the first device for a mesh of size 1."""
+    """Return a layout over all devices that JAX sees, or over the first device for a mesh of size 1.
+
+    With several hosts these are the devices of all, those of a host one after another: the last axes are within a host.
+    """
     devices, wanted = jax.devices(), config.num_devices
-    if wanted not in (1, len(devices)):
-        raise MeshError(f"{config} needs {wanted} devices, but there are {len(devices)}")
+    if wanted not in (1, len(devices)) or (wanted < len(devices) and is_distributed()):
+        where = " on all hosts" if is_distributed() else ""
+        raise MeshError(f"{config} needs {wanted} devices, but there are {len(devices)}{where}")
     axes = config.model_dump()
     mesh = Mesh(np.array(devices[:wanted]).reshape(tuple(axes.values())), tuple(axes))
     return Layout(mesh, tuple(RULES.items()))
@@ -87,9 +93,9 @@ def adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool = Fa
     def put(path: str, leaf: Any) -> jax.Array:
         name, factor = path.split(".")[-2:] if "." in path else ("", path)
         if name not in axes:
-            return jax.device_put(leaf, whole)
+            return put_on(leaf, whole)
         own = axes[name][0 if factor == "a" else 1]
-        return jax.device_put(leaf, layout.sharding((None, *own) if is_pool else own, leaf.shape))
+        return put_on(leaf, layout.sharding((None, *own) if is_pool else own, leaf.shape))
 
     return lambda tree: map_named(put, tree)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
@@ -127,7 +128,7 @@ class JaxPrograms:
             )
             for start in range(0, len(samples), FIRST_ROWS)
         ]
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[None], *jax.device_get(drawn))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[None], *fetch(drawn))
 
     # The KV cache
 
@@ -156,7 +157,7 @@ class JaxPrograms:
         size = self._transfer
         last = max(num_positions - size, 0)  # the last block ends at the last position, so it fits into any slot
         return [
-            (start, jax.device_get(programs.read_positions(self.cache, np.int32(slot), np.int32(start), size=size)))
+            (start, fetch(programs.read_positions(self.cache, np.int32(slot), np.int32(start), size=size)))
             for start in (*range(0, last, size), last)
         ]
 
@@ -195,7 +196,7 @@ class JaxPrograms:
                 max_steps=self._config.decode_slice_tokens,
                 max_topk=self._config.max_topk_logprobs,
             )
-            return jax.device_get(drawn)
+            return fetch(drawn)
 
     def _read_length(self, longest: int) -> int:
         """Return the KV read length of a slice before which the longest live sample has `longest` positions."""

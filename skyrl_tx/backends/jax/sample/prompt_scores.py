@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.sample import draw
 from skyrl_tx.backends.jax.sample.blocks import Blocks
 from skyrl_tx.backends.jax.sample.programs import take_adapter
@@ -158,7 +159,7 @@ class PromptScores:
         options, num_rows = self._request.options, self._num_rows
         target_TQ = np.zeros(self._target_TQ.shape, np.float32)
         topk, alt_tokens = _zeros(num_rows + 1, options.topk), _zeros(num_rows, options.alt_tokens_k)
-        for row, window in jax.device_get(self._windows).items():
+        for row, window in fetch(self._windows).items():
             num = min(window.target_PQ.shape[0], num_rows - row)
             own, scored = slice(row, row + num), slice(row + 1, row + num + 1)  # rows, and the tokens that they score
             target_TQ[own] = window.target_PQ[:num]

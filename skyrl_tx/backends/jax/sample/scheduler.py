@@ -134,7 +134,7 @@ class SampleScheduler:
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Remove requests in any state. Unknown ids are ignored."""
         gone = frozenset(request_ids)
-        for request_id in gone:
+        for request_id in sorted(gone):  # the order of a set differs between hosts
             self._score_queue.cancel(request_id)
             self._sample_queue.cancel(request_id)
         self._prefilled = deque(prompt for prompt in self._prefilled if prompt.request.request_id not in gone)

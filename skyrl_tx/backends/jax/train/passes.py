@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.distributed import fetch, is_distributed
 from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted, no_memory
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import step as training
@@ -143,7 +144,7 @@ class JaxPass(Pass):
                 pass
             with self._restart_if_exhausted():  # some devices report an error only when results are read
                 jax.block_until_ready(self._gradients)
-                outputs = jax.device_get([outputs for _, outputs in self._dispatched])
+                outputs = fetch([outputs for _, outputs in self._dispatched])
         results = dict(self._custom_results)  # of a backward pass, which needed them for its weights
         for (step, _), output in zip(self._dispatched, outputs, strict=True):
             request = step.request
@@ -185,6 +186,8 @@ class JaxPass(Pass):
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
+            if is_distributed():  # another host may not be out of memory
+                raise no_memory("this pass", error) from error
             self._restart(self._smaller(error))
             self._has_shrunk = True
             self._limit.num_retries += 1
@@ -208,7 +211,7 @@ class JaxPass(Pass):
             if not self._backward:
                 return outputs
             # Waits for the log-probabilities: from them follow the weights of the backward pass.
-            weighted, own = _evaluate(step, jax.device_get(outputs))
+            weighted, own = _evaluate(step, fetch(outputs))
             self._custom_results |= own
             batch = packing.fill(step.plan, weighted)
         if self._request_gradient is None:

@@ -1,0 +1,51 @@
+"""One host: what the functions for several hosts do there, and what changes when there are several.
+
+`tests/conformance/test_hosts.py` has two processes.
+"""
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from skyrl_tx.backends.jax import distributed, memory, mesh
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.memory import capacity_errors
+from skyrl_tx.contract.errors import BackendLost, CapacityError
+
+
+def test_on_one_host_arrays_and_numbers_are_its_own():
+    whole = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
+    tree = {"a": distributed.put(np.arange(3), whole), "b": np.float32(2)}
+    assert distributed.fetch(tree)["a"].tolist() == distributed.fetch_one_by_one(tree)["a"].tolist() == [0, 1, 2]
+    assert distributed.agreed(3 * 2**20 + 1) == 3 * 2**20 + 1
+    assert not distributed.is_distributed() and distributed.fingerprint() == {}
+
+
+def test_devices_are_in_order_of_their_ids_and_those_of_this_host(monkeypatch):
+    devices = [SimpleNamespace(id=number, process_index=number % 2) for number in (3, 0, 2, 1)]
+    assert [each.id for each in distributed.own_devices(devices)] == [0, 1, 2, 3]
+    monkeypatch.setattr(distributed, "is_distributed", lambda: True)
+    assert [each.id for each in distributed.own_devices(devices)] == [0, 2]
+
+
+def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, caplog):
+    """The other hosts may have had enough memory, and would wait for this one."""
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    with caplog.at_level(logging.CRITICAL):
+        with pytest.raises(CapacityError), capacity_errors("a model"):
+            raise error
+        monkeypatch.setattr(memory, "is_distributed", lambda: True)
+        expected = pytest.raises(BackendLost, match=r"no memory left for a model.*--backend-config.micro-batch-tokens")
+        with expected, capacity_errors("a model"):
+            raise error
+
+
+def test_several_hosts_use_all_devices(monkeypatch):
+    monkeypatch.setattr(mesh, "is_distributed", lambda: True)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace()] * 4)
+    with pytest.raises(mesh.MeshError, match=r"fsdp=1,tp=1,ep=1 needs 1 devices, but there are 4 on all hosts"):
+        mesh.make_layout(MeshConfig())
