@@ -18,7 +18,7 @@ from skyrl_tx import failpoints
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.failpoints import Point, failpoint
 from tests.support.chaos.processes import API_POINTS, ENGINE_POINTS, Kill, random_kills
-from tests.support.chaos.runs import Outcome, differences, fake_server, jax_server, run
+from tests.support.chaos.runs import Outcome, Server, differences, fake_server, jax_server, run
 from tests.support.postgresql_server import PostgresqlServer
 
 # The SDK leaves closing of connections to the garbage collector.
@@ -96,6 +96,33 @@ def test_kills_on_postgresql_change_no_bit(
         found = run(fake_server(postgresql.new_database()), num_tenants, kills)
         assert found.done.total() >= 3, found.done
         assert differences(found, undisturbed_by_tenants[num_tenants]) == []
+
+
+def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], postgresql: PostgresqlServer) -> None:
+    """Compare runs on four engines of one database, which are killed, with an undisturbed run of one engine."""
+    undisturbed = run(server, num_tenants, [])
+    found = run(replace(server, database_url=postgresql.new_database(), num_engines=4), num_tenants, kills)
+    assert sum(found.done[victim, "random time"] for victim in ("engine", "both")) >= 3, found.done
+    assert differences(found, undisturbed) == []
+
+
+@pytest.mark.slow
+def test_kills_of_several_engines_change_no_bit(postgresql: PostgresqlServer) -> None:
+    check_several_engines(fake_server(), 4, random_kills(seed=2, num_kills=16), postgresql)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_kills_of_several_engines_with_many_tenants_change_no_bit(postgresql: PostgresqlServer) -> None:
+    check_several_engines(fake_server(), 40, random_kills(seed=3, num_kills=48), postgresql)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_kills_of_several_engines_on_the_jax_backend_change_no_bit(
+    tmp_path: Path, postgresql: PostgresqlServer
+) -> None:
+    check_several_engines(jax_server(tmp_path), 3, random_kills(seed=4, num_kills=10), postgresql)
 
 
 @pytest.mark.slow

@@ -1,0 +1,149 @@
+"""Throughput of several engines on one PostgreSQL database, compared with one engine.
+
+`skyrl-tx serve --engines N` runs the fake backend, which waits `--step-delay-s` in each step, in place of a device. So
+the engines cost little CPU, and the numbers show what sharing a store costs, not what devices compute. Each tenant
+trains a model over HTTP with one pass in flight, or samples with one request in flight; the requests that get their
+results within `--seconds` are counted.
+"""
+
+import argparse
+import asyncio
+import re
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common import report
+from tests.support.live_server import LiveServer
+from tests.support.postgresql_server import PostgresqlServer
+
+_WARM_UP_S = 3.0
+_TOKENS = list(range(1, 17))
+_DATUM = {
+    "model_input": {"chunks": [{"type": "encoded_text", "tokens": _TOKENS[:-1]}]},
+    "loss_fn_inputs": {
+        "target_tokens": {"data": _TOKENS[1:], "dtype": "int64", "shape": [15]},
+        "weights": {"data": [1.0] * 15, "dtype": "float32", "shape": [15]},
+    },
+}
+_PROMPT = {"chunks": [{"type": "encoded_text", "tokens": _TOKENS}]}
+
+
+class Tenant:
+    """One client with a session, and a model or a sampling session of its own."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+        self._session_id = self._model_id = self._sampler_id = ""
+        self._num_sent = 0
+
+    async def _post(self, endpoint: str, **body: Any) -> dict[str, Any]:
+        answer = await self._http.post(f"/api/v1/{endpoint}", json=body)
+        answer.raise_for_status()
+        return answer.json()
+
+    async def _result(self, handle: dict[str, Any]) -> dict[str, Any]:
+        """Poll until the result of a request is there. Raises RuntimeError if it failed."""
+        while True:
+            answer = await self._http.post("/api/v1/retrieve_future", json={"request_id": handle["request_id"]})
+            if answer.status_code == HTTPStatus.REQUEST_TIMEOUT:
+                continue
+            answer.raise_for_status()
+            if "error" in (found := answer.json()):
+                raise RuntimeError(found["error"])
+            return found
+
+    async def open(self, work: str) -> None:
+        """Create the session, and what the work needs."""
+        self._session_id = (await self._post("create_session", tags=[], sdk_version="0.38.0"))["session_id"]
+        if work == "train":
+            config = {"rank": 8, "seed": 1}
+            new = {"session_id": self._session_id, "model_seq_id": 0, "base_model": "fake", "lora_config": config}
+            self._model_id = (await self._result(await self._post("create_model", **new)))["model_id"]
+        else:
+            new = {"session_id": self._session_id, "sampling_session_seq_id": 0, "base_model": "fake"}
+            self._sampler_id = (await self._post("create_sampling_session", **new))["sampling_session_id"]
+
+    async def train(self) -> None:
+        """Run one pass of one sequence: one step of the backend."""
+        self._num_sent += 1
+        passed = {"data": [_DATUM], "loss_fn": "cross_entropy"}
+        ids = {"model_id": self._model_id, "seq_id": self._num_sent}
+        await self._result(await self._post("forward_backward", **ids, forward_backward_input=passed))
+
+    async def sample(self) -> None:
+        """Draw one sample of 16 tokens: one step of the backend."""
+        self._num_sent += 1
+        ids = {"sampling_session_id": self._sampler_id, "seq_id": self._num_sent}
+        params = {"max_tokens": 16, "temperature": 1.0, "seed": self._num_sent, "stop": []}
+        await self._result(await self._post("asample", **ids, prompt=_PROMPT, num_samples=1, sampling_params=params))
+
+
+async def count(url: str, work: str, num_tenants: int, seconds: float) -> float:
+    """Return the results a second of all tenants together, after a warm-up."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers={"X-API-Key": "tml-local"}) as http:
+        tenants = [Tenant(http) for _ in range(num_tenants)]
+        await asyncio.gather(*(tenant.open(work) for tenant in tenants))
+        num_done, started = 0, time.monotonic()
+
+        async def repeat(run: Callable[[], Awaitable[None]]) -> None:
+            nonlocal num_done
+            while time.monotonic() < started + _WARM_UP_S + seconds:
+                await run()
+                num_done += started + _WARM_UP_S <= time.monotonic() < started + _WARM_UP_S + seconds
+
+        await asyncio.gather(*(repeat(tenant.train if work == "train" else tenant.sample) for tenant in tenants))
+    return num_done / seconds
+
+
+def measure(options: argparse.Namespace, database: PostgresqlServer, work: str, num_engines: int) -> float:
+    """Return the results a second of a server with a number of engines."""
+    flags = ["--base-model", "fake", "--backend", "fake", "--backend-config.sample-slots", "1"]
+    flags += ["--backend-config.step-delay-s", str(options.step_delay_s)]
+    flags += ["--database-url", database.new_database(), "--engines", str(num_engines)]
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-engines-") as directory,
+        LiveServer(Path(directory) / "data", flags=flags, ready_within_s=180) as server,
+    ):
+        if num_engines > 1:
+            ready = re.compile(rf"({num_engines}) of {num_engines} engines are ready")
+            server.wait_for(ready, within_s=180)
+        return asyncio.run(count(server.url, work, options.tenants, options.seconds))
+
+
+def main() -> None:
+    """Measure one engine and several, in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=4, help="number of engines that is compared with one")
+    parser.add_argument("--tenants", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement")
+    parser.add_argument("--step-delay-s", type=float, default=0.1, help="time of each step of the fake backend")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work", nargs="+", choices=("train", "sample"), default=["train", "sample"])
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with PostgresqlServer(is_durable=True) as database:
+        for work in options.work:
+            pairs = [
+                {number: measure(options, database, work, number) for number in (1, options.engines)}
+                for _ in range(options.repeats)
+            ]
+            results[work] = [
+                {
+                    "one_engine_per_s": round(pair[1], 2),
+                    "engines_per_s": round(pair[options.engines], 2),
+                    "times": round(pair[options.engines] / pair[1], 2),
+                }
+                for pair in pairs
+            ]
+    report("engines", options, results, ["sqlalchemy", "psycopg"])
+
+
+if __name__ == "__main__":
+    main()
