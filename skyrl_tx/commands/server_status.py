@@ -82,7 +82,7 @@ def read(tx: Session) -> ServerStatus:
             {"ago_s": round(now - each.at), "owner": each.owner, "kind": each.kind, "message": _message(each.result)}
             for each in totals.failed(tx)
         ],
-        meters={} if row is None or row.meters is None else row.meters,
+        meters=engine_state.meters_of(rows) or {},
         sampled_s=round(now - points[-1][0], 1) if points else None,
         rates={name: round(sum(v.get(name, 0.0) for v in recent) / len(recent), 1) for name in _RATES if recent},
         history={name: [values.get(name, 0.0) for _, values in points] for name in _RATES},

@@ -3,7 +3,9 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from heapq import nlargest
+from typing import cast
 
 from sqlalchemy import text, update
 from sqlmodel import Session, col, select
@@ -106,6 +108,25 @@ def main_engine(rows: Sequence[EngineStateRow]) -> EngineStateRow | None:
     """Return the status that says whether requests are executed: a ready engine's if there is one; None without any."""
     newest = max((row.updated_at for row in rows), default=0.0)
     return max(rows, key=lambda row: (is_ready(row, newest), row.updated_at), default=None)
+
+
+def meters_of(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
+    """Return the sums of what the engines that run have published; None if there is none."""
+    newest = max((row.updated_at for row in rows), default=0.0)
+    found = [row.meters for row in rows if row.meters is not None and newest - row.updated_at <= FRESH_S]
+    return cast(Mapping[str, object], reduce(_added, found)) if found else None
+
+
+def _added(one: object, other: object) -> object:
+    """Add numbers, join lists, and do both in mappings; what only one has stays as it is."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        first, second = cast(dict[str, object], one), cast(dict[str, object], other)
+        return {**second, **first, **{name: _added(first[name], second[name]) for name in first.keys() & second.keys()}}
+    if isinstance(one, list) and isinstance(other, list):
+        return [*cast(list[object], one), *cast(list[object], other)]
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return one + other
+    return cast(object, one)
 
 
 def is_ready(row: EngineStateRow, now: float) -> bool:

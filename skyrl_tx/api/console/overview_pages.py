@@ -11,10 +11,11 @@ import sqlalchemy
 from skyrl_tx import __version__
 from skyrl_tx.api.console.format import duration
 from skyrl_tx.api.console.recent import Recent
+from skyrl_tx.api.console.views.engines import engine_lines
 from skyrl_tx.api.console.views.overview import gauge_tiles, rate_tiles, user_lines
 from skyrl_tx.api.console.views.runs import request_view
 from skyrl_tx.api.console.visit import Page, PageTable, Visit
-from skyrl_tx.store import console_queries, engine_state, notices, server_points, usage
+from skyrl_tx.store import console_queries, engine_holdings, engine_state, notices, server_points, usage
 from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.usage import BUCKET_S
@@ -60,7 +61,8 @@ def overview(visit: Visit) -> Page:
 
 def _overview(visit: Visit) -> Mapping[str, object]:
     now, owner = visit.now, visit.caller.owner_filter
-    state = visit.read(engine_state.get)
+    engines = visit.read(engine_state.all_engines)
+    state = engine_state.main_engine(engines)
     groups = visit.read(lambda tx: console_queries.open_groups(tx, None))
     oldest = min((group.first_position for group in groups), default=None)
     oldest_at = None if oldest is None else visit.read(lambda tx: console_queries.arrived_at(tx, oldest))
@@ -75,7 +77,7 @@ def _overview(visit: Visit) -> Mapping[str, object]:
         "engine": engine_view(visit, state),
         "tiles": [
             *rate_tiles(buckets, history, now),
-            *gauge_tiles(None if state is None else state.meters, history),
+            *gauge_tiles(engine_state.meters_of(engines), history),
         ],
         "waiting": sum(group.number for group in groups),
         "oldest": None if oldest_at is None else duration(max(now - oldest_at, 0.0)),
@@ -106,6 +108,7 @@ def health(visit: Visit) -> Page:
         {
             "engine": engine_view(visit, state),
             "state": state,
+            "engines": engine_lines(visit.read(engine_holdings.holdings), visit.caller.acts_for),
             "capabilities": capabilities,
             "fingerprint": capabilities.get("fingerprint") or {},
             "disk_free": disk.free,

@@ -24,3 +24,42 @@ def test_the_latest_status_is_visible_to_the_api(open_store) -> None:
     row = api.read(engine_state.get)
     assert (row.boot_id, row.pid, row.status, row.detail, row.updated_at) == ("boot", 7, "ready", "", 2.0)
     assert (row.capabilities, row.base_models) == ({"max_context_length": 64, "devices": ["cpu"]}, ["tiny"])
+
+
+def row(number: int, status: str = "ready", updated_at: float = 100.0, meters: object = None) -> EngineStateRow:
+    return EngineStateRow(
+        number=number,
+        boot_id=f"boot {number}",
+        pid=number,
+        status=status,
+        capabilities={},
+        base_models=[],
+        meters=meters,
+        updated_at=updated_at,
+    )
+
+
+def test_the_main_engine_is_one_that_executes_requests() -> None:
+    assert engine_state.main_engine([]) is None
+    rows = [row(1, updated_at=50.0), row(2, "starting", 101.0), row(3, updated_at=99.0)]
+    assert engine_state.main_engine(rows).number == 3
+    assert engine_state.main_engine(rows[:2]).number == 2, "one that was ready once is silent now"
+
+
+def test_meters_of_several_engines_are_added() -> None:
+    assert engine_state.meters_of([]) is None and engine_state.meters_of([row(1)]) is None
+    one, other = ({"totals": {"a": n, "b": 0.5}, "devices": [n], "name": "x"} for n in (1, 2))
+    rows = [row(1, meters=one), row(2, meters=other | {"more": 3}), row(3, updated_at=1.0, meters=one)]
+    expected = {"totals": {"a": 3, "b": 1.0}, "devices": [1, 2], "name": "x", "more": 3}
+    assert engine_state.meters_of(rows) == expected, "an engine that has ended does not count"
+
+
+def test_an_engine_is_known_by_its_process(open_store) -> None:
+    store = open_store("api")
+    for number, host, at in ((1, "a", 1.0), (2, "b", 2.0), (3, "a", 3.0)):
+        found = row(number, updated_at=at)
+        found.host, found.pid = host, 7
+        store.write(lambda tx, found=found: engine_state.publish(tx, found))
+    assert store.read(lambda tx: engine_state.number_of(tx, "a", 7)) == 3, "the newest"
+    assert store.read(lambda tx: engine_state.number_of(tx, "b", 7)) == 2
+    assert store.read(lambda tx: engine_state.number_of(tx, "b", 8)) is None
