@@ -163,7 +163,7 @@ class ServerSampler:
         metrics.sessions_active.set(found.num_active_sessions)
         metrics.disk_free.set(disk_free)
         self._set_sizes(now)
-        words = {row.number: word for row in ready if (word := EngineWord.of(row)) is not None}
+        published = {row.number: word for row in ready if (word := EngineWord.of(row)) is not None}
         values = {
             "engine_ready": float(bool(ready)),
             "requests_open": found.num_open,
@@ -171,10 +171,10 @@ class ServerSampler:
             "sessions_active": found.num_active_sessions,
             "polls_waiting": self._results.num_waiting,
             "disk_free_bytes": disk_free,
-            **sums([gauges(word) for word in words.values()]),
-            **sums([rates(self._before.get(number), word) for number, word in words.items()]),
+            **sums([gauges(word) for word in published.values()]),
+            **sums([rates(self._before.get(number), word) for number, word in published.items()]),
         }
-        self._before = words
+        self._before = published
         return values
 
     def _is_ready(self, row: EngineStateRow, shared_now: float) -> bool:
