@@ -39,7 +39,7 @@ def kind_of(record: requests.Request | results.Result) -> str:
 
 def encode(record: requests.Request | results.Result | requests.ModelSpec) -> bytes:
     """Return the bytes of a record, with its kind and the version of the format."""
-    body = msgspec.msgpack.encode(record, enc_hook=_encode_array)
+    body = msgspec.msgpack.encode(record, enc_hook=encode_array)
     return msgspec.msgpack.encode(_Envelope(VERSION, _NAMES[type(record)], msgspec.Raw(body)))
 
 
@@ -52,12 +52,13 @@ def decode(data: bytes) -> requests.Request | results.Result | requests.ModelSpe
         if envelope.kind not in _KINDS:
             raise CodecError(f"record of unknown kind {envelope.kind!r}")
         kind = cast(type[requests.Request], _KINDS[envelope.kind])
-        return msgspec.msgpack.decode(envelope.body, type=kind, dec_hook=_decode_array)
+        return msgspec.msgpack.decode(envelope.body, type=kind, dec_hook=decode_array)
     except (msgspec.DecodeError, ValueError) as error:
         raise CodecError(f"unreadable record: {error}") from error
 
 
-def _encode_array(value: object) -> object:
+def encode_array(value: object) -> object:
+    """Return an array as dtype, shape and bytes; the `enc_hook` of msgspec for records of the contract."""
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"no encoding for {type(value).__name__}")
     array = cast(NumberArray, value)
@@ -70,7 +71,8 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
-def _decode_array(kind: type, value: Any) -> NumberArray:
+def decode_array(kind: type, value: Any) -> NumberArray:
+    """Return the array of `encode_array`, which is read-only; the `dec_hook` of msgspec."""
     if (get_origin(kind) or kind) is not np.ndarray:
         raise NotImplementedError(f"no decoding for {kind}")
     dtype, shape, data = value

@@ -11,7 +11,7 @@ import pytest
 from skyrl_tx.testing.tiny_models import write_model
 from tests.conformance.test_mesh import PROGRAM, SIZES, Numbers, assert_equal
 from tests.support.fast_jit import FAST_COMPILE_FLAGS
-from tests.support.two_processes import free_ports
+from tests.support.free_ports import free_ports
 
 
 def run(

@@ -11,7 +11,7 @@ from skyrl_tx.backends.jax import devices
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.train import adapters, step
 
-_PROGRAMS = (
+PROGRAMS = (
     (step, "forward"),
     (step, "accumulate"),
     (adapters, "adamw"),
@@ -22,14 +22,15 @@ _PROGRAMS = (
 )
 
 
-def _fail(*_: Any, **__: Any) -> NoReturn:
+def fail(*_: Any, **__: Any) -> NoReturn:
+    """Raise the error of a broken driver."""
     raise jax.errors.JaxRuntimeError("INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 @contextmanager
 def lost_jax_device() -> Generator[None]:
     """Make the programs of training, sampling and `check_devices` raise inside the context."""
-    patches = [patch.object(module, name, _fail) for module, name in _PROGRAMS]
+    patches = [patch.object(module, name, fail) for module, name in PROGRAMS]
     for each in patches:
         each.start()
     try:

@@ -109,6 +109,7 @@ class JaxBackend(AbstractBackend):
         if self._is_started:
             del self._params, self._pool, self._scheduler
             self._is_started = False
+            distributed.leave()
 
     def check_devices(self) -> None:
         """See AbstractBackend."""

@@ -41,6 +41,12 @@ def join(rank: HostRank) -> None:
     log.info("host %d of %d joined in %.1f s", rank.rank, rank.size, time.monotonic() - started)
 
 
+def leave() -> None:
+    """Leave the other hosts, which all do at the same time. Does nothing on one host."""
+    if is_distributed():
+        jax.distributed.shutdown()
+
+
 def is_distributed() -> bool:
     """Return whether this process has joined other hosts. Looks for no devices."""
     return jax.distributed.is_initialized()

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from skyrl_tx.contract import loss_reference
-from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
+from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, CapacityError
@@ -44,6 +44,9 @@ class FakeBackend(AbstractBackend):
         """See AbstractBackend."""
         if self.is_lost:
             raise BackendLost("the fake device is lost")
+
+    def join_hosts(self, rank: HostRank) -> None:
+        """See AbstractBackend. Every host computes all by itself."""
 
     def start(self) -> Capabilities:
         """See AbstractBackend."""

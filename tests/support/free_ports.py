@@ -1,4 +1,4 @@
-"""Ports and processes of tests in which several processes are the hosts of one backend."""
+"""Free ports for tests whose processes must know them before they listen."""
 
 import os
 import random

@@ -1,0 +1,59 @@
+"""A host of rank 1 or above in a process of its own.
+
+    python -m tests.support.follower ADDRESS RANK SIZE LOST_FILE
+
+While a file named LOST_FILE exists, its devices are lost.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skyrl_tx.backends.hosts.following import follow
+from skyrl_tx.backends.hosts.settings import HostsSettings
+from skyrl_tx.testing.fake.backend import FakeBackend
+
+
+@contextmanager
+def follower_process(
+    settings: HostsSettings, lost_file: Path, rank: int = 1, variables: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a follower, and kill it at the end unless it has ended."""
+    arguments = [str(settings.address), str(rank), str(settings.size), str(lost_file)]
+    command = [sys.executable, "-m", "tests.support.follower", *arguments]
+    process = subprocess.Popen(command, env={**os.environ, **(variables or {})})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    address, rank, size, lost_file = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO)
+    FakeBackend.is_lost = property(lambda _: Path(lost_file).exists(), lambda *_: None)  # type: ignore[assignment]
+    if "jax" in os.environ.get("TEST_FOLLOWER_LOSES", ""):
+        _let_jax_programs_fail(Path(lost_file))
+    settings = HostsSettings(address=address, rank=int(rank), size=int(size))
+    follow(settings, on_ready=lambda _: None, on_lost=lambda _: os._exit(1))
+
+
+def _let_jax_programs_fail(lost_file: Path) -> None:
+    from tests.support import lost_jax_device
+
+    def call(program: Any, *arguments: Any, **named: Any) -> Any:
+        return lost_jax_device.fail() if lost_file.exists() else program(*arguments, **named)
+
+    for module, name in lost_jax_device.PROGRAMS:
+        setattr(module, name, partial(call, getattr(module, name)))
+
+
+if __name__ == "__main__":
+    main()
