@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,8 +21,13 @@ from pydantic import BaseModel
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
+from skyrl_tx.backends.hosts.calls import Welcome
+from skyrl_tx.backends.hosts.channel import LeaderLost
+from skyrl_tx.backends.hosts.following import follow
+from skyrl_tx.backends.hosts.leading import LeadingBackend
+from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend
-from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
@@ -86,6 +92,8 @@ class EngineLaunch:
     log_format: LogFormat = "text"
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables of a child's environment, such as those that choose its devices."""
+    hosts: HostsSettings = field(default_factory=HostsSettings)
+    """Several hosts that hold the model together. A rank above 0 runs no engine: it follows that of rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +237,8 @@ def _run_child(launch: EngineLaunch, parent: Connection) -> None:
         _run(launch, parent.send, on_stuck, second_signal_exits=False)
     except Exception as error:
         parent.send(_end_by(error))
+        if launch.hosts.size > 1:
+            os._exit(1)  # at its exit JAX would wait for the other hosts
         sys.exit(1)
 
 
@@ -250,16 +260,39 @@ def _run(
     second_signal_exits: bool,
 ) -> None:
     tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-    backend = find_backend(launch.backend)
+    if launch.hosts.rank > 0:
+        _follow(launch.hosts, on_ready)
+        return
     with _interpreter_watchdog(launch.settings.step_timeout_s):
         run_engine(
             launch.settings,
-            backend,
+            find_backend(launch.backend),
             launch.backend_config,
             on_ready,
             on_stuck,
+            over_hosts=partial(_over_hosts, launch),
             second_signal_exits=second_signal_exits,
         )
+
+
+def _over_hosts(launch: EngineLaunch, backend: AbstractBackend, on_lost: Callable[[str], object]) -> AbstractBackend:
+    """Return the backend as rank 0 of several hosts; as it is on one host."""
+    if launch.hosts.size == 1:
+        return backend
+    welcome = Welcome(
+        backend=launch.backend,
+        base_model=launch.settings.base_model,
+        config=launch.backend_config.model_dump_json().encode(),
+    )
+    return LeadingBackend(backend, launch.hosts, welcome, on_lost=on_lost)
+
+
+def _follow(hosts: HostsSettings, on_ready: Callable[[Capabilities], None]) -> None:
+    """Repeat the calls of rank 0 in this process, which SIGTERM ends at once. Raises EngineLost with rank 0."""
+    try:
+        follow(hosts, on_ready=on_ready, on_lost=_end_stuck_process)
+    except LeaderLost as error:
+        raise EngineLost(str(error)) from error
 
 
 def _end_in_foreground(store: Store, reason: str) -> None:
@@ -326,10 +359,12 @@ def run_engine(
     on_ready: Callable[[Capabilities], None] = lambda _: None,
     on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
     *,
+    over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
     second_signal_exits: bool = True,
 ) -> None:
     """Run an engine on the main thread until SIGTERM or SIGINT.
 
+    `over_hosts` returns the backend with which the engine works; it also receives what ends this process.
     A second signal ends the process at once, unless `second_signal_exits` is False because a parent decides on that.
     Raises EngineLost, and other errors if the engine cannot start.
     """
@@ -344,7 +379,9 @@ def run_engine(
 
     with closing(store), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
         try:
-            backend = spec.load()(settings.base_model, backend_config)
+            backend = over_hosts(
+                spec.load()(settings.base_model, backend_config), lambda reason: on_stuck(store, reason)
+            )
             artifacts = open_artifacts(
                 settings.data_dir,
                 settings.artifacts,

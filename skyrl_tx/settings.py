@@ -13,6 +13,7 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 from skyrl_tx import failpoints
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.artifacts import checked_url
+from skyrl_tx.backends.hosts.settings import HostsSettings, from_leader_worker_set
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.process_setup import LogFormat, LogLevel
@@ -66,6 +67,10 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     """Least severity of log messages."""
     log_format: LogFormat = "text"
     """Form of log lines: text, or one JSON object a line for log collectors."""
+    launcher: Literal["flags", "lws"] = "flags"
+    """Source of size, rank and address of several hosts: --hosts.*, or a Kubernetes LeaderWorkerSet's variables."""
+    hosts: HostsSettings = Field(default_factory=HostsSettings)
+    """Several hosts that hold one model together."""
     backend_config: BaseModel
 
     @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile", "chat_template")
@@ -77,6 +82,17 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     @classmethod
     def _known_place(cls, url: str | None) -> str | None:
         return checked_url(url) if url else None
+
+    @property
+    def joined_hosts(self) -> HostsSettings:
+        """The hosts, as the launcher says. Raises SettingsError if it does not."""
+        try:
+            found = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
+            if found.size > 1:
+                _ = found.host_and_port
+        except ValueError as error:
+            raise SettingsError(f"--{error}") from error
+        return found
 
     def for_api(self) -> ApiSettings:
         """Return the API's settings."""

@@ -17,11 +17,12 @@ from sqlmodel import Session
 from skyrl_tx import __version__
 from skyrl_tx.api.app import ApiServer
 from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifacts
+from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.device_shares import device_shares
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, record_end, run_in_foreground
 from skyrl_tx.process_setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
-from skyrl_tx.settings import ServerSettings
+from skyrl_tx.settings import ServerSettings, SettingsError
 from skyrl_tx.signals import handle_signals
 from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
@@ -217,6 +218,9 @@ async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
 def serve(settings: ServerSettings) -> int:
     """Run the API and the engine until a signal; raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    launch = launch_of(settings)
+    if launch.hosts.rank > 0:
+        raise CannotServe(f"host {launch.hosts.rank} of {launch.hosts.size} serves no API: run `skyrl-tx engine` here")
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
@@ -227,7 +231,6 @@ def serve(settings: ServerSettings) -> int:
         if settings.fresh:
             _abandon_models(store)
         _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
-        launch = launch_of(settings)
         requires_key = not settings.no_auth and store.read(keys.any_made)
         url, num_ready = url_of(listener, settings.scheme), itertools.count(1)
 
@@ -285,8 +288,31 @@ def serve_api(settings: ServerSettings) -> int:
 
 def serve_engine(settings: ServerSettings) -> int:
     """Run the engine alone until a signal; raises CannotServe."""
+    launch = launch_of(settings)
+    if launch.hosts.rank > 0:
+        return _follow(launch, settings.max_engine_starts)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
-    run_in_foreground(launch_of(settings), lambda ready: _log_ready(settings, ready, None))
+    run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
+    return 0
+
+
+def _follow(launch: EngineLaunch, max_starts: int) -> int:
+    """Follow rank 0 until a signal, and start again whenever it ends; raises CannotServe if it refuses this host."""
+    hosts = launch.hosts
+    _log.info("skyrl_tx %s, host %d of %d, which follows %s", __version__, hosts.rank, hosts.size, hosts.address)
+    follower = EngineSupervisor(
+        lambda: EngineProcess(launch),
+        RestartPolicy(max_starts),
+        on_ready=lambda _: _log.info("host %d is ready", hosts.rank),
+        record_end=lambda _end, _since: True,  # rank 0 counts crashes, and gives up
+    )
+
+    async def run() -> None:
+        stop = asyncio.get_running_loop().call_soon_threadsafe
+        with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda _: stop(follower.stop)):
+            await follower.run()
+
+    asyncio.run(run())
     return 0
 
 
@@ -298,7 +324,15 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
         backend_config=settings.backend_config,
         log_level=settings.log_level,
         log_format=settings.log_format,
+        hosts=_hosts_of(settings),
     )
+
+
+def _hosts_of(settings: ServerSettings) -> HostsSettings:
+    try:
+        return settings.joined_hosts
+    except SettingsError as error:
+        raise CannotServe(str(error)) from error
 
 
 def _open_store(settings: ServerSettings) -> Store:

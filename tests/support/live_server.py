@@ -10,7 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-_READY = {"serve": re.compile(r"ready at (https?://\S+);"), "api": re.compile(r"the API alone at (https?://\S+),")}
+_READY = {
+    "serve": re.compile(r"ready at (https?://\S+);"),
+    "api": re.compile(r"the API alone at (https?://\S+),"),
+    "engine": re.compile(r"which follows (\S+)"),
+}
 _ENGINE = re.compile(r"engine process (\d+)")
 
 
@@ -19,13 +23,16 @@ class ServerFailed(Exception):
 
 
 class LiveServer:
-    """A running `skyrl-tx serve` or `skyrl-tx api`, by default on a free port; leaving the context stops it."""
+    """A running `skyrl-tx serve`, `api`, or `engine` of a rank above 0, by default on a free port.
+
+    Leaving the context stops it.
+    """
 
     def __init__(
         self,
         data_dir: Path,
         *,
-        command: Literal["serve", "api"] = "serve",
+        command: Literal["serve", "api", "engine"] = "serve",
         port: int = 0,
         flags: Sequence[str] = ("--base-model", "fake", "--backend", "fake"),
         environment: Mapping[str, str] | None = None,

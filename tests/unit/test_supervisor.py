@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from skyrl_tx import supervisor
+from skyrl_tx.cli import read_settings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd
 from skyrl_tx.process_setup import CannotServe
@@ -15,6 +16,7 @@ from skyrl_tx.supervisor import EngineSupervisor, RestartPolicy
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 
+HOSTS = ("--base-model", "fake", "--backend", "fake", "--hosts.size", "2")
 READY = FakeBackend("tiny", FakeConfig()).start()
 CRASH = EngineEnd(message="killed by SIGSEGV", is_final=False, is_crash=True)
 KILL = EngineEnd(message="killed by SIGKILL", is_final=False, is_crash=False, was_killed=True)
@@ -157,3 +159,17 @@ def test_exits_while_the_database_is_unavailable_do_not_count(monkeypatch, caplo
 def test_a_database_failure_ends_the_server_with_its_message(monkeypatch) -> None:
     with pytest.raises(CannotServe, match=r"^database x: it is damaged$"):
         asyncio.run(crashing_engine(monkeypatch, StoreError("database x: it is damaged")).run())
+
+
+def test_only_rank_0_serves(tmp_path):
+    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", "1", "--hosts.address", "host0:7700")
+    with pytest.raises(CannotServe, match=r"host 1 of 2 serves no API: run `skyrl-tx engine` here"):
+        supervisor.serve(read_settings("serve", flags))
+
+
+def test_hosts_without_an_address_and_a_launcher_without_its_variables_are_named(tmp_path, monkeypatch):
+    with pytest.raises(CannotServe, match=r"--hosts.address is required with hosts.size"):
+        supervisor.launch_of(read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path))))
+    monkeypatch.delenv("LWS_GROUP_SIZE", raising=False)
+    with pytest.raises(CannotServe, match=r"--launcher lws: the environment lacks LWS_GROUP_SIZE"):
+        supervisor.launch_of(read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path), "--launcher", "lws")))

@@ -1,0 +1,71 @@
+"""One server on two hosts, processes of this machine: `kill -9` of an engine of either changes no bit."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.serve.test_kill import KILL_AFTER, served, train
+from tests.support.free_ports import free_ports
+from tests.support.live_server import LiveServer
+
+MESH = (
+    "--backend-config.mesh.fsdp",
+    "2",
+    "--backend-config.mesh.tp",
+    "2",
+    "--backend-config.micro-batch-tokens",
+    "512",
+)
+JOINED = re.compile(r"(2 hosts have started)")
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def two_hosts(directory: Path, *flags: str, num_devices: int) -> Iterator[tuple[LiveServer, LiveServer]]:
+    """Start rank 1, then the server on rank 0."""
+    variables = f"--xla_force_host_platform_device_count={num_devices}"
+    environment = {**os.environ, "XLA_FLAGS": variables, "JAX_PLATFORMS": "cpu", "SKYRL_TX_HOSTS__KEY": "secret"}
+    hosts = (*flags, "--hosts.size", "2", "--hosts.address", f"127.0.0.1:{free_ports()}")
+    one = LiveServer(directory / "1", command="engine", flags=(*hosts, "--hosts.rank", "1"), environment=environment)
+    with one, LiveServer(directory / "0", flags=hosts, environment=environment, ready_within_s=300) as zero:
+        yield zero, one
+
+
+def kill_engine(server: LiveServer) -> None:
+    os.kill(server.engine_pid, signal.SIGKILL)
+
+
+def train_and_kill(directory: Path, *flags: str, num_devices: int = 1) -> list[float]:
+    """Train on two hosts, kill the engine of each once, and return losses and a sample's logprobs."""
+    with two_hosts(directory, *flags, num_devices=num_devices) as (zero, one):
+
+        def kill_one_after_the_other(step: int) -> None:
+            if step in KILL_AFTER:
+                kill_engine(zero if step == KILL_AFTER[0] else one)
+
+        found = train(zero.url, kill_one_after_the_other)
+        zero.wait_for(JOINED, times=3, within_s=300)
+        assert "host 1 has ended" in zero.log and "host 0 has ended" in one.log
+        return found
+
+
+def test_a_killed_engine_of_either_host_changes_nothing_on_the_fake_backend(tmp_path: Path) -> None:
+    fake = ("--backend", "fake", "--backend-config.vocab-size", "2048")
+    disturbed = train_and_kill(tmp_path, "--base-model", "tiny", *fake)
+    with served(tmp_path / "alone", *fake) as server:
+        assert train(server.url, lambda _: None) == disturbed
+
+
+@pytest.mark.exhaustive
+def test_a_killed_engine_of_either_host_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and a sample have the bits of one process with all four devices."""
+    disturbed = train_and_kill(tmp_path, "--base-model", "tiny", *MESH, num_devices=2)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with served(tmp_path / "alone", *MESH) as server:
+        assert train(server.url, lambda _: None) == disturbed
