@@ -174,7 +174,7 @@ def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
             f"more devices (the weights need at least {needed}), a lower --context, --adapters or --rank"
         )
     if devices.number > kind.per_host:
-        yield f"{devices} is more than one host, which has up to {kind.per_host}; a server uses the devices of one host"
+        yield f"{devices} is more than one host, which has up to {kind.per_host}; several need --hosts.size"
     wanted = min(config.max_context_length or account.model.max_context_length, account.model.max_context_length)
     if plan.samples.max_length < wanted and (config.max_context_length or plan.samples.max_length < _SHORT_TOKENS):
         yield f"the longest sample has {plan.samples.max_length} tokens, not {wanted}: the KV cache has no more"
