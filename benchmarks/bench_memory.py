@@ -104,7 +104,7 @@ def main() -> None:
     config, shape = model_of(options), {"remat": options.remat}
     logits = options.tokens * options.vocab * 4
     step = compiled_bytes(config, options.dtype, options.tokens, **shape)
-    costs = costs_of(shapes_of(config, options.dtype), config)
+    costs = costs_of(shapes_of(config, options.dtype), config, "cpu")
     estimate = costs.fixed + options.tokens * (costs.token_with_remat if options.remat else costs.token)
     results = {
         "logits_mib": logits / MIB,

@@ -91,17 +91,20 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
 def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: jax.Array | None = None) -> jax.Array:
     """Return `x` [B, ..., I] times `weight` [I, O] plus the adapter's update and the bias.
 
-    Multiplies in the weight's type and accumulates in float32, which is also the type of the result. The gradient of
-    an adapter shared by all rows is written by hand, and takes the weight and the scale for constants.
+    Multiplies in the weight's type and accumulates in float32. The sum is rounded to the weight's type, in which the
+    backward pass keeps it, and returned in float32, as norms and sums compute. The gradient of an adapter shared by all
+    rows is written by hand, and takes the weight and the scale for constants.
     """
+    dtype = weight.dtype
+    x = x.astype(dtype)  # so that its gradient is rounded too, where it leaves the product
     if adapter is None:
         y = multiply(x, weight)
     elif adapter.scale.ndim == 0:
         flat_MI = x.reshape(-1, x.shape[-1])
         y = _adapted(flat_MI, weight, adapter.pair, adapter.scale).reshape(*x.shape[:-1], weight.shape[-1])
     else:
-        y = multiply(x, weight) + adapter.delta(x, weight.dtype)
-    y = mark_matmul(y)
+        y = multiply(x, weight) + adapter.delta(x, dtype)
+    y = mark_matmul(y.astype(dtype)).astype(jnp.float32)
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
@@ -230,7 +233,7 @@ def _adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scal
 def _adapted_backward(kept: tuple[jax.Array, jax.Array, LoraPair, jax.Array], d_y_MO: jax.Array):
     x_MI, weight_IO, pair, scale = kept
     d_x_MI, d_pair = AdaptedMap.of(weight_IO, pair, scale, x_MI.shape[0]).gradient(x_MI, d_y_MO)
-    return d_x_MI, None, d_pair, None
+    return d_x_MI.astype(x_MI.dtype), None, d_pair, None
 
 
 _adapted.defvjp(_adapted_forward, _adapted_backward)

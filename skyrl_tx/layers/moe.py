@@ -141,7 +141,10 @@ def mixture(
             place_M = jnp.repeat(place_G, x_MD.shape[0] // place_G.shape[0])
             adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
     inner = {name: _multiply_rows(read_MD, factor, dtype) for name, factor in shared_a.items()}
-    visits = _Visits(read_MD, *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner)
+    # Experts read and return the type of their weights, in which tokens and outputs are moved; sums are float32.
+    visits = _Visits(
+        read_MD.astype(dtype), *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner
+    )
     sums = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
     y_MD, outer_MR = sums
     if outer_MR is not None:
@@ -370,6 +373,8 @@ def _experts(
 def _experts_forward(
     tokens: _Tokens, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
 ):
+    dtype = weights.down_proj.dtype
+
     def one(tile: tuple[_Tokens, _TileIndices]):
         (x_PD, inner), of = tile
         maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
@@ -378,7 +383,8 @@ def _experts_forward(
             _biased(each.product(x_PD, inner.get(name))[0], biases[name], of.expert_W) for name, each in maps.items()
         )
         y_PD, outer_PR = down.product(_gate(weights.clamp, *mapped))
-        return (_biased(y_PD, weights.down_bias, of.expert_W), outer_PR), mapped
+        y_PD = _biased(y_PD, weights.down_bias, of.expert_W).astype(dtype)
+        return (y_PD, outer_PR), tuple(each.astype(dtype) for each in mapped)
 
     outputs_W, mapped_WPF = each_tile(one, tiling, (jax.tree.map(tiling.gather, tokens), indices))
     outputs = jax.tree.map(tiling.take_back, outputs_W)
@@ -393,7 +399,7 @@ def _experts_backward(kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
         (x_PD, inner), (d_y_PD, d_outer_PR), mapped, of = tile
         maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
         down = maps.pop("down_proj")
-        inner_PF, pull = jax.vjp(partial(_gate, weights.clamp), *mapped)
+        inner_PF, pull = jax.vjp(partial(_gate, weights.clamp), *(each.astype(jnp.float32) for each in mapped))
         d_inner_PF, _, d_down = down.gradient(inner_PF, None, d_y_PD, d_outer_PR)
         d_x_PD, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
         for (name, each), d_PF in zip(maps.items(), pull(d_inner_PF), strict=True):
@@ -401,11 +407,14 @@ def _experts_backward(kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
             d_x_PD.append(by_map_PD)
             if d_PR is not None:
                 d_inner[name] = d_PR
-        return (reduce(jnp.add, d_x_PD), d_inner), {**d_pairs, "down_proj": d_down}
+        return (reduce(jnp.add, d_x_PD).astype(x_PD.dtype), d_inner), {**d_pairs, "down_proj": d_down}
+
+    def sum_visits(d_W: jax.Array) -> jax.Array:
+        return tiling.take_back(d_W).astype(jnp.float32).sum(axis=1).astype(d_W.dtype)
 
     rows = jax.tree.map(tiling.gather, tokens), jax.tree.map(tiling.gather_visits, d_outputs)
     d_tokens_W, d_pairs_W = each_tile(one, tiling, (*rows, mapped_WPF, indices))
-    d_tokens = jax.tree.map(lambda d: tiling.take_back(d).sum(axis=1), d_tokens_W)
+    d_tokens = jax.tree.map(sum_visits, d_tokens_W)
     d_pairs = jax.tree.map(
         lambda d, leaf: sum_by_index(d, indices.adapter_W, tiling.num_used, leaf.shape[0]), d_pairs_W, pairs
     )
@@ -427,12 +436,12 @@ def backward_bytes(
 ) -> int:
     """Return the bytes of the arrays that `_experts_backward` has at the same time on an accelerator.
 
-    These are, in float32: inputs and both gradients in their places, of outputs and of inputs; both gradients by visit;
-    the gradients of the factors of each tile. Weights of `itemsize` are gathered for the tiles that are computed at
-    once. Compared with the TPU compiler's account: see tests/unit/backends/jax/test_memory.py.
+    These are, in the weights' type of `itemsize`: inputs and both gradients in their places, of outputs and of inputs;
+    one gradient by visit; the weights of the tiles that are computed at once. And in float32 the gradients of the
+    factors of each tile. Compared with the TPU compiler's account: see tests/unit/backends/jax/test_costs.py.
     """
     num_tiles, places = tile_shape(num_visits, num_experts)
-    rows = (3 * num_tiles * places + 2 * num_visits) * hidden_size
+    rows = (3 * num_tiles * places + num_visits) * hidden_size
     factors = num_tiles * rank * num_maps * (hidden_size + mlp_size)
     weights = min(TOGETHER, num_tiles) * num_maps * hidden_size * mlp_size
-    return 4 * (rows + factors) + itemsize * weights
+    return itemsize * (rows + weights) + 4 * factors

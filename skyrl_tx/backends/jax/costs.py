@@ -36,10 +36,11 @@ class Costs:
         return self.fixed + (self.token_with_remat if remat else self.token) * num_tokens
 
 
-def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
+def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> Costs:
     """Return the bytes that training needs on each device in addition to the weights.
 
-    Layers' inputs are whole on each device of `tp`; what one layer holds, and logits, are cut.
+    Layers' inputs are whole on each device of `tp`; what one layer holds, and logits, are cut. While experts compute
+    their gradient, compilers hold none of the layer's other arrays. `platform` is as JAX names it.
     """
     layout = params.layout
     tp = layout.num_shards("mlp")
@@ -57,10 +58,29 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig) -> Costs:
     logits = CHUNK * config.vocab_size * 4 // tp
     merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
     experts_fixed, of_experts = _costs_of_experts(layout, config, params.embed.dtype.itemsize)
+    one_layer = max(one_layer, of_experts)
+    kept = (of_token(RematPolicy.SAVE_MATMULS) - inputs) // tp
+    if not has_experts:
+        kept -= min(kept // config.num_layers, one_layer)  # the layer in work holds its own part already
     return Costs(
-        fixed=3 * logits + merged + experts_fixed,
-        token=inputs + (of_token(RematPolicy.SAVE_MATMULS) - inputs) // tp + one_layer + of_experts,
-        token_with_remat=inputs + one_layer + of_experts,
+        fixed=3 * logits + merged + experts_fixed + (_gathered_bytes(params) if platform == "gpu" else 0),
+        token=inputs + kept + one_layer,
+        token_with_remat=inputs + one_layer,
+    )
+
+
+def _gathered_bytes(params: models.DecoderParams) -> int:
+    """Return the bytes of the weights that a device gathers over `fsdp`: the unembedding, and those of one layer.
+
+    XLA for GPUs gathers them whole, and the next ones while it computes with these. For TPUs it sends parts around.
+    """
+    layout = params.layout
+    if layout.num_shards("embed") == 1:
+        return 0
+    shards = layout.num_shards("mlp") * layout.num_shards("expert")
+    layers = [sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(stack)) for stack in params.layers]
+    return (
+        2 * (params.unembed_VD.size // layout.num_shards("mlp") + max(layers) // shards) * params.embed.dtype.itemsize
     )
 
 

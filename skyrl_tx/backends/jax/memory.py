@@ -128,7 +128,7 @@ def plan_training_memory(
         reason = "the device does not report its memory"
         plan = MemoryPlan(tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(remat))
     else:
-        costs = costs_of(params, model)
+        costs = costs_of(params, model, next(iter(params.embed.devices())).platform)
         free -= reserved
         plan = plan_for(free, costs, config, num_shards=params.layout.num_shards("batch"))
         cost = costs.token_with_remat if plan.remat else costs.token

@@ -105,7 +105,8 @@ def plan_start(
         passes = MemoryPlan(config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(config.remat))
     else:
         num_shards = layout.num_shards("batch")
-        costs = costs_of(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params), model)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        costs = costs_of(shapes, model, platform)
         passes = plan_for(left - samples.prompt_bytes, costs, config, num_shards=num_shards)
         pass_bytes = costs.of_pass(-(-passes.micro_batch_tokens // num_shards), remat=passes.remat)
     return StartPlan(

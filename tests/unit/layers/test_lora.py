@@ -42,3 +42,17 @@ def test_value_and_gradient_are_those_of_the_plain_formula(num_rows, dtype, is_m
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert own.dtype == jnp.float32
         np.testing.assert_allclose(own, other, rtol=0, atol=tolerance * float(np.abs(other).max()))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_what_leaves_a_product_is_rounded_to_the_type_of_its_weight(dtype) -> None:
+    draw = np.random.default_rng(0)
+    x_BTI, weight_IO = (jnp.asarray(draw.normal(size=size), jnp.float32) for size in ((2, 3, 8), (8, 16)))
+    a, b = (jnp.asarray(draw.normal(size=size), jnp.float32) for size in ((8, 4), (4, 16)))
+    adapter = RowAdapter(pair=LoraPair(a=a, b=b), scale=jnp.float32(0.5))
+    y, backward = jax.vjp(lambda x: linear(x, weight_IO.astype(dtype), adapter), x_BTI)
+    [d_x] = backward(jnp.ones_like(y))
+    for each in (y, d_x):
+        assert each.dtype == jnp.float32
+        is_rounded = bool((each == each.astype(jnp.bfloat16).astype(jnp.float32)).all())
+        assert is_rounded == (dtype == jnp.bfloat16)

@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def test_remat_keeps_less(tiny):
-    found = costs_of(tiny.params, tiny.config)
+    found = costs_of(tiny.params, tiny.config, "cpu")
     hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
     assert hidden < found.token_with_remat < found.token
 
@@ -64,40 +64,39 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
     batch = packing.fill(packing.plan_micro_batches([example], 1024)[0], [example])
     lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
     taken = lowered.compile().memory_analysis().temp_size_in_bytes
-    estimate = costs_of(params, config).of_pass(1024, remat=remat)
+    estimate = costs_of(params, config, "cpu").of_pass(1024, remat=remat)
     assert taken <= 1.1 * estimate <= 2.5 * taken
 
 
 @pytest.mark.parametrize(
-    ("content", "num_layers", "rank", "mesh", "num_tokens", "compiled_gib", "tolerance"),
+    ("platform", "content", "num_layers", "rank", "mesh", "num_tokens", "compiled_gib"),
     [
-        (QWEN3_8B, 36, 32, {"tp": 8}, 2048, 1.536, 0.15),  # v5e
-        (QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.667, 0.15),  # v5e
-        pytest.param(QWEN3_30B_A3B, 2, 8, {}, 2048, 2.583, 0.15, marks=pytest.mark.slow),  # v5e
-        (QWEN3_30B_A3B, 2, 8, {"ep": 8}, 2048, 7.236, 0.15),  # v5e
-        # v6e, for which the compiler needs less for experts:
-        pytest.param(QWEN3_30B_A3B, 48, 8, {"ep": 8}, 2048, 6.558, 0.36, marks=pytest.mark.slow),
-        (QWEN3_30B_A3B, 48, 8, {"tp": 4}, 4096, 5.894, 0.20),  # v5p
+        ("tpu", QWEN3_8B, 36, 32, {"tp": 8}, 2048, 1.530),  # v5e
+        ("tpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.668),  # v5e
+        ("gpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 5.677),  # H200
+        ("tpu", QWEN3_30B_A3B, 2, 8, {"ep": 8}, 2048, 3.038),  # v5e
+        pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 2048, 4.115, marks=pytest.mark.slow),  # H200
+        pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 4096, 6.625, marks=pytest.mark.slow),  # H200
     ],
 )
-def test_the_estimate_is_near_the_account_of_the_tpu_compiler(
-    content, num_layers, rank, mesh, num_tokens, compiled_gib, tolerance, monkeypatch
+def test_the_estimate_is_near_the_account_of_the_devices_compiler(
+    platform, content, num_layers, rank, mesh, num_tokens, compiled_gib, monkeypatch
 ) -> None:
-    """Temporary memory of `accumulate` with rematerialization, by libtpu 0.0.52."""
+    """Temporary memory of `accumulate` with rematerialization, by libtpu 0.0.52 and by jaxlib 0.10.2."""
     monkeypatch.setattr(costs, "RANK", rank)
     content = {**content, "num_hidden_layers": num_layers}
     model = models.find_family(content).config_from_hf(content)
     shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
     params = replace(shapes, layout=layout_without_devices(MeshConfig(**mesh)))
-    estimate = costs_of(params, model).of_pass(num_tokens, remat=True)
-    assert estimate == pytest.approx(compiled_gib * GIB, rel=tolerance)
+    estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=True)
+    assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)
 
 
 @pytest.mark.parametrize(
     ("kernel", "compiled_gib"),
     [
-        (SPLASH, 5.902),  # v5p, by libtpu 0.0.52
-        (TRITON, 6.568),  # H200, by jaxlib 0.10.2
+        (SPLASH, 3.726),  # v5p, by libtpu 0.0.52
+        (TRITON, 4.162),  # H200, by jaxlib 0.10.2
     ],
 )
 def test_the_estimate_counts_what_kernels_keep(kernel, compiled_gib) -> None:
@@ -105,9 +104,9 @@ def test_the_estimate_counts_what_kernels_keep(kernel, compiled_gib) -> None:
     model = models.find_family(QWEN3_600M).config_from_hf(QWEN3_600M)
     shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
     layout = layout_without_devices(MeshConfig())
-    with_kernel = costs_of(replace(shapes, layout=layout, kernels=Kernels(kernel)), model)
+    with_kernel = costs_of(replace(shapes, layout=layout, kernels=Kernels(kernel)), model, "tpu")
     assert with_kernel.of_pass(4096, remat=False) == pytest.approx(compiled_gib * GIB, rel=0.15)
-    assert with_kernel.token < costs_of(replace(shapes, layout=layout), model).token
+    assert with_kernel.token < costs_of(replace(shapes, layout=layout), model, "tpu").token
 
 
 def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:
@@ -115,6 +114,6 @@ def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:
     mixture = model.blocks[0].feed_forward
     assert isinstance(mixture, Mixture)
     tiles, places = (131072 + 16 * 127) // 128, 128  # of 16 experts, each with at most one tile that is not full
-    rows = (3 * tiles * places + 2 * 131072) * 2048
+    rows = (3 * tiles * places + 131072) * 2048
     factors, weights = tiles * 8 * 3 * (2048 + 768), 32 * 3 * 2048 * 768
-    assert mixture.backward_bytes(8 * 2048, rank=8, ep=8, tp=1, itemsize=2) == 4 * (rows + factors) + 2 * weights
+    assert mixture.backward_bytes(8 * 2048, rank=8, ep=8, tp=1, itemsize=2) == 2 * (rows + weights) + 4 * factors

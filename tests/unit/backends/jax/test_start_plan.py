@@ -37,7 +37,8 @@ def test_a_large_model_on_one_accelerator() -> None:
         assert plan.pool_bytes == plan.num_adapter_slots * 4 * 8 * of_rank_1
         assert plan.samples.max_length == 40960 and plan.max_models > 1
     assert large.samples.tokens > small.samples.tokens
-    assert large.passes.micro_batch_tokens >= small.passes.micro_batch_tokens >= 256
+    assert small.passes.remat and not large.passes.remat, "enough tokens without rematerialization"
+    assert min(small.passes.micro_batch_tokens, large.passes.micro_batch_tokens) >= 4096
 
 
 def test_experts_on_a_mesh() -> None:
