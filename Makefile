@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification soak format proto release docs \
-	reference vendor
+	reference vendor aot
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -82,6 +82,9 @@ release:  ## build and check the distributions, then print how to tag and publis
 
 docs:  ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
+aot:  ## compile models for devices that are not here, into docs/performance.md (hours; goes on where it stopped); FLAGS="--models Qwen3-8B"
+	python -m benchmarks.bench_aot $(FLAGS)
 
 reference:  ## generate docs/reference and examples/config.yaml from the code
 	python -m docs.generate_reference

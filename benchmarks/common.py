@@ -49,13 +49,8 @@ def report(benchmark: str, options: argparse.Namespace, results: dict[str, Any],
     record = {
         "benchmark": benchmark,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
-        "machine": {
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            "packages": {name: version(name) for name in packages},
-        },
+        "commit": commit(),
+        "machine": machine(packages),
         "command": command,
         "options": vars(options),
         "results": results,
@@ -64,7 +59,18 @@ def report(benchmark: str, options: argparse.Namespace, results: dict[str, Any],
     print()
 
 
-def _commit() -> str:
+def machine(packages: Sequence[str]) -> dict[str, Any]:
+    """Return the machine of a record, with the versions of these packages."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+    }
+
+
+def commit() -> str:
+    """Return `git describe` of the working tree."""
     run = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
