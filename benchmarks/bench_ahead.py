@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.common import report
 from skyrl_tx import models
 from skyrl_tx.backends.jax.ahead import compile_programs
-from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.backends.jax.topology import described_layout
 from skyrl_tx.layers.flash_attention import BLOCK
@@ -35,13 +35,16 @@ def attention_steps(model: models.ModelConfig, num_tokens: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-model", default="Qwen/Qwen3-0.6B", help="whose config.json is read")
-    parser.add_argument("--device", default="v5p:2x2x1", help="as in `skyrl-tx plan`; the first device is used")
+    parser.add_argument("--device", default="v5p:2x2x1", help="as in `skyrl-tx plan`; the first devices are used")
+    parser.add_argument("--mesh", default="fsdp=1", help="the mesh of the devices, such as tp=2,cp=2")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the micro-batch")
     parser.add_argument("--attention-kernel", default="auto", help="the setting of the backend")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    sizes = {name: int(size) for name, size in (part.split("=") for part in options.mesh.split(","))}
     config = JaxConfig(
+        mesh=MeshConfig(**sizes),
         micro_batch_tokens=options.tokens,
         remat=options.remat,
         attention_kernel=options.attention_kernel,

@@ -7,10 +7,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-Axis = Literal["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "expert", "batch", "expert_batch"]
+Axis = Literal[
+    "layers",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "vocab",
+    "expert",
+    "batch",
+    "tokens",
+    "row_heads",
+    "expert_batch",
+]
 """Logical axis names. Layers know only these; a backend's mesh maps them to the axes of its devices.
 
-The last two are of activations: rows, and tokens on their way through experts.
+The last four are of activations: rows, the tokens of a row, heads while they mix whole rows, and tokens on their way
+through experts.
 """
 
 Init = Literal["normal", "ones", "zeros"]

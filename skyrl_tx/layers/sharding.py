@@ -33,6 +33,11 @@ class Layout:
         """Return the number of shards of a logical axis."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether a row's tokens are on several devices. Mixers exchange them for whole rows of a part of the heads."""
+        return self.num_shards("tokens") > 1
+
     def spec(self, axes: tuple[Axis | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """Return the partition spec of an array, with the mesh axes of each dim that divide its size."""
         assert self.mesh is not None and len(axes) == len(shape)
@@ -56,6 +61,24 @@ class Layout:
     def constrain(self, x: jax.Array, *axes: Axis | None) -> jax.Array:
         """Return `x` with a sharding constraint; None is replicated."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape)) if self.is_split else x
+
+    def shards_as_rows(self, x: jax.Array) -> jax.Array:
+        """Return [B, T, ...] with each shard of a row as a row of its own, so that a loop over T uses all devices."""
+        if not self.splits_rows:
+            return x
+        B, T = x.shape[:2]
+        shards = self.num_shards("tokens")
+        assert T % shards == 0, f"{T} tokens cannot be in {shards} shards"
+        x = self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
+        x = x.reshape(B, shards, T // shards, *x.shape[2:])
+        x = self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
+        return x.reshape(B * shards, T // shards, *x.shape[3:])
+
+    def rows_of_shards(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undo `shards_as_rows`, for a result of `shape`."""
+        if not self.splits_rows:
+            return x
+        return self.constrain(x.reshape(shape), "batch", "tokens", *[None] * (len(shape) - 2))
 
 
 WHOLE = Layout()

@@ -133,8 +133,14 @@ def embed(params: DecoderParams, config: ModelConfig, tokens: jax.Array) -> jax.
         x = x * np.float32(np.float32(math.sqrt(config.hidden_size)).astype(params.embed.dtype))
     others = [None] * (x.ndim - 2)
     x = params.layout.constrain(x, None, *others, "embed")
-    x = params.layout.constrain(x, "expert_batch", *others, None)
-    return params.layout.constrain(x, "batch", *others, None)
+    if not params.layout.splits_rows:
+        x = params.layout.constrain(x, "expert_batch", *others, None)
+    return constrain_hidden(params.layout, x)
+
+
+def constrain_hidden(layout: Layout, x: jax.Array) -> jax.Array:
+    """Constrain hidden states [B, T, D] or [S, D] to their sharding."""
+    return layout.constrain(x, "batch", "tokens", None) if x.ndim == 3 else layout.constrain(x, "batch", None)
 
 
 def _embedded(params: DecoderParams, config: ModelConfig, inputs: jax.Array) -> jax.Array:
@@ -142,7 +148,7 @@ def _embedded(params: DecoderParams, config: ModelConfig, inputs: jax.Array) -> 
 
 
 def _finish(params: DecoderParams, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    return params.layout.constrain(rms_norm(x_BTD, params.final_norm, config.norm_epsilon), "batch", None, None)
+    return constrain_hidden(params.layout, rms_norm(x_BTD, params.final_norm, config.norm_epsilon))
 
 
 def _place(params: DecoderParams, config: ModelConfig, position: jax.Array) -> Place:
@@ -183,7 +189,7 @@ class _Mode:
 
     def block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
         """Return `x` with the outputs of one block added, and what its mixer keeps."""
-        x = self.layout.constrain(x, "batch", *[None] * (x.ndim - 1))
+        x = constrain_hidden(self.layout, x)
         epsilon, kept = self.config.norm_epsilon, Held()
         of_mixer, of_feed_forward = (params.get(name) for name in OUTPUT_NORMS)
         if block.mixer is not None:
@@ -289,7 +295,11 @@ def target_logprobs(
     adapter_B: jax.Array | None = None,
 ) -> jax.Array:
     """Return log p(target), float32 in the shape of `targets` ([B, T] or [B, T, K]), never holding [B, T, V]."""
-    return logprobs.target_logprobs(hidden_BTD, params.unembed_VD, targets, unembed_rows(adapter, adapter_B))
+    rows, layout = unembed_rows(adapter, adapter_B), params.layout
+    hidden, split_targets = (layout.shards_as_rows(x) for x in (hidden_BTD, targets))
+    chunk = logprobs.CHUNK * layout.num_shards("tokens")
+    found = logprobs.target_logprobs(hidden, params.unembed_VD, split_targets, rows, chunk=chunk)
+    return layout.rows_of_shards(found, targets.shape)
 
 
 def target_logprobs_and_gradient(
@@ -304,11 +314,14 @@ def target_logprobs_and_gradient(
 
     `logprob_gradient` and `inputs` are those of `layers.logprobs.target_logprobs_and_gradient`.
     """
-    rows = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale)
-    found, d_hidden_BTD, d_pair = logprobs.target_logprobs_and_gradient(
-        hidden_BTD, params.unembed_VD, targets, rows, logprob_gradient, inputs
+    rows, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout
+    hidden, split_targets, inputs = jax.tree.map(layout.shards_as_rows, (hidden_BTD, targets, inputs))
+    chunk = logprobs.CHUNK * layout.num_shards("tokens")
+    found, d_hidden, d_pair = logprobs.target_logprobs_and_gradient(
+        hidden, params.unembed_VD, split_targets, rows, logprob_gradient, inputs, chunk=chunk
     )
-    return found, d_hidden_BTD, {"unembed": d_pair}
+    d_hidden_BTD = layout.rows_of_shards(d_hidden, hidden_BTD.shape)
+    return layout.rows_of_shards(found, targets.shape), d_hidden_BTD, {"unembed": d_pair}
 
 
 def unembed_rows(adapter: Adapter | None, adapter_B: jax.Array | None) -> RowAdapter | None:

@@ -85,9 +85,9 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     except (models.UnsupportedModel, hf.CheckpointError) as error:
         raise UserError(f"--base-model: {error}") from error
     dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
-    found = candidates(model, config, devices, dtype)
     if is_mesh_given:
-        found = [_given(config.mesh, model, devices, found)]
+        _check_mesh(config.mesh, model, devices)
+    found = candidates(model, config, devices, dtype, [config.mesh] if is_mesh_given else None)
     if not found:
         raise UserError(f"--device {devices}: no mesh of {devices.number} devices divides the sizes of the model")
     chosen, *others = found
@@ -117,14 +117,13 @@ def compiled(account: Account, config: JaxConfig, names: Sequence[str]) -> Itera
     yield from compile_programs(config, layout, account.model, account.plan, names)
 
 
-def _given(given: MeshConfig, model: models.ModelConfig, devices: Devices, found: list[Candidate]) -> Candidate:
+def _check_mesh(given: MeshConfig, model: models.ModelConfig, devices: Devices) -> None:
     if given.num_devices != devices.number:
         raise UserError(f"--mesh {given} has {given.num_devices} devices, and --device {devices} {devices.number}")
     try:
         mesh.check_divides(layout_without_devices(given), model)
     except mesh.MeshError as error:
         raise UserError(f"--mesh: {error}") from error
-    return next(each for each in found if each.mesh == given)
 
 
 def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
@@ -180,7 +179,10 @@ def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
         yield f"the longest sample has {plan.samples.max_length} tokens, not {wanted}: the KV cache has no more"
     if plan.max_models == 1 and config.max_lora_adapters is None:
         yield f"only one model of rank {config.max_lora_rank} is in training at a time; lower --rank takes less memory"
-    if plan.passes.micro_batch_tokens <= MIN_TOKENS * account.chosen.mesh.fsdp * account.chosen.mesh.ep:
+    if (
+        plan.passes.micro_batch_tokens
+        <= MIN_TOKENS * account.chosen.mesh.fsdp * account.chosen.mesh.ep * account.chosen.mesh.cp
+    ):
         yield f"micro-batches of {MIN_TOKENS} tokens on each device cannot keep it busy"
     if plan.dtype != "bfloat16":
         yield f"rates are of products in bfloat16; in {plan.dtype} they are lower"

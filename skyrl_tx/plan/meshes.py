@@ -1,6 +1,6 @@
 """The choice of a mesh: the one that samples a token and trains on it in the least time, by the roofline."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,13 +38,22 @@ class Candidate:
         return 1 / self.training.tokens_per_s + 1 / self.decoding.tokens_per_s
 
 
-def candidates(model: ModelConfig, config: JaxConfig, devices: Devices, dtype: np.dtype) -> list[Candidate]:
-    """Return the meshes of all devices that divide the model, the best first. It may be empty."""
+def candidates(
+    model: ModelConfig,
+    config: JaxConfig,
+    devices: Devices,
+    dtype: np.dtype,
+    meshes: Iterable[MeshConfig] | None = None,
+) -> list[Candidate]:
+    """Return those of the meshes that divide the model, the best first. It may be empty.
+
+    By default the meshes of all devices without `cp`, which serves rows that are too long for others.
+    """
     described = describe_params(model)
     num_parameters = sum(int(np.prod(each.shape)) for each in flatten(described).values())
     length = min(_SEQUENCE_TOKENS, config.max_context_length or model.max_context_length, model.max_context_length)
     found: list[Candidate] = []
-    for each in _meshes(devices.number):
+    for each in _meshes(devices.number) if meshes is None else meshes:
         layout = layout_without_devices(each)
         try:
             mesh.check_divides(layout, model)

@@ -82,9 +82,9 @@ def training(
     macs = (forwards + 1) * frozen + (forwards + 2) * (lora + mixing)
     weights = _Weights.of(model, num_parameters, itemsize, mesh)
     gathered = (weights.common + weights.experts) * (forwards + 1)
-    sent = _between(mesh.fsdp) * gathered
-    # Each pass over a layer adds up two outputs of its rows over tp.
-    rows = tokens / (mesh.fsdp * mesh.ep)
+    sent = _between(mesh.fsdp * mesh.cp) * gathered
+    # Each pass over a layer adds up two outputs of its rows over tp. What mixers exchange over cp is not counted.
+    rows = tokens / (mesh.fsdp * mesh.cp * mesh.ep)
     sent += (forwards + 1) * _sums(model, mesh, rows)
     return Bound(
         tokens,
@@ -108,10 +108,10 @@ def decoding(
     kind, slots = devices.kind, work.num_slots
     position = mixing_macs(model, work.sample_tokens) - mixing_macs(model, work.sample_tokens - 1)
     weights = _Weights.of(model, num_parameters, itemsize, mesh)
-    gathered = weights.common + weights.experts * experts_read(model, -(-slots // mesh.fsdp))
-    rows = slots / (mesh.fsdp * mesh.ep)
+    gathered = weights.common + weights.experts * experts_read(model, -(-slots // (mesh.fsdp * mesh.cp)))
+    rows = slots / (mesh.fsdp * mesh.cp * mesh.ep)
     # XLA gathers the whole weights of `fsdp`, read or not.
-    sent = _between(mesh.fsdp) * (weights.common + weights.experts) + _sums(model, mesh, rows)
+    sent = _between(mesh.fsdp * mesh.cp) * (weights.common + weights.experts) + _sums(model, mesh, rows)
     return Bound(
         slots,
         arithmetic_s=2 * (frozen_macs(model) + position) * slots / devices.number / kind.flops,

@@ -1,9 +1,10 @@
 """Train and sample a tiny model on meshes and save all results; `test_mesh.py` runs this on virtual devices.
 
-    python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample} {shared,own} fsdp=1 fsdp=4,tp=2
+    python on_a_mesh.py MODEL_DIRECTORY OUTPUT_DIRECTORY {train,sample,long} {shared,own} fsdp=1 fsdp=4,tp=2
 
-`sample` also trains first; `shared` and `own` are forms of experts' adapters. The results include `bytes`, the size of
-the base weights on each device of the process. With `--host RANK ADDRESS` at the end it is one of two processes.
+`sample` also trains first; `long` is the gradient of one long row, after a step on others. `shared` and `own` are forms
+of experts' adapters. The results include `bytes`, the size of the base weights on each device of the process. With
+`--host RANK ADDRESS` at the end it is one of two processes.
 """
 
 import sys
@@ -24,15 +25,16 @@ from skyrl_tx.losses import LOSSES
 
 MODEL, SAMPLER = ModelId("m"), SamplerId("s")
 LOSS_OF_STEP = ("cross_entropy", "ppo")
+LONG = 16384
 LENGTHS = (70, 49, 64, 50, 66, 96)  # one micro-batch, long enough for blockwise attention
 PARTS = {StatePart.WEIGHTS, StatePart.OPTIMIZER, StatePart.GRADIENT}
 
 
-def batch(step: int, loss: str) -> PreparedModelPassBatch:
+def batch(step: int, loss: str, lengths: tuple[int, ...] = LENGTHS) -> PreparedModelPassBatch:
     draw = np.random.default_rng(step)
     inputs, config = LOSSES[loss].spec.inputs, dict(LOSSES[loss].spec.config)
     examples: list[PassExample] = []
-    for length in LENGTHS:
+    for length in lengths:
         filled = {name: draw.normal(-0.1, 0.3, length).astype(np.float32) for name in inputs}
         filled["target_tokens"] = draw.integers(0, 256, length, dtype=np.int32)
         if "logprobs" in filled:
@@ -103,6 +105,15 @@ def every_other_loss(backend: JaxBackend) -> dict[str, np.ndarray]:
     return found
 
 
+def long_row(backend: JaxBackend) -> dict[str, np.ndarray]:
+    backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=3)))
+    backend.forward_backward(batch(0, "cross_entropy"))
+    backend.optim_step(MODEL, OptimizerParams(learning_rate=0.5, eps=1.0))  # so that B is not zero
+    (result,) = backend.forward_backward(batch(1, "cross_entropy", (LONG,)))
+    assert result.logprobs.shape == (LONG,)
+    return {"logprobs": result.logprobs, "loss": np.array([result.sums["loss"]])} | state(backend, "long")
+
+
 def sample(backend: JaxBackend) -> dict[str, np.ndarray]:
     backend.load_sampler(SAMPLER, backend.capture(MODEL, {StatePart.WEIGHTS}))
     deltas = backend.sample(PreparedSampleBatch(requests=(request(SAMPLER),)))
@@ -152,7 +163,7 @@ def main() -> None:
         )
         backend = JaxBackend(directory, config)
         backend.start()
-        found = train(backend)
+        found = long_row(backend) if last == "long" else train(backend)
         if last == "sample":
             found |= sample(backend)
         found["bytes"] = np.array(list(bytes_by_device(backend._params).values()))

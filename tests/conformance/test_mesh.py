@@ -19,6 +19,8 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 PRECISE_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """With FAST_COMPILE_FLAGS some sampled logprobs would differ by more than the tolerance."""
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
 Numbers = dict[str, np.ndarray]
 
 
@@ -59,11 +61,36 @@ def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None
     assert len(many["bytes"]) == 8 and many["bytes"].max() < whole / 4
 
 
+def test_rows_are_sharded_over_eight_devices(tmp_path: Path) -> None:
+    """Packed examples cross the cuts of a row, and four kv heads are shared by more devices than that."""
+    directory = write_model(tmp_path, "Qwen3ForCausalLM", num_layers=1, **SIZES)
+    one, *many = on_meshes(directory, "train", ONE, "fsdp=2,tp=2,cp=2", flags=FAST_COMPILE_FLAGS)
+    for found in many:
+        assert_equal(found, one)
+        assert found["bytes"].max() < one["bytes"] / 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["cp=8", pytest.param("fsdp=2,tp=2,cp=2", marks=pytest.mark.exhaustive)])
+def test_a_row_of_16k_tokens_on_eight_devices(tmp_path: Path, mesh: str) -> None:
+    sizes = SIZES | {"max_context_length": 16384}
+    directory = write_model(tmp_path, "Qwen3ForCausalLM", num_layers=1, **sizes)
+    one, many = on_meshes(directory, "long", ONE, mesh, flags=FAST_COMPILE_FLAGS)
+    assert_equal(many, one)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "meshes", "expert_lora"),
     [
         ("Qwen2ForCausalLM", {"fsdp=8": 8, "fsdp=2,tp=4": 8}, "shared"),
+        pytest.param("Qwen3ForCausalLM", {"cp=8": 8, "fsdp=4,cp=2": 8, "tp=4,cp=2": 8}, "shared", marks=EXHAUSTIVE),
+        pytest.param("Qwen3MoeForCausalLM", {"fsdp=2,tp=2,cp=2": 8, "ep=4,cp=2": 2}, "shared", marks=EXHAUSTIVE),
+        pytest.param("Qwen3_5ForCausalLM", {"fsdp=4,cp=2": 8}, "shared", marks=EXHAUSTIVE),
+        pytest.param("NemotronHForCausalLM", {"fsdp=4,cp=2": 8}, "shared", marks=EXHAUSTIVE),
+        pytest.param("GptOssForCausalLM", {"ep=2,tp=2,cp=2": 4}, "own", marks=EXHAUSTIVE),
+        pytest.param("Gemma3ForCausalLM", {"tp=4,cp=2": 8}, "shared", marks=EXHAUSTIVE),
+        pytest.param("DeepseekV3ForCausalLM", {"ep=2,cp=4": 4}, "shared", marks=EXHAUSTIVE),
         ("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own"),
         pytest.param("Qwen3MoeForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "shared", marks=pytest.mark.exhaustive),
         pytest.param("GptOssForCausalLM", {"ep=8": 1, "fsdp=2,tp=2,ep=2": 4}, "own", marks=pytest.mark.exhaustive),

@@ -146,8 +146,14 @@ class _Shapes:
         plan = self._plan
         batch, detail = self._micro_batch()
         adapter = self._adapter(self._rank)
+        layout = mesh.training_layout(self._layout)
         lowered = step.accumulate.lower(
-            self._params, adapter, adapter.weights, batch, config=self._model, remat=plan.passes.remat
+            replace(self._params, layout=layout),
+            adapter,
+            adapter.weights,
+            batch,
+            config=self._model,
+            remat=plan.passes.remat,
         )
         return lowered, detail, plan.weight_bytes + plan.pass_bytes + 2 * self._adapter_bytes
 
@@ -168,10 +174,11 @@ class _Shapes:
         return adapter_bytes(self._model, self._rank, self._layout)
 
     def _micro_batch(self) -> tuple[Any, str]:
-        plan, num_rows = self._plan, self._layout.num_shards("batch")
+        plan, layout = self._plan, mesh.training_layout(self._layout)
+        num_rows = layout.num_shards("batch")
         length = plan.passes.micro_batch_tokens // num_rows
         examples = training_batch(ModelId(NAME), length, plan.samples.max_length, num_rows).examples
-        first = packing.plan_micro_batches(examples, length * num_rows, num_rows)[0]
+        first = packing.plan_micro_batches(examples, length * num_rows, num_rows, layout.num_shards("tokens"))[0]
         detail = f"{first.num_rows} rows of {first.length} tokens, rank {self._rank}"
         return self._replicated(packing.fill(first, examples)), detail
 

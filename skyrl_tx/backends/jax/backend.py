@@ -71,7 +71,7 @@ class JaxBackend(AbstractBackend):
             described = models.describe_params(self._model)
             params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
             self._params = replace(params, layout=layout, kernels=self._kernels)
-            self._num_rows = layout.num_shards("batch")
+            self._training_params = replace(self._params, layout=mesh.training_layout(layout))
         except (models.UnsupportedModel, hf.CheckpointError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
         except mesh.MeshError as error:
@@ -86,7 +86,7 @@ class JaxBackend(AbstractBackend):
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
         reserved = programs.memory.prompt_bytes
-        self._memory = Memory(plan_training_memory(config, self._params, self._model, reserved=reserved))
+        self._memory = Memory(plan_training_memory(config, self._training_params, self._model, reserved=reserved))
         self._max_models = max_models(config, self._params, self._model, reserved=reserved)
         self._pool = AdapterPool(self._max_models)
         self._dispatch_limit = DispatchLimit()
@@ -100,14 +100,14 @@ class JaxBackend(AbstractBackend):
                 self._scheduler,
                 max_length=capabilities.max_context_length,
                 micro_batch_tokens=self._memory.plan.micro_batch_tokens,
-                num_rows=self._num_rows,
+                num_rows=self._training_params.layout.num_shards("batch"),
             )
         return capabilities
 
     def close(self) -> None:
         """See AbstractBackend."""
         if self._is_started:
-            del self._params, self._pool, self._scheduler
+            del self._params, self._training_params, self._pool, self._scheduler
             self._is_started = False
             distributed.leave()
 
@@ -153,12 +153,11 @@ class JaxBackend(AbstractBackend):
         return JaxPass(
             batch,
             backward=backward,
-            params=self._params,
+            params=self._training_params,
             config=self._model,
             pool=self._pool,
             memory=self._memory,
             limit=self._dispatch_limit,
-            num_rows=self._num_rows,
         )
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:

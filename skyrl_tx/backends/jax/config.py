@@ -22,14 +22,22 @@ class MeshConfig(BaseModel):
     """Tensor parallel degree: shards heads, feed-forward layers and the vocabulary."""
     ep: int = Field(default=1, gt=0)
     """Expert parallel degree: shards experts and batch rows."""
+    cp: int = Field(default=1, gt=0)
+    """Context parallel degree: shards the tokens of each row in training, and parameter storage and samples like fsdp.
+    For examples that are too long for the memory of one device. With it, ep shards tokens of rows too."""
 
     @property
     def num_devices(self) -> int:
         """The number of devices of the mesh."""
-        return self.fsdp * self.tp * self.ep
+        return self.fsdp * self.tp * self.ep * self.cp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes, without `cp` if it is 1: then programs and fingerprints are those of before it."""
+        return {name: size for name, size in self.model_dump().items() if name != "cp" or size > 1}
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.model_dump().items())
+        return ",".join(f"{name}={size}" for name, size in self.axes.items())
 
 
 class JaxConfig(BaseModel):

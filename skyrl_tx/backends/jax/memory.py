@@ -120,7 +120,8 @@ def plan_training_memory(
 ) -> MemoryPlan:
     """Return the memory plan for this device, and log its reason. Configured values take precedence.
 
-    Call it when weights and KV cache are on the device. `reserved` bytes of each device are kept free.
+    Call it when weights and KV cache are on the device, with the layout of training. `reserved` bytes of each device
+    are kept free.
     """
     tokens, remat = config.micro_batch_tokens, config.remat
     free = free_bytes(params)
@@ -130,7 +131,8 @@ def plan_training_memory(
     else:
         costs = costs_of(params, model, next(iter(params.embed.devices())).platform)
         free -= reserved
-        plan = plan_for(free, costs, config, num_shards=params.layout.num_shards("batch"))
+        num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
+        plan = plan_for(free, costs, config, num_shards=num_shards)
         cost = costs.token_with_remat if plan.remat else costs.token
         reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
     configured = [name for name, value in (("micro_batch_tokens", tokens), ("remat", remat)) if value is not None]
@@ -145,7 +147,7 @@ def plan_training_memory(
 
 
 def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
-    """Return the memory plan for `free` bytes of each device and `num_shards` shards of the batch."""
+    """Return the memory plan for `free` bytes of each device and `num_shards` shards of a micro-batch's tokens."""
 
     def tokens_of(cost: int) -> int:
         fitting = (TRAINING_SHARE * free - costs.fixed) / cost

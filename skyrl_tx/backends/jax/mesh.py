@@ -1,7 +1,9 @@
 """The device mesh, and the table of logical axes that says how arrays are sharded over it.
 
 Batch rows are sharded over `fsdp` and `ep`. Weights that all rows need are sharded over `fsdp` for storage, and each
-layer gathers them before use. Heads, feed-forward layers and vocabulary are sharded over `tp`, experts over `ep`.
+layer gathers them before use. Heads, feed-forward layers and vocabulary are sharded over `tp`, experts over `ep`. For
+rows that are too long for one device there is `cp`: in sampling it is like `fsdp`, and in training it shards the tokens
+of a row, as `ep` does then (see `training_layout`).
 Adapters, gradients and moments are sharded like the linear maps that they adapt, with whole ranks; the KV cache like
 heads and rows.
 """
@@ -24,16 +26,24 @@ from skyrl_tx.models import ModelConfig, adapter_axes
 
 RULES: Mapping[Axis, tuple[str, ...]] = {
     "layers": (),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "cp"),
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "head_dim": (),
     "mlp": ("tp",),
     "vocab": ("tp",),
     "expert": ("ep",),
-    "batch": ("fsdp", "ep"),
-    "expert_batch": ("fsdp",),
+    "batch": ("fsdp", "cp", "ep"),
+    "tokens": (),
+    "row_heads": ("tp",),
+    "expert_batch": ("fsdp", "cp"),
 }
+_SPLIT_ROWS: Mapping[Axis, tuple[str, ...]] = {
+    "batch": ("fsdp",),
+    "tokens": ("cp", "ep"),
+    "row_heads": ("tp", "cp", "ep"),
+}
+"""The other axes of training if there is `cp`. `ep` comes last: over it, experts gather neighbouring tokens."""
 
 Placement = Callable[[Any], Any]
 """A function that puts a tree of host arrays on the devices."""
@@ -52,18 +62,34 @@ def make_layout(config: MeshConfig) -> Layout:
     if wanted not in (1, len(devices)) or (wanted < len(devices) and is_distributed()):
         where = " on all hosts" if is_distributed() else ""
         raise MeshError(f"{config} needs {wanted} devices, but there are {len(devices)}{where}")
-    axes = config.model_dump()
-    mesh = Mesh(np.array(devices[:wanted]).reshape(tuple(axes.values())), tuple(axes))
-    return Layout(mesh, tuple(RULES.items()))
+    axes = config.axes
+    return layout_of(Mesh(np.array(devices[:wanted]).reshape(tuple(axes.values())), tuple(axes)))
+
+
+def layout_of(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = RULES) -> Layout:
+    """Return the layout of a mesh, which need not have all axes."""
+    own: list[tuple[Axis, tuple[str, ...]]] = []
+    for axis, names in rules.items():
+        own.append((axis, tuple(name for name in names if name in mesh.shape)))
+    return Layout(mesh, tuple(own))
+
+
+def training_layout(layout: Layout) -> Layout:
+    """Return the layout of training. It is the same one but on a mesh with `cp`, which shards the tokens of rows."""
+    assert layout.mesh is not None
+    return layout_of(layout.mesh, {**RULES, **_SPLIT_ROWS}) if "cp" in layout.mesh.shape else layout
 
 
 def check_divides(layout: Layout, config: ModelConfig) -> None:
     """Raise MeshError unless every mesh axis divides the sizes that it shards."""
+    layout = training_layout(layout)
     if layout.num_shards("expert") > 1 and all(axis != "expert" for axis, _, _ in _sizes(config)):
         raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; shard it over fsdp and tp")
     for axis, name, size in _sizes(config):
+        axis = "row_heads" if axis == "heads" else axis  # which more axes may shard
         if size % layout.num_shards(axis):
-            degrees = ", ".join(f"{each}={layout.mesh.shape[each]}" for each in RULES[axis] if layout.mesh)
+            assert layout.mesh is not None
+            degrees = " x ".join(f"{each}={n}" for each in layout.mesh_axes(axis) if (n := layout.mesh.shape[each]) > 1)
             raise MeshError(f"{degrees} does not divide {name} = {size} of the model")
 
 

@@ -63,9 +63,9 @@ class StartPlan:
 
 def layout_without_devices(config: MeshConfig) -> Layout:
     """Return a layout for shapes and shardings. Arrays cannot be placed on it."""
-    axes = config.model_dump()
+    axes = config.axes
     without = AbstractMesh(tuple(axes.values()), tuple(axes))
-    return Layout(cast(Mesh, without), tuple(mesh.RULES.items()))  # a Mesh has more only for who places arrays
+    return mesh.layout_of(cast(Mesh, without))  # a Mesh has more only for who places arrays
 
 
 def plan_start(
@@ -104,9 +104,10 @@ def plan_start(
     if (left := free_bytes(params)) is None:
         passes = MemoryPlan(config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(config.remat))
     else:
-        num_shards = layout.num_shards("batch")
+        in_training = mesh.training_layout(layout)
+        num_shards = in_training.num_shards("batch") * in_training.num_shards("tokens")
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        costs = costs_of(shapes, model, platform)
+        costs = costs_of(replace(shapes, layout=in_training), model, platform)
         passes = plan_for(left - samples.prompt_bytes, costs, config, num_shards=num_shards)
         pass_bytes = costs.of_pass(-(-passes.micro_batch_tokens // num_shards), remat=passes.remat)
     return StartPlan(

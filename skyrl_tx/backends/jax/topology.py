@@ -32,9 +32,8 @@ def described_layout(family: Literal["gpu", "tpu"], topology: str, config: MeshC
     Raises UserError for a GPU without description, and without the compiler of the devices.
     """
     devices = _gpus(topology) if family == "gpu" else _tpus(topology)
-    axes = config.model_dump()
-    placed = Mesh(np.array(devices[: config.num_devices]).reshape(tuple(axes.values())), tuple(axes))
-    return Layout(placed, tuple(mesh.RULES.items()))
+    axes = config.axes
+    return mesh.layout_of(Mesh(np.array(devices[: config.num_devices]).reshape(tuple(axes.values())), tuple(axes)))
 
 
 def _tpus(topology: str) -> Any:

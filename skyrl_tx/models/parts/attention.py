@@ -3,6 +3,7 @@
 Legend: B batch, T tokens, S slots, D embed, N heads, K kv heads, H head dim.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -169,16 +170,24 @@ def attend_rows(
     heads: Heads,
     at: Place,
 ) -> jax.Array:
-    """Return `causal_attention`, computed without communication between devices."""
+    """Return `causal_attention`, computed without communication between devices.
+
+    If the tokens of a row are sharded, the devices that share it exchange them before and after: each gets whole rows
+    of a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). So attention is what it is on one device.
+    """
     layout, start_BT = at.layout, at.start_BT
     attend = partial(causal_attention, window=heads.window, kernel=at.kernels.attend(heads))
     if not layout.is_split:
         return attend(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
     assert layout.mesh is not None
     start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
-    query_heads = layout.spec(("batch", None, "heads", None), q_BTNH.shape)
-    kv_heads = layout.spec(("batch", None, "kv_heads", None), k_BTKH.shape)
-    sinks = None if sinks_N is None else layout.spec(("heads",), sinks_N.shape)
+    if layout.splits_rows:  # more devices than kv heads have copies of them
+        num_copies = math.lcm(k_BTKH.shape[2], layout.num_shards("row_heads")) // k_BTKH.shape[2]
+        k_BTKH, v_BTKH = (jnp.repeat(x, num_copies, axis=2) for x in (k_BTKH, v_BTKH))
+    query_heads = layout.spec(("batch", None, "row_heads", None), q_BTNH.shape)
+    kv_heads = layout.spec(("batch", None, "row_heads", None), k_BTKH.shape)
+    sinks = None if sinks_N is None else layout.spec(("row_heads",), sinks_N.shape)
     specs = (query_heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape), sinks)
     alone = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=query_heads, check_vma=False)
-    return alone(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
+    mixed_BTNH = alone(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
+    return layout.constrain(mixed_BTNH, "batch", "tokens", "heads", None) if layout.splits_rows else mixed_BTNH

@@ -28,7 +28,16 @@ from skyrl_tx.models.parts.base import (
     Target,
     UnsupportedModel,
 )
-from skyrl_tx.models.parts.recurrence import Masks, apply_rule, empty_state, kernel_of, masks_of, recurrent_room
+from skyrl_tx.models.parts.recurrence import (
+    Masks,
+    apply_rule,
+    empty_state,
+    kernel_of,
+    masks_of,
+    recurrent_room,
+    split_rows,
+    whole_rows,
+)
 
 _QKV = "q", "k", "v"
 _NORM_EPSILON = 1e-6  # of queries and keys, in transformers' modeling_qwen3_5.py; no key of config.json
@@ -138,6 +147,7 @@ class DeltaNet:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the output for rows whose state before was `fixed`, and the state after the first `size` tokens."""
         projected = self._project(x_BTD, params, adapters)
+        projected |= {name: whole_rows(projected[name], layout) for name in _QKV}
         conv, chunks = (None, None) if masks is None else masks
         convolved = {
             name: short_conv(projected[name], kernel_of(params, name), fixed[f"{name}_tail"], conv) for name in _QKV
@@ -149,6 +159,7 @@ class DeltaNet:
             is_token_T11 = (jnp.arange(length) < size)[:, None, None]
             beta, decay = jnp.where(is_token_T11, beta, 0.0), jnp.where(is_token_T11, decay, 0.0)
         mixed, state = apply_rule(delta_rule, (q, k, v, beta, decay), fixed["state"], chunks, layout)
+        mixed = split_rows(mixed, layout)
         last = length if size is None else size
         tails = {f"{name}_tail": last_inputs(projected[name], fixed[f"{name}_tail"], last) for name in _QKV}
         return self._finish(mixed, projected["z"], params, adapters), {"state": state, **tails}

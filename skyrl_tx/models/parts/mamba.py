@@ -30,7 +30,16 @@ from skyrl_tx.models.parts.base import (
     Target,
     UnsupportedModel,
 )
-from skyrl_tx.models.parts.recurrence import Masks, apply_rule, empty_state, kernel_of, masks_of, recurrent_room
+from skyrl_tx.models.parts.recurrence import (
+    Masks,
+    apply_rule,
+    empty_state,
+    kernel_of,
+    masks_of,
+    recurrent_room,
+    split_rows,
+    whole_rows,
+)
 
 _XBC = "x", "b", "c"
 
@@ -139,6 +148,7 @@ class Mamba:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the output for rows whose state before was `fixed`, and the state after the first `size` tokens."""
         projected = self._project(x_BTD, params, adapters)
+        projected |= {name: whole_rows(projected[name], layout) for name in _XBC}
         conv, chunks = (None, None) if masks is None else masks
         convolved = {
             name: short_conv(projected[name], kernel_of(params, name), fixed[f"{name}_tail"], conv) for name in _XBC
@@ -150,6 +160,7 @@ class Mamba:
             is_token_T11 = (jnp.arange(length) < size)[:, None, None]
             step, decay = jnp.where(is_token_T11, step, 0.0), jnp.where(is_token_T11, decay, 0.0)
         mixed, state = apply_rule(state_space, (c, b, step[..., None] * inputs, decay), fixed["state"], chunks, layout)
+        mixed, inputs = split_rows(mixed, layout), split_rows(inputs, layout)
         last = length if size is None else size
         tails = {f"{name}_tail": last_inputs(projected[name], fixed[f"{name}_tail"], last) for name in _XBC}
         return self._finish(mixed, inputs, projected["z"], params, adapters), {"state": state, **tails}

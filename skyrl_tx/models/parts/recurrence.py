@@ -44,6 +44,16 @@ def kernel_of(params: LayerParams, name: str) -> jax.Array:
     return params[f"{name}_conv"][:, 0].T
 
 
+def whole_rows(x: jax.Array, layout: Layout) -> jax.Array:
+    """Return [B, T, ...], by heads or channels, so that a device has all tokens of its rows, of a part of the heads."""
+    return layout.constrain(x, "batch", None, "row_heads", *[None] * (x.ndim - 3)) if layout.splits_rows else x
+
+
+def split_rows(x: jax.Array, layout: Layout) -> jax.Array:
+    """Return [B, T, ...], by heads or channels, so that a device has its part of a row again."""
+    return layout.constrain(x, "batch", "tokens", "heads", *[None] * (x.ndim - 3)) if layout.splits_rows else x
+
+
 def apply_rule(
     rule: Callable[..., tuple[jax.Array, jax.Array]],
     inputs: tuple[jax.Array, ...],
@@ -58,12 +68,12 @@ def apply_rule(
     if not layout.is_split:
         return rule(*inputs, state, masks)
     assert layout.mesh is not None
-    rows: tuple[Axis | None, ...] = ("batch", None, "heads")
+    rows: tuple[Axis | None, ...] = ("batch", None, "row_heads")
 
     def spec(x: jax.Array, axes: tuple[Axis | None, ...]) -> Any:
         return layout.spec((*axes, *[None] * (x.ndim - len(axes))), x.shape)
 
-    of_state = spec(state, ("batch", "heads"))
+    of_state = spec(state, ("batch", "row_heads"))
     in_specs = *(spec(each, rows) for each in inputs), of_state, jax.tree.map(lambda m: spec(m, (None, "batch")), masks)
     outputs, _ = jax.eval_shape(rule, *inputs, state, masks)
     out_specs = spec(outputs, rows), of_state

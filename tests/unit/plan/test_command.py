@@ -59,7 +59,7 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         "programs": "NoneType",
         "fits": "bool",
     }
-    assert found["num_parameters"] == 8_190_735_360 and found["mesh"] == {"fsdp": 1, "tp": 8, "ep": 1}
+    assert found["num_parameters"] == 8_190_735_360 and found["mesh"] == {"fsdp": 1, "tp": 8, "ep": 1, "cp": 1}
     assert [item["item"] for item in found["memory"]] == [
         *("base weights", "sampler adapters", "KV cache", "prompts"),
         *("adapters in training", "optimizer", "temporary"),
@@ -93,7 +93,15 @@ def test_warnings(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = as_json(capsys, "--base-model", dense, *flags)
     text = "\n".join(found["warnings"])
     assert "more than one host" in text and "in float32 they are lower" in text
-    assert found["mesh"] == {"fsdp": 2, "tp": 8, "ep": 1} and len(found["meshes"]) == 1
+    assert found["mesh"] == {"fsdp": 2, "tp": 8, "ep": 1, "cp": 1} and len(found["meshes"]) == 1
+
+
+def test_a_mesh_that_shards_rows(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, whole = as_json(capsys, "--base-model", dense, "--device", "v5e:2x4", "--mesh", "tp=8")
+    status, found = as_json(capsys, "--base-model", dense, "--device", "v5e:2x4", "--mesh", "tp=2,cp=4")
+    assert status == 0 and found["mesh"] == {"fsdp": 1, "tp": 2, "ep": 1, "cp": 4}
+    assert found["memory"][0]["bytes"] < 1.1 * whole["memory"][0]["bytes"], "cp shards weights like fsdp"
+    assert found["limits"]["micro_batch_tokens"] >= 2 * whole["limits"]["micro_batch_tokens"]
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,15 @@ def micro_batch_length(size: int, budget: int) -> int:
     return min(row_length(size), budget) if size <= budget else row_length(size)
 
 
-def plan_micro_batches(examples: Sequence[PassExample], budget: int, num_rows: int = 1) -> list[MicroBatchPlan]:
+def plan_micro_batches(
+    examples: Sequence[PassExample], budget: int, num_rows: int = 1, multiple: int = 1
+) -> list[MicroBatchPlan]:
     """Return the micro-batches of one request, each with `num_rows` rows and at most `budget` tokens.
 
-    An example that is longer than the budget has a micro-batch of its own. Examples in a micro-batch have the same
-    config and the same number of targets, rounded up to a power of two. Many targets take more memory than the model,
-    so MAX_CELLS bounds the number of tokens too.
+    An example that is longer than the budget has a micro-batch of its own. The length of rows is a multiple of
+    `multiple`, the shards of a row's tokens, for which a row may exceed the budget by less than `multiple`. Examples in
+    a micro-batch have the same config and the same number of targets, rounded up to a power of two. Many targets take
+    more memory than the model, so MAX_CELLS bounds the number of tokens too.
     """
     sizes = [example.tokens.size for example in examples]
     row_budget = max(1, budget // num_rows)
@@ -94,7 +97,7 @@ def plan_micro_batches(examples: Sequence[PassExample], budget: int, num_rows: i
         kind = (next_power(_num_targets(example)), *sorted(example.loss_config.items()))
         kinds.setdefault(kind, []).append(index)
     return [
-        _plan_of(rows[first : first + num_rows], sizes, own_budget, num_rows, kind[0])
+        _plan_of(rows[first : first + num_rows], sizes, own_budget, num_rows, kind[0], multiple)
         for kind, order in kinds.items()
         for own_budget in [max(1, min(row_budget, MAX_CELLS // (kind[0] * num_rows)))]
         for rows in [_balance(_first_fit(order, sizes, own_budget), order, sizes, own_budget, num_rows)]
@@ -136,7 +139,9 @@ def _balance(rows: list[list[int]], order: list[int], sizes: list[int], budget: 
     return balanced if max(totals) <= max(budget, sizes[order[0]]) else rows
 
 
-def _plan_of(rows: list[list[int]], sizes: list[int], budget: int, num_rows: int, num_targets: int) -> MicroBatchPlan:
+def _plan_of(
+    rows: list[list[int]], sizes: list[int], budget: int, num_rows: int, num_targets: int, multiple: int
+) -> MicroBatchPlan:
     members = [(index, row) for row, own in enumerate(rows) for index in own]
     starts = [sum(sizes[each] for each in own[:position]) for own in rows for position in range(len(own))]
     fullest = max(sum(sizes[index] for index in own) for own in rows)
@@ -145,7 +150,7 @@ def _plan_of(rows: list[list[int]], sizes: list[int], budget: int, num_rows: int
         rows=tuple(row for _, row in members),
         starts=tuple(starts),
         num_rows=num_rows,
-        length=micro_batch_length(fullest, budget),
+        length=-(-micro_batch_length(fullest, budget) // multiple) * multiple,
         num_targets=num_targets,
     )
 

@@ -92,11 +92,9 @@ class JaxPass(Pass):
         pool: AdapterPool,
         memory: Memory,
         limit: DispatchLimit,
-        num_rows: int,
     ) -> None:
-        """Plan the micro-batches, each with `num_rows` rows, which the mesh shards."""
+        """Plan the micro-batches, each with a row for each shard of the batch."""
         self._params = params
-        self._num_rows = num_rows
         self._config = config
         self._pool = pool
         self._backward = backward
@@ -119,7 +117,8 @@ class JaxPass(Pass):
     def _steps(self, memory_plan: MemoryPlan) -> list[_Step]:
         steps: list[_Step] = []
         for request in self._requests:
-            plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, self._num_rows)
+            shards = self._params.layout.num_shards("batch"), self._params.layout.num_shards("tokens")
+            plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, *shards)
             steps += (_Step(request, plan, plan is plans[-1]) for plan in plans)
         return steps
 

@@ -75,6 +75,9 @@ def _head(
     once. For any other loss they are computed twice, the first time to get d loss / d logprob of whole rows.
     """
     is_local = loss_switch.is_local(batch.loss, batch.targets.ndim)
+    config_BC, layout = batch.config_BC, params.layout
+    if layout.splits_rows:  # chunks have the shards of a row as rows
+        config_BC = jnp.repeat(config_BC, layout.num_shards("tokens"), axis=0)
 
     def gradient_of_rows() -> jax.Array:
         logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
@@ -82,7 +85,7 @@ def _head(
 
     def gradient_of_chunk(logprobs: jax.Array, pieces: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
         of_rows, inputs = pieces
-        own = loss_switch.logprob_gradient(batch.loss, logprobs, inputs, batch.config_BC)
+        own = loss_switch.logprob_gradient(batch.loss, logprobs, inputs, config_BC)
         return jnp.where(is_local, own, of_rows)
 
     of_rows = jax.lax.cond(is_local, lambda: jnp.zeros(batch.targets.shape), gradient_of_rows)

@@ -2,12 +2,13 @@
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.mesh import RULES, MeshError, check_divides, make_layout
+from skyrl_tx.backends.jax.mesh import MeshError, check_divides, make_layout, training_layout
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.testing.tiny_models import write_model
@@ -16,9 +17,7 @@ from skyrl_tx.weights import hf
 
 def layout_of(**sizes: int) -> Layout:
     """Return a layout of as many devices as that takes, none of them real."""
-    axes = MeshConfig(**sizes).model_dump()
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    return Layout(mesh, tuple(RULES.items()))  # type: ignore[arg-type]
+    return layout_without_devices(MeshConfig(**sizes))
 
 
 def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -> models.ModelConfig:
@@ -35,6 +34,8 @@ def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -
         ({"tp": 2}, {"vocab_size": 101}, "tp=2 does not divide vocab_size = 101"),
         ({"tp": 2}, {"mlp_size": 63}, "tp=2 does not divide intermediate_size = 63"),
         ({"ep": 2}, {}, "ep=2: the model has no experts"),
+        ({"cp": 3}, {"hidden_size": 96}, "cp=3 does not divide num_attention_heads = 4"),
+        ({"tp": 2, "cp": 4}, {}, "tp=2 x cp=4 does not divide num_attention_heads = 4"),
     ],
 )
 def test_a_mesh_must_divide_the_sizes_of_the_model(tmp_path, mesh, sizes, message):
@@ -89,6 +90,27 @@ def test_a_mesh_must_divide_the_groups_of_mamba_and_latents(tmp_path):
         check_divides(layout_of(tp=4), config)
     with pytest.raises(MeshError, match="fsdp=4 does not divide moe_latent_size = 18"):
         check_divides(layout_of(fsdp=4), config)
+
+
+def test_recurrent_layers_need_a_part_of_their_heads_on_each_device_that_shares_a_row(tmp_path):
+    linear = config_of(tmp_path / "linear", "Qwen3_5ForCausalLM", num_layers=4)
+    check_divides(layout_of(fsdp=2, cp=2), linear)
+    with pytest.raises(MeshError, match="cp=4 does not divide linear_num_key_heads = 2"):
+        check_divides(layout_of(cp=4), linear)
+    mamba = config_of(tmp_path / "mamba", "NemotronHForCausalLM")
+    check_divides(layout_of(cp=2), mamba)
+    with pytest.raises(MeshError, match="cp=4 does not divide n_groups = 2"):
+        check_divides(layout_of(cp=4), mamba)
+
+
+def test_with_cp_training_shards_the_tokens_of_rows_and_sampling_the_rows():
+    sampling = layout_of(fsdp=2, cp=2, ep=2)
+    training = training_layout(sampling)
+    assert (sampling.num_shards("batch"), sampling.num_shards("tokens"), sampling.splits_rows) == (8, 1, False)
+    assert (training.num_shards("batch"), training.num_shards("tokens"), training.splits_rows) == (2, 4, True)
+    assert sampling.num_shards("embed") == training.num_shards("embed") == 4
+    without = layout_of(fsdp=4, ep=2)
+    assert training_layout(without) is without and str(MeshConfig(fsdp=4, ep=2)) == "fsdp=4,tp=1,ep=2"
 
 
 def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():

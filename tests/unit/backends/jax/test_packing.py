@@ -170,3 +170,10 @@ def test_cells_of_a_micro_batch_are_bounded_by_those_of_a_padded_example(shapes,
     ]
     for plan in packing.plan_micro_batches(examples, 16384, num_rows):
         assert plan.num_tokens * plan.num_targets <= 1.5 * MAX_CELLS * num_rows
+
+
+def test_rows_are_a_multiple_of_the_shards_of_their_tokens():
+    examples = [example(length) for length in (30, 45, 7)]
+    [plan] = packing.plan_micro_batches(examples, 100, 1, 64)
+    assert (plan.num_rows, plan.length) == (1, 128)
+    assert [plan.length for plan in packing.plan_micro_batches(examples, 40, 1, 3)] == [48, 42]
