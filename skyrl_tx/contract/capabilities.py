@@ -12,6 +12,8 @@ class Capabilities:
 
     max_context_length: int
     """The most tokens of one sequence, prompt and new tokens together."""
+    max_training_length: int | None = None
+    """The most tokens of one example in training, which needs no cache. None: `max_context_length`."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int

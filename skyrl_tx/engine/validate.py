@@ -179,8 +179,11 @@ def _check_vocabulary(field: str, tokens: NumberArray, vocab_size: int, lowest: 
 def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabilities) -> None:
     _check_tokens(f"{field}.model_input", datum.tokens, capabilities.vocab_size)
     length = datum.tokens.size
-    if length > capabilities.max_context_length:
-        raise UserError(f"{field}.model_input has {length} tokens; the context is {capabilities.max_context_length}")
+    context, most = capabilities.max_context_length, capabilities.max_training_length
+    if most is None and length > context:
+        raise UserError(f"{field}.model_input has {length} tokens; the context is {context}")
+    if most is not None and length > most:
+        raise UserError(f"{field}.model_input has {length} tokens; an example in training has at most {most}")
     for name in datum.loss_inputs:
         if name not in spec.inputs:
             raise UserError(f"{field}.loss_fn_inputs[{name!r}]: {spec.name} takes {_listed(spec.inputs)}")

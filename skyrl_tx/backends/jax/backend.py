@@ -15,7 +15,14 @@ from skyrl_tx.backends.jax import checkpoint, distributed, mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
-from skyrl_tx.backends.jax.memory import Memory, capacity_errors, device_memory, max_models, plan_training_memory
+from skyrl_tx.backends.jax.memory import (
+    Memory,
+    capacity_errors,
+    device_memory,
+    longest_example,
+    max_models,
+    plan_training_memory,
+)
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, apply_gradient, fresh_training_state, padded_rank, placed
@@ -87,6 +94,9 @@ class JaxBackend(AbstractBackend):
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
         reserved = programs.memory.prompt_bytes
         self._memory = Memory(plan_training_memory(config, self._training_params, self._model, reserved=reserved))
+        self._max_training_length = longest_example(
+            config, self._training_params, self._model, self._memory.plan, reserved=reserved
+        )
         self._max_models = max_models(config, self._params, self._model, reserved=reserved)
         self._pool = AdapterPool(self._max_models)
         self._dispatch_limit = DispatchLimit()
@@ -262,6 +272,7 @@ class JaxBackend(AbstractBackend):
         device = min(devices, key=lambda device: device.id)
         return Capabilities(
             max_context_length=self._sample_memory.max_length,
+            max_training_length=self._max_training_length,
             vocab_size=self._model.vocab_size,
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),

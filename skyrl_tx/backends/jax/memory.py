@@ -22,6 +22,8 @@ from skyrl_tx.layers.sharding import WHOLE, Layout
 
 TRAINING_SHARE = 0.5
 """Share of the memory left by weights, KV cache and prompts that a micro-batch may take; models need the rest."""
+ROW_SHARE = 0.9
+"""Share of that memory that one example may take which is longer than a micro-batch."""
 SAMPLE_SHARE = 0.5
 """Share of the memory left by weights that keys and values of samples and prompts may take."""
 POOL_SHARE = 0.05
@@ -144,6 +146,24 @@ def plan_training_memory(
         f" ({' and '.join(configured)} configured)" if configured else "",
     )
     return plan
+
+
+def longest_example(
+    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, plan: MemoryPlan, *, reserved: int = 0
+) -> int:
+    """Return the most tokens of an example: the model's limit, or what fits on the devices that share its row.
+
+    Call it as `plan_training_memory`. A row longer than a micro-batch has one to itself, and all memory but a tenth,
+    next to the state of one model of the highest rank.
+    """
+    free = free_bytes(params)
+    if free is None:
+        return model.max_context_length
+    costs = costs_of(params, model)
+    cost = costs.token_with_remat if plan.remat else costs.token
+    free -= reserved + model_bytes(config, params, model)
+    fitting = int((ROW_SHARE * free - costs.fixed) / cost) * params.layout.num_shards("tokens")
+    return min(model.max_context_length, max(fitting, plan.micro_batch_tokens // params.layout.num_shards("batch")))
 
 
 def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:

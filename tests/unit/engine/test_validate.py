@@ -34,6 +34,13 @@ def floats(*values):
     return np.array(values, np.float32)
 
 
+def test_an_example_in_training_may_have_a_limit_of_its_own():
+    longer = replace(CAPABILITIES, max_training_length=33)
+    validate.check_pass(forward_backward(data=(datum(0, 33),)), longer)
+    with raises("data[0].model_input has 34 tokens; an example in training has at most 33"):
+        validate.check_pass(forward_backward(data=(datum(0, 34),)), longer)
+
+
 POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
 
 

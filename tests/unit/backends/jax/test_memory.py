@@ -16,6 +16,7 @@ from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MAX_MODELS,
     MemoryPlan,
+    longest_example,
     max_models,
     plan_for,
     plan_sample_memory,
@@ -330,3 +331,18 @@ def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, mon
     with pytest.raises(UserError, match="no such model"):
         backend.capture(other, ALL_PARTS)
     run()
+
+
+def test_an_example_may_be_as_long_as_memory_allows_whatever_the_cache_holds(tiny, monkeypatch):
+    plan = MemoryPlan(micro_batch_tokens=64, remat=True)
+    most = tiny.config.max_context_length
+    assert longest_example(JaxConfig(), tiny.params, tiny.config, plan) == most, (
+        "a device that does not report its memory"
+    )
+    costs = memory.costs_of(tiny.params, tiny.config)
+    state = memory.model_bytes(JaxConfig(), tiny.params, tiny.config)
+    free = int((costs.fixed + 100 * costs.token_with_remat) / 0.9) + costs.token_with_remat // 2
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free + 1000 + state)
+    assert longest_example(JaxConfig(), tiny.params, tiny.config, plan, reserved=1000) == 100
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2**40)
+    assert longest_example(JaxConfig(), tiny.params, tiny.config, plan) == most
