@@ -47,6 +47,7 @@ def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Reco
             "sample_slots": samples.layout_for(1).num_slots,
             "samples_of_longest_context": account.samples_at_context,
             "models": plan.max_models,
+            "row_tokens": plan.longest_row,
             "micro_batch_tokens": plan.passes.micro_batch_tokens,
             "is_rematerialized": plan.passes.remat,
         },
@@ -77,6 +78,7 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     yield f"  samples       {at_most}"
     yield f"  models        {plan.max_models} in training at the same time; others are evicted to disk"
     yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"
+    yield f"  training row  {plan.longest_row} tokens by memory, {account.model.max_context_length} by the model"
     yield from ("", *explain_kernels(plan.kernels, account.model))
     yield from ("", "Tokens per second on all devices, at most (a roofline; no efficiency has been measured there):")
     for rate in account.rates:

@@ -159,11 +159,15 @@ def longest_example(
     free = free_bytes(params)
     if free is None:
         return model.max_context_length
-    costs = costs_of(params, model)
-    cost = costs.token_with_remat if plan.remat else costs.token
     free -= reserved + model_bytes(config, params, model)
-    fitting = int((ROW_SHARE * free - costs.fixed) / cost) * params.layout.num_shards("tokens")
-    return min(model.max_context_length, max(fitting, plan.micro_batch_tokens // params.layout.num_shards("batch")))
+    return min(model.max_context_length, longest_row(free, costs_of(params, model), plan, params.layout))
+
+
+def longest_row(free: int, costs: Costs, plan: MemoryPlan, layout: Layout) -> int:
+    """Return the most tokens of a row for `free` bytes of each device, with the layout of training."""
+    cost = costs.token_with_remat if plan.remat else costs.token
+    fitting = int((ROW_SHARE * free - costs.fixed) / cost) * layout.num_shards("tokens")
+    return max(fitting, plan.micro_batch_tokens // layout.num_shards("batch"))
 
 
 def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:

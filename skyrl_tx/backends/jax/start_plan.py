@@ -21,6 +21,7 @@ from skyrl_tx.backends.jax.memory import (
     RoomBytes,
     adapter_bytes,
     free_bytes,
+    longest_row,
     max_models,
     memory_layout,
     model_bytes,
@@ -56,6 +57,8 @@ class StartPlan:
     passes: MemoryPlan
     pass_bytes: int
     """Temporary memory of a micro-batch; 0 if devices do not report their memory."""
+    longest_row: int | None
+    """The most tokens of an example in training by memory; None if devices do not report theirs."""
     max_models: int
     model_bytes: int
     """Weights, gradient and moments of one model of the highest rank."""
@@ -100,7 +103,7 @@ def plan_start(
     room = RoomBytes.of(model, memory_layout(params), dtype.itemsize)
     kv_bytes = (samples.tokens * room.position + config.sample_slots * room.state) // layout.num_shards("batch")
     params = params_after(weight_bytes + pool_bytes + kv_bytes)
-    costs, pass_bytes = None, 0
+    costs, pass_bytes, longest = None, 0, None
     if (left := free_bytes(params)) is None:
         passes = MemoryPlan(config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(config.remat))
     else:
@@ -110,6 +113,8 @@ def plan_start(
         costs = costs_of(replace(shapes, layout=in_training), model, platform)
         passes = plan_for(left - samples.prompt_bytes, costs, config, num_shards=num_shards)
         pass_bytes = costs.of_pass(-(-passes.micro_batch_tokens // num_shards), remat=passes.remat)
+        reserved = samples.prompt_bytes + model_bytes(config, params, model)
+        longest = longest_row(left - reserved, costs, passes, in_training)
     return StartPlan(
         num_parameters=sum(int(np.prod(each.shape)) for each in flatten(described).values()),
         dtype=dtype.name,
@@ -123,6 +128,7 @@ def plan_start(
         costs=costs,
         passes=passes,
         pass_bytes=pass_bytes,
+        longest_row=longest,
         max_models=max_models(config, params, model, reserved=samples.prompt_bytes),
         model_bytes=model_bytes(config, params, model),
     )

@@ -71,7 +71,7 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["limits"]["context_tokens"] == 8192 and found["limits"]["models"] == 2
     assert found["limits"].keys() == {
         *("context_tokens", "kv_tokens", "sample_slots", "samples_of_longest_context", "models"),
-        *("micro_batch_tokens", "is_rematerialized"),
+        *("micro_batch_tokens", "is_rematerialized", "row_tokens"),
     }
     assert [(rate["work"], rate["is_measured"]) for rate in found["rates"]] == [
         ("training", False),
@@ -101,6 +101,7 @@ def test_a_mesh_that_shards_rows(dense: str, capsys: pytest.CaptureFixture[str])
     status, found = as_json(capsys, "--base-model", dense, "--device", "v5e:2x4", "--mesh", "tp=2,cp=4")
     assert status == 0 and found["mesh"] == {"fsdp": 1, "tp": 2, "ep": 1, "cp": 4}
     assert found["memory"][0]["bytes"] < 1.1 * whole["memory"][0]["bytes"], "cp shards weights like fsdp"
+    assert found["limits"]["row_tokens"] > 1.5 * whole["limits"]["row_tokens"]
     assert found["limits"]["micro_batch_tokens"] >= 2 * whole["limits"]["micro_batch_tokens"]
 
 
