@@ -131,7 +131,7 @@ def plan_training_memory(
         reason = "the device does not report its memory"
         plan = MemoryPlan(tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(remat))
     else:
-        costs = costs_of(params, model, next(iter(params.embed.devices())).platform)
+        costs = costs_of(params, model, _platform(params))
         free -= reserved
         num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
         plan = plan_for(free, costs, config, num_shards=num_shards)
@@ -160,7 +160,13 @@ def longest_example(
     if free is None:
         return model.max_context_length
     free -= reserved + model_bytes(config, params, model)
-    return min(model.max_context_length, longest_row(free, costs_of(params, model), plan, params.layout))
+    return min(
+        model.max_context_length, longest_row(free, costs_of(params, model, _platform(params)), plan, params.layout)
+    )
+
+
+def _platform(params: models.DecoderParams) -> str:
+    return next(iter(params.embed.devices())).platform
 
 
 def longest_row(free: int, costs: Costs, plan: MemoryPlan, layout: Layout) -> int:
