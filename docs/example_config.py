@@ -44,7 +44,7 @@ def _lines() -> Iterator[str]:
     fields = {
         name: field
         for name, field in ServerSettings.model_fields.items()
-        if name not in (_FIRST, "config", "backend_config")
+        if name not in (_FIRST, "config", "backend_config", "sampler_config")
     }
     for title, names in (
         ("Server", [name for name in fields if name not in api ^ engine]),

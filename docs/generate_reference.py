@@ -36,7 +36,7 @@ from skyrl_tx.api.loss_graph.vocabulary import FUNCTIONS, METHODS
 from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.api.schemas.base import WireModel
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
@@ -108,12 +108,16 @@ def settings_page() -> Iterator[str]:
     for title, belongs in groups.items():
         fields = {name: field for name, field in ServerSettings.model_fields.items() if belongs(name)}
         yield f"## {title}"
-        yield from _settings(fields, skip={"backend_config"})
+        yield from _settings(fields, skip={"backend_config", "sampler_config"})
     for backend in ("jax", "fake"):
         config = find_backend(backend).config
         yield f"## Backend `{backend}`"
         yield _first_line(config)
         yield from _settings(config.model_fields, prefix=("backend_config",))
+    config = find_sampler("vllm").config
+    yield "## Sampler `vllm`"
+    yield _first_line(config)
+    yield from _settings(config.model_fields, prefix=("sampler_config",))
     yield "## `skyrl-tx quickstart`"
     yield "The quickstart reads no environment and no file, so that a first run is the same everywhere."
     yield from _settings(QuickstartSettings.model_fields, has_environment=False)

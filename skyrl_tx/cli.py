@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource
 
 from skyrl_tx import __version__, completion
-from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process_setup import (
     CannotServe,
@@ -70,7 +70,7 @@ _DATA_COMMANDS = frozenset(
 _QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})
 _FIRST_FLAGS = (
     *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
-    *("--backend", "--load-format", "--config", "--log-level"),
+    *("--backend", "--load-format", "--sampler", "--vllm-url", "--config", "--log-level"),
 )
 _HELP = f"""\
 usage: skyrl-tx COMMAND [flags]
@@ -134,14 +134,20 @@ def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str,
     first = argparse.ArgumentParser(prog=f"skyrl-tx {command}", add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
+    first.add_argument("--sampler", default=os.environ.get(f"{ENVIRONMENT_PREFIX}SAMPLER"))
     chosen, _ = first.parse_known_args(arguments)
     file_values = {**(defaults or {}), **(read_config_file(Path(chosen.config).expanduser()) if chosen.config else {})}
     try:
         spec = find_backend(chosen.backend or file_values.get("backend") or DEFAULT_BACKEND)
     except UserError as error:
         raise SettingsError(f"--backend: {error}") from error
+    try:
+        sampler_name = chosen.sampler or file_values.get("sampler")
+        sampler = find_sampler(sampler_name) if sampler_name else None
+    except UserError as error:
+        raise SettingsError(f"--sampler: {error}") from error
     parser = _parser(command, usage="--base-model MODEL [flags]", epilog=_EPILOG)
-    return _read(settings_class(spec, file_values), parser, arguments)
+    return _read(settings_class(spec, file_values, sampler), parser, arguments)
 
 
 def _read(settings: type[S], parser: argparse.ArgumentParser, arguments: Sequence[str]) -> S:

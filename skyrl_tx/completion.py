@@ -23,7 +23,7 @@ _PATHS = (
     "data",
 )
 """Ends of the names of arguments whose values are paths."""
-_NO_PATHS = frozenset({"backend_config", "config_path"})
+_NO_PATHS = frozenset({"backend_config", "sampler_config", "config_path"})
 
 
 @dataclass(frozen=True, slots=True)

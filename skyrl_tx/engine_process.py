@@ -21,12 +21,13 @@ from pydantic import BaseModel
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
+from skyrl_tx.backends.composed import compose
 from skyrl_tx.backends.hosts.calls import Welcome
 from skyrl_tx.backends.hosts.channel import LeaderLost
 from skyrl_tx.backends.hosts.following import follow
 from skyrl_tx.backends.hosts.leading import LeadingBackend
 from skyrl_tx.backends.hosts.settings import HostsSettings
-from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError
@@ -83,7 +84,7 @@ _EXPECTED_ERRORS = (RequestError, StoreError, StoreInUse, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLaunch:
-    """Arguments of an engine process; pickled for the child, so the backend is given by name."""
+    """Arguments of an engine process; pickled for the child, so backend and sampler are given by name."""
 
     settings: EngineSettings
     backend: str
@@ -94,6 +95,8 @@ class EngineLaunch:
     """Variables of a child's environment, such as those that choose its devices."""
     hosts: HostsSettings = field(default_factory=HostsSettings)
     """Several hosts that hold the model together. A rank above 0 runs no engine: it follows that of rank 0."""
+    sampler: str | None = None
+    sampler_config: BaseModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +266,14 @@ def _run(
     if launch.hosts.rank > 0:
         _follow(launch.hosts, on_ready)
         return
+    backend, config = find_backend(launch.backend), launch.backend_config
+    if launch.sampler is not None and launch.sampler_config is not None:
+        backend, config = compose(backend, config, find_sampler(launch.sampler), launch.sampler_config)
     with _interpreter_watchdog(launch.settings.step_timeout_s):
         run_engine(
             launch.settings,
-            find_backend(launch.backend),
-            launch.backend_config,
+            backend,
+            config,
             on_ready,
             on_stuck,
             over_hosts=partial(_over_hosts, launch),

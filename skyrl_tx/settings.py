@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
-from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSuppress, InitSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from skyrl_tx import failpoints
@@ -15,6 +15,7 @@ from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.artifacts import checked_url
 from skyrl_tx.backends.hosts.settings import HostsSettings, from_leader_worker_set
 from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.contract.sampler import SamplerSpec
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.process_setup import LogFormat, LogLevel
 
@@ -59,6 +60,10 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     """Name of an installed backend, such as 'jax' or 'fake'."""
     load_format: Literal["auto", "dummy"] | None = None
     """'dummy' creates random weights of the model's shapes; same as --backend-config.load-format."""
+    sampler: str | None = None
+    """Name of an installed sampler that draws the samples in place of the backend: 'vllm'."""
+    vllm_url: str | None = None
+    """URL of a vLLM server, or several with commas between them; same as --sampler-config.url."""
     max_engine_starts: int = Field(default=5, ge=1)
     """Exit after this many consecutive starts of the engine without progress."""
     fresh: bool = False
@@ -72,6 +77,7 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     hosts: HostsSettings = Field(default_factory=HostsSettings)
     """Several hosts that hold one model together."""
     backend_config: BaseModel
+    sampler_config: BaseModel | None = None
 
     @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile", "chat_template")
     @classmethod
@@ -140,8 +146,13 @@ class QuickstartSettings(BaseSettings):
         return (init_settings,)
 
 
-def settings_class(spec: BackendSpec, file_values: Mapping[str, Any]) -> type[ServerSettings]:
-    """Return ServerSettings extended by a backend's settings; `file_values` rank below flags and environment."""
+def settings_class(
+    spec: BackendSpec, file_values: Mapping[str, Any], sampler: SamplerSpec | None = None
+) -> type[ServerSettings]:
+    """Return ServerSettings extended by the settings of a backend, and of a sampler if one is chosen.
+
+    `file_values` rank below flags and environment.
+    """
 
     class WithBackend(ServerSettings):
         @classmethod
@@ -153,13 +164,23 @@ def settings_class(spec: BackendSpec, file_values: Mapping[str, Any]) -> type[Se
         @model_validator(mode="before")
         @classmethod
         def _complete_backend_config(cls, values: dict[str, Any]) -> dict[str, Any]:
-            return values | {"backend_config": _backend_values(spec, values)}
+            return values | {
+                "backend_config": _backend_values(spec, values),
+                "sampler_config": _sampler_values(sampler, values),
+            }
 
+    about = "settings of the sampler"
+    sampler_field: tuple[Any, Any] = (
+        (CliSuppress[None], Field(default=None, description=about))
+        if sampler is None
+        else (sampler.config, Field(description=about))
+    )
     return create_model(
         "ServerSettings",
         __base__=WithBackend,
         __doc__=ServerSettings.__doc__,
         backend_config=(spec.config, Field(default_factory=spec.config, description="settings of the backend")),
+        sampler_config=sampler_field,
     )
 
 
@@ -173,6 +194,26 @@ def _backend_values(spec: BackendSpec, values: Mapping[str, Any]) -> dict[str, A
     for name in given:
         if name not in spec.config.model_fields:
             raise ValueError(f"--backend-config.{name.replace('_', '-')}: the backend has no such setting")
+    return given
+
+
+def _sampler_values(sampler: SamplerSpec | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the sampler's settings with --vllm-url merged in; raises ValueError for unknown names."""
+    given, url = dict(values.get("sampler_config") or {}), values.get("vllm_url")
+    if sampler is None:
+        if given or url is not None:
+            raise ValueError(f"{'--sampler-config' if given else '--vllm-url'}: --sampler is not set")
+        return None
+    if url is not None:
+        if "url" not in sampler.config.model_fields:
+            raise ValueError(f"--vllm-url: sampler {values.get('sampler')!r} has no URL")
+        given["url"] = url
+    field = sampler.config.model_fields.get("url")
+    if field is not None and field.is_required() and "url" not in given:
+        raise ValueError(f"--vllm-url is required by --sampler {values.get('sampler')}")
+    for name in given:
+        if name not in sampler.config.model_fields:
+            raise ValueError(f"--sampler-config.{name.replace('_', '-')}: the sampler has no such setting")
     return given
 
 

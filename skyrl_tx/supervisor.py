@@ -318,13 +318,18 @@ def _follow(launch: EngineLaunch, max_starts: int) -> int:
 
 def launch_of(settings: ServerSettings) -> EngineLaunch:
     """Return the arguments of the engine process."""
+    hosts = _hosts_of(settings)
+    if hosts.size > 1 and settings.sampler is not None:
+        raise CannotServe("--sampler: it cannot be used with several hosts: every host would send each sample to it")
     return EngineLaunch(
         settings=settings.for_engine(),
         backend=settings.backend,
         backend_config=settings.backend_config,
+        sampler=settings.sampler,
+        sampler_config=settings.sampler_config,
         log_level=settings.log_level,
         log_format=settings.log_format,
-        hosts=_hosts_of(settings),
+        hosts=hosts,
     )
 
 

@@ -137,11 +137,11 @@ class BackendDriver:
         )
 
     def run_samples(self, *requests: SampleRequest) -> list[SampleDelta]:
-        """Sample requests together, slice by slice, and return all deltas."""
+        """Sample requests together, slice by slice, and return all deltas but those that say nothing."""
         self.backend.begin_sample(PreparedSampleBatch(requests=requests))
         deltas: list[SampleDelta] = []
         while new := self.backend.step_sample():
-            deltas.extend(new)
+            deltas.extend(delta for delta in new if delta.tokens.size or delta.stop_reason or delta.error)
         return deltas
 
     def draw(self, request: SampleRequest, *others: SampleRequest) -> list[Drawn]:

@@ -10,6 +10,7 @@ LIGHT = (
     "skyrl_tx.store.database",
     "skyrl_tx.backends.registry",
     "skyrl_tx.backends.jax",
+    "skyrl_tx.backends.vllm",
     "skyrl_tx.api.app",
     "skyrl_tx.engine.engine",
     "skyrl_tx.supervisor",

@@ -47,7 +47,7 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
     file = tmp_path / "config.yaml"
     file.write_text(text)
     content = yaml.safe_load(text)
-    known = set(ServerSettings.model_fields) - {"config"}
+    known = set(ServerSettings.model_fields) - {"config", "sampler_config"}
     assert set(content) == known and set(content["backend_config"]) == set(JaxConfig.model_fields)
     settings = read_settings("serve", ["--config", str(file)])
     defaults = read_settings("serve", ["--base-model", settings.base_model])

@@ -1,0 +1,66 @@
+"""The settings of the sampler on vLLM servers."""
+
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+
+class VllmConfig(BaseModel):
+    """The operator's settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    url: str
+    """URL of a vLLM server with the same base model, or several with commas between them; same as --vllm-url."""
+    model: str | None = None
+    """Name under which the servers serve the base model. Unset: their first one."""
+    api_key: SecretStr | None = None
+    """The servers' --api-key."""
+    adapter_dir: Path | None = None
+    """Directory for the adapters of samplers, which the servers see under the same path.
+    Unset: a temporary one of this machine."""
+    max_samples: int = Field(default=128, gt=0)
+    """Samples open at once on all servers, at most their --max-num-seqs together."""
+    max_adapters: int = Field(default=16, gt=0)
+    """Samplers loaded at once, at most the servers' --max-cpu-loras."""
+    filtered_logprobs: Literal["refuse", "renormalized"] = "refuse"
+    """Treatment of samples with top_k or top_p, whose log-probabilities vLLM computes after these filters.
+    'refuse': they fail by name; 'renormalized': they return the log-probabilities among the tokens that are kept."""
+    stream_tokens: int = Field(default=16, gt=0)
+    """Tokens that a server sends at a time."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """How long the start waits until the servers respond."""
+    connect_timeout_s: float = Field(default=10.0, gt=0)
+    """How long one connection may take."""
+    load_timeout_s: float = Field(default=120.0, gt=0)
+    """How long a server may take to load one adapter."""
+    silence_timeout_s: float = Field(default=300.0, gt=0)
+    """How long a server may send nothing for a sample, before the sample begins again."""
+    outage_timeout_s: float = Field(default=120.0, gt=0)
+    """How long a sample waits for a server that is lost, before it fails."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often one sample begins again after it had its first tokens."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        urls = [part.strip().rstrip("/") for part in value.split(",")]
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+                raise ValueError(f"{url[:200]!r} is not of the form http://host:port")
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"{value[:200]!r} has one server twice")
+        return ",".join(urls)
+
+    @field_validator("adapter_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers' URLs."""
+        return self.url.split(",")

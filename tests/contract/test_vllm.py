@@ -1,0 +1,104 @@
+"""A fake trainer and the sampler on vLLM servers, which are stubs, pass the backend suite together."""
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.composed import compose
+from skyrl_tx.backends.vllm import SAMPLER
+from skyrl_tx.backends.vllm.config import VllmConfig
+from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.testing.backend_driver import BackendDriver, drawn_of
+from skyrl_tx.testing.backend_suite import BackendSuite
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.vllm_stub import StubOptions, VllmStub, running_stub
+
+CONFIG = FakeConfig(vocab_size=32, slice_tokens=3, max_context_length=64)
+SAMPLER_CONFIG = FakeConfig(vocab_size=32, slice_tokens=3, max_samplers=16)
+
+
+class _Trainer(FakeBackend):
+    """A fake trainer whose last instance the suite can break."""
+
+    last: "_Trainer"
+
+    def __init__(self, base_model: str, config: FakeConfig) -> None:
+        super().__init__(base_model, config)
+        _Trainer.last = self
+
+
+class TestFakeAndVllm(BackendSuite):
+    num_servers = 1
+    stubs: list[VllmStub]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def servers(cls) -> Iterator[None]:
+        """The stubs, for all tests of the class."""
+        with ExitStack() as stack:
+            cls.stubs = []
+            for _ in range(cls.num_servers):
+                served = FakeBackend("tiny", SAMPLER_CONFIG)
+                options = StubOptions(num_known=CONFIG.vocab_size)
+                cls.stubs.append(stack.enter_context(running_stub(served, served.start(), options)))
+            yield
+
+    @classmethod
+    def make_backend(cls, directory: Path) -> AbstractBackend:
+        config = VllmConfig(
+            url=",".join(stub.url for stub in cls.stubs),
+            adapter_dir=directory,
+            filtered_logprobs="renormalized",
+            max_adapters=4,
+            silence_timeout_s=30,
+        )
+        trainer = BackendSpec(config=FakeConfig, load=lambda: _Trainer)
+        spec, composed = compose(trainer, CONFIG, SAMPLER, config)
+        return spec.load()("tiny", composed)
+
+    @contextmanager
+    def lost_device(self, backend: AbstractBackend) -> Generator[None]:
+        _Trainer.last.is_lost = True
+        for stub in self.stubs:  # its samples would go on
+            stub.options.fail_next = [(400, "the test wants it")] * 10
+        yield
+        _Trainer.last.is_lost = False
+        for stub in self.stubs:
+            stub.options.fail_next = []
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
+    def test_logprobs_of_samples_are_at_the_temperature(self, driver: BackendDriver, temperature: float) -> None:
+        """Without filters, after which vLLM's log-probabilities are others."""
+        model_id = driver.model(steps=1)
+        params = SamplingParams(seed=1, max_tokens=5, temperature=temperature, eos_stops=False)
+        request = driver.sample_request(driver.sampler(model_id), params=params, options=PromptOptions(sample_topk=2))
+        deltas = driver.run_samples(request)
+        drawn = drawn_of(deltas, request.request_id, 0)
+        tokens = np.concatenate([request.prompt, np.array(drawn.tokens, np.int32)])
+        scaled = driver.distributions(model_id, tokens[:-1])[request.prompt.size - 1 :] / (temperature or 1.0)
+        rows = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+        own = rows[np.arange(len(rows)), np.array(drawn.tokens)]
+        np.testing.assert_allclose(drawn.logprobs, own, rtol=0, atol=20 * self.tolerance)
+        found = np.concatenate([delta.topk.logprobs for delta in deltas if delta.topk is not None])
+        np.testing.assert_allclose(found, -np.sort(-rows, axis=1)[:, :2], rtol=0, atol=20 * self.tolerance)
+
+    def test_greedy_samples_ignore_filters(self, driver: BackendDriver) -> None:
+        """At temperature 0 a filter removes no token that is drawn, so the log-probabilities are those without it."""
+        plain = SamplingParams(seed=1, max_tokens=6, eos_stops=False, temperature=0.0)
+        drawn = [
+            driver.draw(driver.sample_request(None, params=params))
+            for params in (plain, replace(plain, top_k=1, top_p=0.5))
+        ]
+        assert drawn[0] == drawn[1]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class TestFakeAndTwoServers(TestFakeAndVllm):
+    num_servers = 2
