@@ -4,7 +4,9 @@ Distributions are compared with those of the trainer, which computes the log-pro
 """
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -21,6 +23,10 @@ class SamplingChecks:
     """Agreement with the trainer, drawing, stops, parts of requests, and results about prompts."""
 
     tolerance = 1e-5
+    highest_temperature = 100.0
+    """At which all tokens are about equally likely; lower it if you refuse such a temperature by name."""
+    filters: Mapping[str, float] = MappingProxyType({"top_k": 3, "top_p": 0.8})
+    """Those of the test that log-probabilities are before any filter. Empty if yours are after them, by a setting."""
 
     # Agreement of trainer and sampler
 
@@ -162,7 +168,8 @@ class SamplingChecks:
     def test_end_tokens_stop_a_sample_unless_they_are_turned_off(self, driver: BackendDriver) -> None:
         """At a temperature at which all tokens are about equally likely, some of many are an end token."""
         ends = set(driver.capabilities.eos_token_ids)
-        params = SamplingParams(seed=3, max_tokens=48, temperature=100.0, eos_stops=False)
+        temperature = self.highest_temperature
+        params = SamplingParams(seed=3, max_tokens=48, temperature=temperature, eos_stops=False)
         whole = driver.draw(driver.sample_request(None, num_samples=48, params=params))
         stopped = driver.draw(driver.sample_request(None, num_samples=48, params=replace(params, eos_stops=True)))
         num_stopped = 0
@@ -179,7 +186,8 @@ class SamplingChecks:
         """Before any filter; greedy ones are at temperature 1. So are those of the likeliest tokens."""
         model_id = driver.model(steps=1)
         num_best = min(2, driver.capabilities.max_topk_logprobs)
-        params = SamplingParams(seed=1, max_tokens=5, temperature=temperature, top_k=3, top_p=0.8, eos_stops=False)
+        params = SamplingParams(seed=1, max_tokens=5, temperature=temperature, eos_stops=False)
+        params = replace(params, **self.filters)
         options = PromptOptions(sample_topk=num_best)
         request = driver.sample_request(driver.sampler(model_id), params=params, options=options)
         deltas = driver.run_samples(request)

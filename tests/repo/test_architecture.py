@@ -20,7 +20,15 @@ IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(.*\))?")
 NOT_OURS = frozenset(
     {
         *("--build-arg", "--rm", "--entrypoint", "--health-cmd", "SKYRL_TX_BACKEND_CONFIG__X", "Host"),
-        *("--enable-lora", "--max-cpu-loras", "--max-logprobs", "--max-model-len", "--max-num-seqs", "--dtype"),
+        *(
+            "--enable-lora",
+            "--max-cpu-loras",
+            "--max-loras",
+            "--max-logprobs",
+            "--max-model-len",
+            "--max-num-seqs",
+            "--dtype",
+        ),
         *("_bytes", "_s", "num_", "async", "def", "null", "healthz", "pyproject.toml"),
         *("configuration_*.py", "modeling_*.py", "lax.ragged_dot", "quick_check", "shard_map"),
         *("transformers", "unembed_tokens", "wandb_name"),

@@ -186,6 +186,8 @@ class VllmStub:
         model, sampling = body.get("model", BASE), body["sampling_params"]
         if model != BASE and model not in self.adapters:
             return _error(404, f"The model `{model}` does not exist.")
+        if not 0 <= sampling.get("temperature", 1.0) <= 2:
+            return _error(400, f"temperature must be in [0, 2], got {sampling['temperature']}.")
         for kind in ("logprobs", "prompt_logprobs"):
             if (sampling.get(kind) or 0) > options.max_logprobs:
                 name = "sample" if kind == "logprobs" else "prompt"

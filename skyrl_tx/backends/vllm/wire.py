@@ -19,8 +19,8 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.contract.results import PromptResult, StopReason, TopK
 
-MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one, and only logs it."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM raises lower temperatures to the first, and only logs it; it refuses those above the second."""
 _NO_LOGPROB = -99999.0
 _DONE = "[DONE]"
 
@@ -45,10 +45,10 @@ def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
     With `renormalizes`, filters are allowed.
     """
     params = request.params
-    if 0 < params.temperature < MIN_TEMPERATURE:
+    if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise UserError(
-            f"sampling_params.temperature {params.temperature} must be 0, or {MIN_TEMPERATURE} or more: "
-            "samples are drawn by vLLM"
+            f"sampling_params.temperature {params.temperature} must be 0, or from {MIN_TEMPERATURE} to "
+            f"{MAX_TEMPERATURE}: samples are drawn by vLLM"
         )
     if params.temperature == 0 or renormalizes:
         return  # greedy: filters change nothing

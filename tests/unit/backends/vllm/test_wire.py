@@ -85,7 +85,8 @@ def test_seeds_differ_by_seed_and_index_and_are_never_negative():
     [
         ({"top_k": 5}, r"sampling_params.top_k 5: samples are drawn by vLLM.*must be -1"),
         ({"top_p": 0.5}, r"sampling_params.top_p 0.5: .*must be 1"),
-        ({"temperature": 0.001}, r"sampling_params.temperature 0.001 must be 0, or 0.01 or more"),
+        ({"temperature": 0.001}, r"sampling_params.temperature 0.001 must be 0, or from 0.01 to 2.0"),
+        ({"temperature": 3.0}, r"sampling_params.temperature 3.0 must be 0, or from 0.01 to 2.0"),
     ],
 )
 def test_what_vllm_would_sample_otherwise_is_refused_by_name(params: dict[str, float], message: str):
