@@ -121,9 +121,10 @@ def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
 
 
 def _block(value: float, low: float, high: float) -> str:
-    if high == low:
+    half_range = high / 2 - low / 2  # halves: the range of two floats may not be a float
+    if half_range == 0:  # equal, or next to each other
         return _BLOCKS[len(_BLOCKS) // 2 - 1]
-    share = (value / 2 - low / 2) / (high / 2 - low / 2)  # halves: the range of two floats may not be a float
+    share = (value / 2 - low / 2) / half_range
     return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
 
 

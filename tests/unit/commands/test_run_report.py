@@ -3,8 +3,8 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import example, given
+from hypothesis import example, strategies as st
 
 from skyrl_tx.cli import main
 from skyrl_tx.commands.run_report import sparkline
@@ -142,6 +142,7 @@ def test_sparkline_shows_what_is_not_finite() -> None:
     assert sparkline([1.0] * 50 + [2.0] * 50, width=10) == "▁▁▁▁▁█████"
 
 
+@example([0.0, 5e-324])
 @given(st.lists(st.none() | st.floats(allow_nan=True), max_size=200))
 def test_any_values_can_be_drawn(values: list[float | None]) -> None:
     drawn = sparkline(values)

@@ -339,7 +339,7 @@ def test_an_example_may_be_as_long_as_memory_allows_whatever_the_cache_holds(tin
     assert longest_example(JaxConfig(), tiny.params, tiny.config, plan) == most, (
         "a device that does not report its memory"
     )
-    costs = memory.costs_of(tiny.params, tiny.config)
+    costs = memory.costs_of(tiny.params, tiny.config, "cpu")
     state = memory.model_bytes(JaxConfig(), tiny.params, tiny.config)
     free = int((costs.fixed + 100 * costs.token_with_remat) / 0.9) + costs.token_with_remat // 2
     monkeypatch.setattr(memory, "free_bytes", lambda _: free + 1000 + state)
