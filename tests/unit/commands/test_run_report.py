@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import example, given
-from hypothesis import example, strategies as st
+from hypothesis import strategies as st
 
 from skyrl_tx.cli import main
 from skyrl_tx.commands.run_report import sparkline
