@@ -78,7 +78,9 @@ class JaxBackend(AbstractBackend):
             described = models.describe_params(self._model)
             params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
             self._params = replace(params, layout=layout, kernels=self._kernels)
-            self._training_params = replace(self._params, layout=mesh.training_layout(layout))
+            in_training = mesh.training_layout(layout)
+            self._training_params = replace(self._params, layout=in_training)
+            self._shards = in_training.num_shards("batch"), in_training.num_shards("tokens")
         except (models.UnsupportedModel, hf.CheckpointError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
         except mesh.MeshError as error:
@@ -110,7 +112,7 @@ class JaxBackend(AbstractBackend):
                 self._scheduler,
                 max_length=capabilities.max_context_length,
                 micro_batch_tokens=self._memory.plan.micro_batch_tokens,
-                num_rows=self._training_params.layout.num_shards("batch"),
+                num_rows=self._shards[0],
             )
         return capabilities
 
@@ -168,6 +170,7 @@ class JaxBackend(AbstractBackend):
             pool=self._pool,
             memory=self._memory,
             limit=self._dispatch_limit,
+            shards=self._shards,
         )
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:

@@ -92,9 +92,11 @@ class JaxPass(Pass):
         pool: AdapterPool,
         memory: Memory,
         limit: DispatchLimit,
+        shards: tuple[int, int],
     ) -> None:
-        """Plan the micro-batches, each with a row for each shard of the batch."""
+        """Plan the micro-batches. `shards` are those of the batch, each with a row, and those of a row's tokens."""
         self._params = params
+        self._shards = shards
         self._config = config
         self._pool = pool
         self._backward = backward
@@ -117,8 +119,7 @@ class JaxPass(Pass):
     def _steps(self, memory_plan: MemoryPlan) -> list[_Step]:
         steps: list[_Step] = []
         for request in self._requests:
-            shards = self._params.layout.num_shards("batch"), self._params.layout.num_shards("tokens")
-            plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, *shards)
+            plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, *self._shards)
             steps += (_Step(request, plan, plan is plans[-1]) for plan in plans)
         return steps
 
