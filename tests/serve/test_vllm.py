@@ -26,7 +26,11 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
         flags = ["--base-model", model, "--sampler", "vllm", "--vllm-url", stub.url]
         flags += ["--backend-config.max-lora-rank", "8", "--backend-config.max-context-length", "64"]
         flags += ["--backend-config.max-sample-tokens", "512", "--backend-config.micro-batch-tokens", "64"]
-        with LiveServer(tmp_path / "data", flags=flags) as server, tinker.ServiceClient(base_url=server.url) as service:
+        # The start compiles a training step here, and what samples in the stub.
+        with (
+            LiveServer(tmp_path / "data", flags=flags, ready_within_s=300) as server,
+            tinker.ServiceClient(base_url=server.url) as service,
+        ):
             training = service.create_lora_training_client(base_model=model, rank=8).result()
             tokens = np.random.default_rng(1).integers(1, 200, NUM_TOKENS).tolist()
             datum = types.Datum(
