@@ -22,6 +22,7 @@ from skyrl_tx.backends.jax.memory import (
     longest_example,
     max_models,
     plan_training_memory,
+    training_costs,
 )
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
@@ -95,9 +96,10 @@ class JaxBackend(AbstractBackend):
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
         reserved = programs.memory.prompt_bytes
-        self._memory = Memory(plan_training_memory(config, self._training_params, self._model, reserved=reserved))
+        costs = training_costs(self._training_params, self._model)
+        self._memory = Memory(plan_training_memory(config, self._training_params, costs, reserved=reserved))
         self._max_training_length = longest_example(
-            config, self._training_params, self._model, self._memory.plan, reserved=reserved
+            config, self._training_params, self._model, costs, self._memory.plan, reserved=reserved
         )
         self._max_models = max_models(config, self._params, self._model, reserved=reserved)
         self._pool = AdapterPool(self._max_models)

@@ -117,22 +117,27 @@ def capacity_errors(purpose: str) -> Generator[None]:
         raise
 
 
+def training_costs(params: models.DecoderParams, model: models.ModelConfig) -> Costs | None:
+    """Return what training costs with the layout of training; None when devices do not report their memory."""
+    if not device_memory(params):
+        return None
+    return costs_of(params, model, next(iter(params.embed.devices())).platform)
+
+
 def plan_training_memory(
-    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, reserved: int = 0
+    config: JaxConfig, params: models.DecoderParams, costs: Costs | None, *, reserved: int = 0
 ) -> MemoryPlan:
     """Return the memory plan for this device, and log its reason. Configured values take precedence.
 
-    Call it when weights and KV cache are on the device, with the layout of training. `reserved` bytes of each device
-    are kept free.
+    Call it when weights and KV cache are on the device, with the `training_costs`. `reserved` bytes of each device are
+    kept free.
     """
     tokens, remat = config.micro_batch_tokens, config.remat
-    free = free_bytes(params)
-    if free is None:
+    if costs is None:
         reason = "the device does not report its memory"
         plan = MemoryPlan(tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(remat))
     else:
-        costs = costs_of(params, model, _platform(params))
-        free -= reserved
+        free = _reported_free(params) - reserved
         num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
         plan = plan_for(free, costs, config, num_shards=num_shards)
         cost = costs.token_with_remat if plan.remat else costs.token
@@ -149,24 +154,29 @@ def plan_training_memory(
 
 
 def longest_example(
-    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, plan: MemoryPlan, *, reserved: int = 0
+    config: JaxConfig,
+    params: models.DecoderParams,
+    model: models.ModelConfig,
+    costs: Costs | None,
+    plan: MemoryPlan,
+    *,
+    reserved: int = 0,
 ) -> int:
     """Return the most tokens of an example: the model's limit, or what fits on the devices that share its row.
 
     Call it as `plan_training_memory`. A row longer than a micro-batch has one to itself, and all memory but a tenth,
     next to the state of one model of the highest rank.
     """
-    free = free_bytes(params)
-    if free is None:
+    if costs is None:
         return model.max_context_length
-    free -= reserved + model_bytes(config, params, model)
-    return min(
-        model.max_context_length, longest_row(free, costs_of(params, model, _platform(params)), plan, params.layout)
-    )
+    free = _reported_free(params) - reserved - model_bytes(config, params, model)
+    return min(model.max_context_length, longest_row(free, costs, plan, params.layout))
 
 
-def _platform(params: models.DecoderParams) -> str:
-    return next(iter(params.embed.devices())).platform
+def _reported_free(params: models.DecoderParams) -> int:
+    free = free_bytes(params)
+    assert free is not None, "the devices report their memory: see training_costs"
+    return free
 
 
 def longest_row(free: int, costs: Costs, plan: MemoryPlan, layout: Layout) -> int:

@@ -62,7 +62,7 @@ def test_every_shard_of_the_batch_has_as_many_tokens():
 
 def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog):
     with caplog.at_level("INFO"):
-        assert plan_training_memory(JaxConfig(), tiny.params, tiny.config) == MemoryPlan(
+        assert plan_training_memory(JaxConfig(), tiny.params, None) == MemoryPlan(
             DEFAULT_MICRO_BATCH_TOKENS, remat=False
         )
     assert "1024 tokens, results of matrix products kept: the device does not report its memory" in caplog.text
@@ -336,13 +336,13 @@ def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, mon
 def test_an_example_may_be_as_long_as_memory_allows_whatever_the_cache_holds(tiny, monkeypatch):
     plan = MemoryPlan(micro_batch_tokens=64, remat=True)
     most = tiny.config.max_context_length
-    assert longest_example(JaxConfig(), tiny.params, tiny.config, plan) == most, (
+    assert longest_example(JaxConfig(), tiny.params, tiny.config, None, plan) == most, (
         "a device that does not report its memory"
     )
     costs = memory.costs_of(tiny.params, tiny.config, "cpu")
     state = memory.model_bytes(JaxConfig(), tiny.params, tiny.config)
     free = int((costs.fixed + 100 * costs.token_with_remat) / 0.9) + costs.token_with_remat // 2
     monkeypatch.setattr(memory, "free_bytes", lambda _: free + 1000 + state)
-    assert longest_example(JaxConfig(), tiny.params, tiny.config, plan, reserved=1000) == 100
+    assert longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan, reserved=1000) == 100
     monkeypatch.setattr(memory, "free_bytes", lambda _: 2**40)
-    assert longest_example(JaxConfig(), tiny.params, tiny.config, plan) == most
+    assert longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == most
