@@ -134,26 +134,21 @@ class _Shapes:
 
         described = models.describe_params(model)
         self._params = replace(jax.tree.map(array, described), layout=layout, kernels=plan.kernels)
+        self._training_params = replace(self._params, layout=mesh.training_layout(layout))
 
     def forward(self) -> _Lowered:
         """Return one micro-batch without gradient. The plan has no account of it: it takes less than one with."""
         batch, detail = self._micro_batch()
         adapter = self._adapter(self._rank)
-        return step.forward.lower(self._params, adapter, batch, config=self._model), detail, 0
+        return step.forward.lower(self._training_params, adapter, batch, config=self._model), detail, 0
 
     def gradient(self) -> _Lowered:
         """Return the gradient of one micro-batch of the plan."""
         plan = self._plan
         batch, detail = self._micro_batch()
         adapter = self._adapter(self._rank)
-        layout = mesh.training_layout(self._layout)
         lowered = step.accumulate.lower(
-            replace(self._params, layout=layout),
-            adapter,
-            adapter.weights,
-            batch,
-            config=self._model,
-            remat=plan.passes.remat,
+            self._training_params, adapter, adapter.weights, batch, config=self._model, remat=plan.passes.remat
         )
         return lowered, detail, plan.weight_bytes + plan.pass_bytes + 2 * self._adapter_bytes
 
@@ -174,7 +169,7 @@ class _Shapes:
         return adapter_bytes(self._model, self._rank, self._layout)
 
     def _micro_batch(self) -> tuple[Any, str]:
-        plan, layout = self._plan, mesh.training_layout(self._layout)
+        plan, layout = self._plan, self._training_params.layout
         num_rows = layout.num_shards("batch")
         length = plan.passes.micro_batch_tokens // num_rows
         examples = training_batch(ModelId(NAME), length, plan.samples.max_length, num_rows).examples
