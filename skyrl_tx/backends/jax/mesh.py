@@ -8,7 +8,7 @@ Adapters, gradients and moments are sharded like the linear maps that they adapt
 heads and rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,8 +62,13 @@ def make_layout(config: MeshConfig) -> Layout:
     if wanted not in (1, len(devices)) or (wanted < len(devices) and is_distributed()):
         where = " on all hosts" if is_distributed() else ""
         raise MeshError(f"{config} needs {wanted} devices, but there are {len(devices)}{where}")
+    return layout_over(devices, config)
+
+
+def layout_over(devices: Sequence[Any], config: MeshConfig) -> Layout:
+    """Return a layout over the first devices of a list, as many as the mesh has."""
     axes = config.axes
-    return layout_of(Mesh(np.array(devices[:wanted]).reshape(tuple(axes.values())), tuple(axes)))
+    return layout_of(Mesh(np.array(devices[: config.num_devices]).reshape(tuple(axes.values())), tuple(axes)))
 
 
 def layout_of(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = RULES) -> Layout:

@@ -12,9 +12,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import MeshConfig
@@ -31,9 +29,7 @@ def described_layout(family: Literal["gpu", "tpu"], topology: str, config: MeshC
 
     Raises UserError for a GPU without description, and without the compiler of the devices.
     """
-    devices = _gpus(topology) if family == "gpu" else _tpus(topology)
-    axes = config.axes
-    return mesh.layout_of(Mesh(np.array(devices[: config.num_devices]).reshape(tuple(axes.values())), tuple(axes)))
+    return mesh.layout_over(_gpus(topology) if family == "gpu" else _tpus(topology), config)
 
 
 def _tpus(topology: str) -> Any:
