@@ -172,7 +172,7 @@ class AdmissionControl:
         self._read_at = now
         rows = self._store.read(engine_state.all_engines)
         newest = max((row.updated_at for row in rows), default=0.0)
-        running = [row for row in rows if newest - row.updated_at <= engine_state.FRESH_S]
+        running = [row for row in rows if engine_state.is_running(row, newest)]
         ready = [row.number for row in running if engine_state.is_ready(row, newest)]
         loads = {row.number: load for row in running if (load := engine_state.sample_load(row)) is not None}
         with self._lock:

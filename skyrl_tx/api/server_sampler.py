@@ -154,7 +154,8 @@ class ServerSampler:
 
         rows, shared_now, found = self._store.read(look)
         metrics = self._metrics
-        ready = [row for row in rows if self._is_ready(row, shared_now)]
+        silence_s = self._settings.engine_silence_s
+        ready = [row for row in rows if engine_state.is_ready(row, shared_now, silence_s)]
         self._set_engines(rows, len(ready))
         disk_free = shutil.disk_usage(self._settings.data_dir).free
         oldest_s = 0.0 if found.oldest_at is None else max(now - found.oldest_at, 0.0)
@@ -176,10 +177,6 @@ class ServerSampler:
         }
         self._before = published
         return values
-
-    def _is_ready(self, row: EngineStateRow, shared_now: float) -> bool:
-        """Whether an engine executes requests."""
-        return row.status == "ready" and shared_now - row.updated_at <= self._settings.engine_silence_s
 
     def _set_engines(self, rows: Sequence[EngineStateRow], num_ready: int) -> None:
         """Set the gauges of the status of the engines."""

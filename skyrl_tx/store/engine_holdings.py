@@ -52,7 +52,7 @@ def holdings(tx: Session) -> list[Holding]:
     found: list[Holding] = []
     for row in engine_state.all_engines(tx):
         count, started = counts.get(row.number, (0, 0))
-        is_running = now - row.updated_at <= engine_state.FRESH_S
+        is_running = engine_state.is_running(row, now)
         if is_running or count or row.number in models:
             found.append(Holding(row, is_running, models.get(row.number, []), count - started, started))
     return found

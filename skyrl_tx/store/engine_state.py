@@ -113,7 +113,7 @@ def main_engine(rows: Sequence[EngineStateRow]) -> EngineStateRow | None:
 def meters_of(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
     """Return the sums of what the engines that run have published; None if there is none."""
     newest = max((row.updated_at for row in rows), default=0.0)
-    found = [row.meters for row in rows if row.meters is not None and newest - row.updated_at <= FRESH_S]
+    found = [row.meters for row in rows if row.meters is not None and is_running(row, newest)]
     return cast(Mapping[str, object], reduce(_added, found)) if found else None
 
 
@@ -129,9 +129,14 @@ def _added(one: object, other: object) -> object:
     return cast(object, one)
 
 
-def is_ready(row: EngineStateRow, now: float) -> bool:
-    """Whether an engine has lately said that it executes requests. `now` is a `shared_time`."""
-    return row.status == "ready" and now - row.updated_at <= FRESH_S
+def is_running(row: EngineStateRow, now: float, silence_s: float = FRESH_S) -> bool:
+    """Whether an engine has published a status within `silence_s`. `now` is a `shared_time`."""
+    return now - row.updated_at <= silence_s
+
+
+def is_ready(row: EngineStateRow, now: float, silence_s: float = FRESH_S) -> bool:
+    """Whether an engine that `is_running` has said that it executes requests."""
+    return row.status == "ready" and is_running(row, now, silence_s)
 
 
 def get(tx: Session) -> EngineStateRow | None:
