@@ -107,9 +107,10 @@ class EphemeralSamplers:
         unwritten = self._unwritten.get(sampler)
         return None if unwritten is None else unwritten.snapshot
 
-    def has_unwritten(self, model_id: ModelId, up_to: int = 2**62) -> bool:
-        """Whether a sampler of a log record up to `up_to` of this model has no files yet."""
-        return any(each.model_id == model_id and each.effect_order <= up_to for each in self._unwritten.values())
+    def has_unwritten(self, model_id: ModelId, up_to: int | None = None) -> bool:
+        """Whether a sampler of this model has no files yet, of a log record up to `up_to` if that is given."""
+        of_model = [each for each in self._unwritten.values() if each.model_id == model_id]
+        return any(up_to is None or each.effect_order <= up_to for each in of_model)
 
     def retry_failed_writes(self) -> None:
         """Start the failed writes again."""
