@@ -53,7 +53,7 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     has_experts = any(isinstance(block.feed_forward, Mixture) for block in config.blocks)
     # A layer of one part may hold twice what such layers do on average, as a mixture does next to a mixer.
     num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
-    one_layer = of_token(RematPolicy.NONE) // num_layers // (1 if has_experts else tp)
+    one_layer = of_token(RematPolicy.NONE) // num_layers // (1 if has_experts else tp) + _bytes_of_ranks(config)
     inputs = of_token(RematPolicy.FULL)
     logits = CHUNK * config.vocab_size * 4 // tp
     merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
@@ -67,6 +67,15 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
         token=inputs + kept + one_layer,
         token_with_remat=inputs + one_layer,
     )
+
+
+def _bytes_of_ranks(config: models.ModelConfig) -> int:
+    """Return the bytes of a token's products with first factors of adapters, and of their gradients, in one layer.
+
+    They are whole on each device of `tp`. No trace counts them, because the backward pass computes them again.
+    """
+    num_maps = max(sum(each.num_experts is None for each in block.targets().values()) for block in config.blocks)
+    return 2 * num_maps * RANK * 4
 
 
 def _gathered_bytes(params: models.DecoderParams) -> int:
