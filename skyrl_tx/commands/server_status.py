@@ -49,10 +49,10 @@ class ServerStatus:
     """The rates of the last 15 minutes, in order."""
 
 
-def read(tx: Session) -> ServerStatus:
-    """Read the state of the server."""
+def read(tx: Session, host: str | None = None) -> ServerStatus:
+    """Read the state of the server; with `host`, of the engines of that machine alone."""
     now, shared_now = time.time(), engine_state.shared_time(tx)
-    rows = engine_state.all_engines(tx)
+    rows = [row for row in engine_state.all_engines(tx) if host in (None, row.host)]
     row = engine_state.main_engine(rows)
     found = totals.read(tx, now, engine_state.pauses_of(*rows))
     points = server_points.since(tx, now - HISTORY_S)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,11 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
         "database alone, so it also describes a server that is dead. The exit status is 1 unless the engine is ready."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help="only the engines of this machine, by its host name: whether a container's engine is ready",
+    )
     finish_parser(parser, _run_status)
 
 
@@ -44,7 +50,7 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_status(arguments: argparse.Namespace) -> int:
     with open_database(arguments) as store:
-        status = store.read(server_status.read)
+        status = store.read(lambda tx: server_status.read(tx, socket.gethostname() if arguments.here else None))
     if arguments.json:
         print(json.dumps(asdict(status), indent=2))
     else:

@@ -2,7 +2,9 @@
 
 import json
 import re
+import socket
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,29 @@ def test_a_directory_without_an_engine_is_described_too(tmp_path: Path, capsys: 
     Store.open(tmp_path, role="api").close()
     assert main(["status", "--data-dir", str(tmp_path)]) == 1
     assert "engine never started" in capsys.readouterr().out
+
+
+def test_here_says_whether_an_engine_of_this_machine_is_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the check of a container's engine, whose host name is its own."""
+
+    def publish(number: int, host: str, status: str) -> None:
+        row = EngineStateRow(
+            number=number, boot_id=host, host=host, pid=1, status=status, capabilities={}, base_models=[]
+        )
+        row.updated_at = time.time()
+        with closing(Store.open(tmp_path, role="api")) as store:
+            store.write(lambda tx: engine_state.publish(tx, row))
+
+    here = ["status", "--here", "--data-dir", str(tmp_path)]
+    publish(1, "another-machine", "ready")
+    assert main(here[:1] + here[2:]) == 0 and main(here) == 1
+    assert "engine never started" in capsys.readouterr().out
+    publish(2, socket.gethostname(), "starting")
+    assert main(here) == 1 and "engine starting" in capsys.readouterr().out
+    publish(2, socket.gethostname(), "ready")
+    assert main(here) == 0
 
 
 def test_without_a_database_the_command_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
