@@ -16,7 +16,7 @@ RUN useradd --create-home --uid 1000 skyrl && install --directory --owner=skyrl 
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY skyrl_tx ./skyrl_tx
-RUN pip install --no-cache-dir ".[postgres${EXTRA:+,$EXTRA}]"
+RUN pip install --no-cache-dir ".[postgres,storage${EXTRA:+,$EXTRA}]"
 
 USER skyrl
 WORKDIR /home/skyrl

