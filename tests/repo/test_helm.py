@@ -26,6 +26,18 @@ GPU = (
     *("resources.limits.nvidia\\.com/gpu=1", "runtimeClassName=nvidia", "cache.isEphemeral=true", "firstKeyOwner="),
     *("persistence.existingClaim=mine", "database.url=postgresql://h/d", "config.no_auth=true"),
 )
+SHARED = ("database.existingSecret=pg", "config.artifacts=s3://weights/prod", "env[0].name=AWS_REGION")
+ENGINES = (
+    *SHARED,
+    "engines.replicas=3",
+    "api.replicas=1",
+    "resources.limits.nvidia\\.com/gpu=1",
+    "nodeSelector.gpu=h100",
+)
+HOSTS = (*SHARED, "engines.replicas=2", "hosts.size=4", "hosts.existingSecret=group", "cache.existingClaim=models")
+CASES = pytest.mark.parametrize(
+    "given", [(), API, GPU, ENGINES, HOSTS], ids=["default", "api", "gpu", "engines", "hosts"]
+)
 
 
 def values() -> dict[str, Any]:
@@ -58,11 +70,14 @@ def rendered(helm: Helm, given: Sequence[str] = ()) -> Mapping[tuple[str, str], 
 
 
 def pods(resources: Mapping[tuple[str, str], Resource]) -> list[Resource]:
-    return [
-        each["spec"]["template"]["spec"]
-        for (kind, _), each in resources.items()
-        if kind in ("StatefulSet", "Deployment")
-    ]
+    found: list[Resource] = []
+    for (kind, _), each in resources.items():
+        if kind in ("StatefulSet", "Deployment"):
+            found.append(each["spec"]["template"]["spec"])
+        elif kind == "LeaderWorkerSet":
+            group = each["spec"]["leaderWorkerTemplate"]
+            found += [group[name]["spec"] for name in ("leaderTemplate", "workerTemplate")]
+    return found
 
 
 def containers(pod: Resource) -> list[Resource]:
@@ -98,12 +113,12 @@ def test_helm_finds_no_fault(helm: Helm) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [(), API, GPU], ids=["default", "api", "gpu"])
+@CASES
 def test_resources_are_valid(helm: Helm, environment: PreparedEnvironment, given: tuple[str, ...], tmp_path) -> None:
     checked = 0
     for (kind, name), resource in rendered(helm, given).items():
-        if kind == "ServiceMonitor":
-            continue  # of the operator of Prometheus, which has its own schema
+        if kind in ("ServiceMonitor", "LeaderWorkerSet"):
+            continue  # not of Kubernetes itself
         file = tmp_path / f"{kind}-{name}.yaml"
         file.write_text(yaml.safe_dump(resource))
         command = [environment.python.with_name("kubernetes-validate"), "--strict", "-k", "1.30", file]
@@ -114,7 +129,7 @@ def test_resources_are_valid(helm: Helm, environment: PreparedEnvironment, given
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [(), API, GPU], ids=["default", "api", "gpu"])
+@CASES
 def test_containers_are_confined_and_configured(
     helm: Helm, given: tuple[str, ...], tmp_path: Path, monkeypatch
 ) -> None:
@@ -126,7 +141,9 @@ def test_containers_are_confined_and_configured(
         assert pod["enableServiceLinks"] is False, "SKYRL_TX_PORT of a Service would be taken for --port"
         volumes = {volume["name"] for volume in pod["volumes"]} | {
             claim["metadata"]["name"]
-            for claim in resources["StatefulSet", "prod-skyrl-tx"]["spec"].get("volumeClaimTemplates", ())
+            for (kind, _), each in resources.items()
+            if kind == "StatefulSet" and each["spec"]["template"]["spec"] is pod
+            for claim in each["spec"].get("volumeClaimTemplates", ())
         }
         for container in containers(pod):
             assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -169,6 +186,55 @@ def test_probes_and_monitoring(helm: Helm) -> None:
     assert claim["persistentVolumeClaim"]["claimName"] == "data-prod-skyrl-tx-0"
 
 
+def flags_of(container: Resource) -> Sequence[str]:
+    """Return the flags of an engine, whose file of settings is not here."""
+    program, command, *flags = container["command"]
+    assert (program, command) == ("skyrl-tx", "engine")
+    return [flag for flag in flags if not flag.startswith("--config=")]
+
+
+@pytest.mark.slow
+def test_engines_are_pods_of_their_own_that_are_replaced_one_at_a_time(helm: Helm) -> None:
+    resources = rendered(helm, ENGINES)
+    engines = resources["StatefulSet", "prod-skyrl-tx-engine"]["spec"]
+    assert engines["replicas"] == 3 and engines["updateStrategy"] == {"type": "RollingUpdate"}
+    (engine,) = engines["template"]["spec"]["containers"]
+    assert read_settings("engine", ["--base-model", "m", *flags_of(engine)]).engines > 1
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert engine["startupProbe"]["exec"]["command"] == ["skyrl-tx", "status", "--here"], "the next waits for it"
+    assert {volume["name"]: volume.get("emptyDir") for volume in engines["template"]["spec"]["volumes"]}["data"] == {}
+    for kind, name in (("StatefulSet", "prod-skyrl-tx"), ("Deployment", "prod-skyrl-tx-api")):
+        pod = resources[kind, name]["spec"]["template"]["spec"]
+        assert "nodeSelector" not in pod and "resources" not in pod["containers"][0], "GPUs are for engines"
+        assert pod["containers"][0]["command"][:2] == ["skyrl-tx", "api"]
+    labels = engines["template"]["metadata"]["labels"].items()
+    assert engines["selector"]["matchLabels"].items() <= labels
+    for (kind, _), each in resources.items():
+        assert kind != "Service" or not each["spec"]["selector"].items() <= labels, "engines serve no HTTP"
+
+
+@pytest.mark.slow
+def test_groups_of_hosts_are_engines(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> None:
+    resources = rendered(helm, HOSTS)
+    assert ("StatefulSet", "prod-skyrl-tx-engine") not in resources
+    groups = resources["LeaderWorkerSet", "prod-skyrl-tx-engine"]["spec"]
+    assert groups["replicas"] == 2 and groups["leaderWorkerTemplate"]["size"] == 4
+    assert groups["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxUnavailable": 1, "maxSurge": 0}
+    names = "leaderTemplate", "workerTemplate"
+    leader, worker = (groups["leaderWorkerTemplate"][name]["spec"]["containers"][0] for name in names)
+    assert "startupProbe" in leader and "startupProbe" not in worker, "only the leader has an engine"
+    assert {**leader, "startupProbe": None} == {**worker, "startupProbe": None}
+    (key,) = (each["valueFrom"]["secretKeyRef"] for each in leader["env"] if each["name"] == "SKYRL_TX_HOSTS__KEY")
+    assert key == {"name": "group", "key": "key"}
+    monkeypatch.setenv("SKYRL_TX_HOSTS__KEY", "secret")
+    given = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "prod-engine-0.prod-engine"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    hosts = read_settings("engine", ["--base-model", "m", *flags_of(worker)]).joined_hosts
+    assert (hosts.size, hosts.rank, hosts.address) == (4, 3, "prod-engine-0.prod-engine:7700")
+    assert hosts.key_bytes == b"secret"
+
+
 @pytest.mark.slow
 def test_secrets_are_made_of_given_values_only(helm: Helm) -> None:
     assert not any(kind == "Secret" for kind, _ in rendered(helm))
@@ -182,6 +248,12 @@ def test_secrets_are_made_of_given_values_only(helm: Helm) -> None:
     [
         (("api.replicas=1",), "api.replicas needs PostgreSQL"),
         (("api.replicas=1", "database.existingSecret=pg"), "ReadWriteMany"),
+        (("engines.replicas=2",), "engines.replicas needs PostgreSQL"),
+        (("engines.replicas=2", "database.url=x"), "engines.replicas needs an object store"),
+        ((*SHARED, "engines.replicas=2", "config.engines=2"), "set one of them"),
+        (("hosts.size=2",), "hosts.size above 1 needs engines.replicas"),
+        ((*SHARED, "engines.replicas=1", "hosts.size=2"), "hosts.size above 1 needs hosts.existingSecret"),
+        (("config.launcher=lws",), "launcher"),
         (("config.port=1",), "config"),
         (("no_such_value=1",), "no_such_value"),
         (("terminationGracePeriodSeconds=10",), "terminationGracePeriodSeconds"),

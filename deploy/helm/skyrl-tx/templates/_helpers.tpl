@@ -34,6 +34,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if .Values.tls.existingSecret }}HTTPS{{ else }}HTTP{{ end }}
 {{- end }}
 
+{{/* Labels of pods with an engine alone, which no Service selects. */}}
+{{- define "skyrl-tx.engineSelector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-engine
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
 {{/* A probe of an endpoint of the API. */}}
 {{- define "skyrl-tx.probe" -}}
 httpGet:
@@ -63,6 +69,25 @@ imagePullSecrets:
   {{- range . }}
   - name: {{ . }}
   {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Where pods with engines run. */}}
+{{- define "skyrl-tx.placement" -}}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
@@ -133,4 +158,16 @@ volumeMounts:
   secret:
     secretName: {{ . }}
 {{- end }}
+{{- end }}
+
+{{/* A claim that a StatefulSet makes. */}}
+{{- define "skyrl-tx.claimSpec" -}}
+accessModes:
+  {{- toYaml .accessModes | nindent 2 }}
+{{- with .storageClass }}
+storageClassName: {{ . }}
+{{- end }}
+resources:
+  requests:
+    storage: {{ .size }}
 {{- end }}
