@@ -20,6 +20,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
         yield world
 
 
+def add_ended_engine(tx: Session) -> None:
+    """Add an engine that ended long ago and has nothing."""
+    row = EngineStateRow(
+        number=3, boot_id="c", host="gpu-8", pid=4712, status="ready", capabilities={}, base_models=[], updated_at=1.0
+    )
+    engine_state.publish(tx, row)
+
+
 def add_engine(tx: Session) -> dict[str, ModelId]:
     """Add a second engine with models of two owners."""
     row = EngineStateRow(
@@ -56,6 +64,9 @@ def add_engine(tx: Session) -> dict[str, ModelId]:
 def test_several_engines_are_listed_with_what_they_hold(world: ConsoleWorld) -> None:
     with world.browser(world.key("ann")) as ann, world.browser(world.key("root", "admin")) as root:
         assert ">Engines<" not in ann.get("/health").text, "one engine is described above"
+        world.server.store.write(add_ended_engine)
+        alone = ann.get("/health").text
+        assert ">Engines<" in alone and "gpu-8" not in alone, "what the last of several holds is still shown"
         names = world.server.store.write(add_engine)
         pages = {"ann": ann.get("/health").text, "root": root.get("/health").text}
     for page in pages.values():

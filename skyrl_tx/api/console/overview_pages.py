@@ -109,6 +109,7 @@ def health(visit: Visit) -> Page:
             "engine": engine_view(visit, state),
             "state": state,
             "engines": engine_lines(visit.read(engine_holdings.holdings), visit.caller.acts_for),
+            "has_several_engines": len(visit.read(engine_state.all_engines)) > 1,  # also those that have ended
             "capabilities": capabilities,
             "fingerprint": capabilities.get("fingerprint") or {},
             "disk_free": disk.free,
