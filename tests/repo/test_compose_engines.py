@@ -8,25 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from skyrl_tx.cli import read_settings
 from skyrl_tx.settings import check_environment
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
-from tests.support.compose import DEPLOY, ComposeRefused, read_project
+from tests.support.compose import DEPLOY, ComposeRefused, read_file, read_project
 
 FILES = ("compose.yaml", "compose.engines.yaml")
 PASSWORDS = {"POSTGRES_PASSWORD": "of-postgres", "MINIO_ROOT_PASSWORD": "of-minio"}
 STARTED = {"server", "engine-1", "engine-2", "postgres", "minio", "bucket"}
 ENGINES = ("engine-1", "engine-2", "engine-1-gpu", "engine-2-gpu")
 OURS = ("server", *ENGINES, "cli")
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads the tag with which a file takes back a value of the file below."""
-
-
-_Loader.add_constructor("!reset", lambda loader, node: None)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +34,7 @@ def services(environment: PreparedEnvironment) -> dict[str, Any]:
 
 def test_it_has_no_passwords_and_its_variables_are_explained() -> None:
     text = (DEPLOY / FILES[1]).read_text()
-    assert yaml.load(text, _Loader)["services"].keys() == STARTED | set(ENGINES) | {"cli"}
+    assert read_file(FILES[1])["services"].keys() == STARTED | set(ENGINES) | {"cli"}
     assert re.findall(r"PASSWORD: (?!\$\{\w+:\?)", text) == []
     described = (DEPLOY / "compose.env").read_text()
     used = set(re.findall(r"\$\{(\w+)", text)) - {"SKYRL_TX_IMAGE_TAG"}

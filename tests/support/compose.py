@@ -7,9 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.support.client_environments import PreparedEnvironment
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the tag with which a file takes back a value of the file below."""
+
+
+_Loader.add_constructor("!reset", lambda loader, node: None)
+
+
+def read_file(name: str) -> dict[str, Any]:
+    """Return what a file of `deploy` says, with its variables as they stand there."""
+    return yaml.load((DEPLOY / name).read_text(), _Loader)
 
 
 class ComposeRefused(Exception):

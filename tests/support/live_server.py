@@ -13,7 +13,7 @@ from typing import IO, Literal, Self
 _READY = {
     "serve": re.compile(r"ready at (https?://\S+);"),
     "api": re.compile(r"the API alone at (https?://\S+),"),
-    "engine": re.compile(r"which follows (\S+)"),
+    "engine": re.compile(r"which follows (\S+)|INFO engine ready\n"),
 }
 _ENGINE = re.compile(r"engine process (\d+)")
 
@@ -23,7 +23,7 @@ class ServerFailed(Exception):
 
 
 class LiveServer:
-    """A running `skyrl-tx serve`, `api`, or `engine` of a rank above 0, by default on a free port.
+    """A running `skyrl-tx serve`, `api` or `engine`, by default on a free port.
 
     Leaving the context stops it.
     """
