@@ -97,6 +97,7 @@ class EngineLaunch:
     """Several hosts that hold the model together. A rank above 0 runs no engine: it follows that of rank 0."""
     sampler: str | None = None
     sampler_config: BaseModel | None = None
+    sampler_check_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +269,13 @@ def _run(
         return
     backend, config = find_backend(launch.backend), launch.backend_config
     if launch.sampler is not None and launch.sampler_config is not None:
-        backend, config = compose(backend, config, find_sampler(launch.sampler), launch.sampler_config)
+        backend, config = compose(
+            backend,
+            config,
+            find_sampler(launch.sampler),
+            launch.sampler_config,
+            check_share=launch.sampler_check_share,
+        )
     with _interpreter_watchdog(launch.settings.step_timeout_s):
         run_engine(
             launch.settings,

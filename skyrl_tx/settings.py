@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
@@ -21,6 +21,7 @@ from skyrl_tx.process_setup import LogFormat, LogLevel
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
+_OF_SAMPLERS = ("sampler_check_share",)
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
@@ -64,6 +65,8 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     """Name of an installed sampler that draws the samples in place of the backend: 'vllm'."""
     vllm_url: str | None = None
     """URL of a vLLM server, or several with commas between them; same as --sampler-config.url."""
+    sampler_check_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of a sampler's samples whose log-probabilities the backend computes too, to measure how far they differ."""
     max_engine_starts: int = Field(default=5, ge=1)
     """Exit after this many consecutive starts of the engine without progress."""
     fresh: bool = False
@@ -88,6 +91,14 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     @classmethod
     def _known_place(cls, url: str | None) -> str | None:
         return checked_url(url) if url else None
+
+    @model_validator(mode="after")
+    def _has_sampler(self) -> Self:
+        """Refuse settings that only a sampler has, unless they are the defaults."""
+        for name in _OF_SAMPLERS:
+            if self.sampler is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"--{name.replace('_', '-')}: --sampler is not set")
+        return self
 
     @property
     def joined_hosts(self) -> HostsSettings:

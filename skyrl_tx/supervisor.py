@@ -327,6 +327,7 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
         backend_config=settings.backend_config,
         sampler=settings.sampler,
         sampler_config=settings.sampler_config,
+        sampler_check_share=settings.sampler_check_share,
         log_level=settings.log_level,
         log_format=settings.log_format,
         hosts=hosts,

@@ -7,6 +7,7 @@ from typing import assert_never, cast
 import msgspec
 import numpy as np
 from fastapi import Response
+from msgspec import UNSET
 
 from skyrl_tx.api.proto import wire_pb2
 from skyrl_tx.api.tensors import batched, to_proto
@@ -114,6 +115,8 @@ def _sample_json(output: results.SampleOutput) -> dict[str, object]:
         }
         if sequence.topk is not None:
             part["topk_logprobs"] = _topk_json(sequence.topk)
+        if (gap := sequence.trainer_gap) is not UNSET:
+            part["trainer_gap"] = {"mean": gap.mean, "max": gap.largest, "num_tokens": gap.num_tokens}
         sequences.append(part)
     prompt = output.prompt
     response: dict[str, object] = {

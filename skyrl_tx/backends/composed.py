@@ -1,7 +1,8 @@
 """One backend of two: a trainer, and a sampler that draws the samples in its place.
 
 At the start a model is trained for one step, and both compute the log-probabilities of one row of tokens. So a sampler
-with another base model, or that ignores adapters, is found before anybody trains on its samples.
+with another base model, or that ignores adapters, is found before anybody trains on its samples. Later the trainer
+scores a share of the samples, see `trainer_checks`.
 """
 
 import logging
@@ -12,11 +13,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from skyrl_tx.backends.trainer_checks import MAX_GAP, TrainerChecks
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
@@ -29,8 +31,6 @@ _STEP = OptimizerParams(learning_rate=2e-3)
 _MODEL, _SAMPLER, _REQUEST = ModelId("start-check"), SamplerId("start-check"), RequestId("start-check")
 _SUBSETS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"unembed"}), frozenset({"mlp", "unembed"}))
 """Layers whose adapters the sampler may lack, in the order in which they are left out."""
-MAX_GAP = 0.25
-"""The largest mean difference of log-probabilities at the start: bfloat16 gives some hundredths, other weights 1."""
 
 
 class ComposedConfig(BaseModel):
@@ -42,6 +42,8 @@ class ComposedConfig(BaseModel):
     trainer_config: BaseModel
     sampler: SamplerSpec
     sampler_config: BaseModel
+    check_share: float = 0.0
+    """The share of samples that are compared with the trainer."""
 
 
 def _load() -> type[AbstractBackend]:
@@ -49,11 +51,20 @@ def _load() -> type[AbstractBackend]:
 
 
 def compose(
-    trainer: BackendSpec, trainer_config: BaseModel, sampler: SamplerSpec, sampler_config: BaseModel
+    trainer: BackendSpec,
+    trainer_config: BaseModel,
+    sampler: SamplerSpec,
+    sampler_config: BaseModel,
+    *,
+    check_share: float = 0.0,
 ) -> tuple[BackendSpec, BaseModel]:
     """Return the spec and the settings of a backend made of a trainer and a sampler."""
     config = ComposedConfig(
-        trainer=trainer, trainer_config=trainer_config, sampler=sampler, sampler_config=sampler_config
+        trainer=trainer,
+        trainer_config=trainer_config,
+        sampler=sampler,
+        sampler_config=sampler_config,
+        check_share=check_share,
     )
     return BackendSpec(config=ComposedConfig, load=_load), config
 
@@ -89,20 +100,21 @@ class ComposedBackend(AbstractBackend):
         assert isinstance(config, ComposedConfig)
         self._trainer = config.trainer.load()(base_model, config.trainer_config)
         self._sampler: Sampler = config.sampler.load()(base_model, config.sampler_config)
-        self._agreement: Agreement | None = None
+        self._checks = TrainerChecks(self._trainer, config.check_share)
 
     # Life cycle
 
     def start(self) -> Capabilities:
         """See AbstractBackend. Raises UserError if the sampler does not agree with the trainer."""
-        both = self._sampler.start(self._trainer.start())
+        trainer = self._trainer.start()
+        both = self._checks.limit(trainer, self._sampler.start(trainer))
         reason = ""
         for missing in _SUBSETS:
             targets = both.lora_targets - missing
             if not targets:
                 break
             try:
-                self._agreement = agreement = self._compare(both, targets)
+                agreement = self._compare(both, targets)
             except _AdapterRefused as error:
                 reason = reason or str(error)
                 continue
@@ -135,7 +147,7 @@ class ComposedBackend(AbstractBackend):
 
     def meters(self) -> Meters:
         """See AbstractBackend."""
-        return self._sampler.meters(self._trainer.meters())
+        return self._checks.meters(self._sampler.meters(self._trainer.meters()))
 
     def fingerprint_changes(self) -> Mapping[str, str]:
         """See AbstractBackend."""
@@ -188,26 +200,46 @@ class ComposedBackend(AbstractBackend):
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
         """See AbstractBackend."""
         self._sampler.load_sampler(sampler, source)
+        self._checks.load(sampler, source)
 
     def drop_sampler(self, sampler: SamplerId) -> None:
         """See AbstractBackend."""
+        self._checks.drop(sampler)
         self._sampler.drop_sampler(sampler)
 
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
         """See AbstractBackend."""
         self._sampler.begin_sample(batch)
+        self._checks.begin(batch)
 
     def step_sample(self) -> list[SampleDelta]:
         """See AbstractBackend."""
-        return self._sampler.step_sample()
+        deltas = self._score()
+        deltas += self._checks.watch(self._sampler.step_sample())
+        return deltas or self._checks.waiting()
 
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
         """See AbstractBackend."""
+        self._checks.cancel(request_ids)
         self._sampler.cancel_sample(request_ids)
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
         """See AbstractBackend."""
         self._sampler.end_sample(request_id, index)
+        self._checks.end_sample(request_id, index)
+
+    def _score(self) -> list[SampleDelta]:
+        """Let the trainer score samples for one slice. Its failure is none of the samples."""
+        if not self._checks.is_running:
+            return []
+        try:
+            return self._checks.read(self._trainer.step_sample())
+        except BackendLost:
+            raise
+        except Exception as error:
+            self._trainer.check_devices()
+            _log.error("samples could not be compared with the trainer", exc_info=error)
+            return self._checks.give_up()
 
     # The comparison at the start
 
@@ -229,7 +261,7 @@ class ComposedBackend(AbstractBackend):
         trainer.create_model(_MODEL, spec)
         try:
             fresh = trainer.forward(_scoring(row))[0].logprobs
-            base = _mean(self._score(None, row) - fresh)
+            base = _mean(self._logprobs(None, row) - fresh)
             if not base <= MAX_GAP:  # NaN as well
                 raise UserError(
                     f"the sampler's log-probabilities of the base model differ from the trainer's by {base:.3g} on "
@@ -240,14 +272,14 @@ class ComposedBackend(AbstractBackend):
             trained = trainer.forward(_scoring(row))[0].logprobs
             self._sampler.load_sampler(_SAMPLER, trainer.capture(_MODEL, {StatePart.WEIGHTS}))
             try:
-                adapted = self._score(_SAMPLER, row)
+                adapted = self._logprobs(_SAMPLER, row)
             finally:
                 self._sampler.drop_sampler(_SAMPLER)
         finally:
             trainer.delete_model(_MODEL)
         return Agreement(base=base, adapted=_mean(adapted - trained), effect=_mean(trained - fresh))
 
-    def _score(self, sampler: SamplerId | None, row: Int32Array) -> Float32Array:
+    def _logprobs(self, sampler: SamplerId | None, row: Int32Array) -> Float32Array:
         """Return the sampler's log-probabilities of a row's tokens, except the first."""
         request = SampleRequest(
             request_id=_REQUEST,

@@ -143,6 +143,9 @@ def _held(meters: Mapping[str, Any]) -> Iterator[str]:
     if memory := backend.get("device_memory"):
         fullest = max(memory, key=lambda each: each["used_bytes"])
         held.append(f"memory {in_units(fullest['used_bytes'])}/{in_units(fullest['limit_bytes'])}")
+    if tokens := backend.get("compared_tokens"):
+        mean, largest = backend["trainer_gap_nats"] / tokens, backend["trainer_gap_max_nats"]
+        held.append(f"gap to the trainer {mean:.1e} nats, {largest:.1e} at most, in {tokens:,} tokens")
     yield " · ".join(held)
     yield " · ".join(
         f"{name}: {queue['waiting']} waiting, {queue['running']} running, "

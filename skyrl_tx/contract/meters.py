@@ -37,6 +37,14 @@ class Meters:
     micro_batches: int | None = None
     padding_tokens: int | None = None
     """Positions of micro-batches that hold no token of a request."""
+    compared_samples: int | None = None
+    """Samples whose log-probabilities were compared with the trainer's, see `TrainerGap`."""
+    compared_tokens: int | None = None
+    """The tokens of these samples that were compared."""
+    trainer_gap_nats: float | None = None
+    """The sum of the absolute differences of these tokens: divided by their number it is the mean."""
+    trainer_gap_max_nats: float | None = None
+    """The largest of these differences."""
 
     def __post_init__(self) -> None:
         assert self.decode_slots_used is None or 0 <= self.decode_slots_used <= (self.decode_slots or 0)

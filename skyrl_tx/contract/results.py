@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from skyrl_tx.contract.arrays import Cells, Float32Array, Int32Array
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
@@ -69,6 +71,17 @@ class PromptResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerGap:
+    """How far the log-probabilities of one sample are from the trainer's with the same weights, in nats."""
+
+    mean: float
+    """The mean of the absolute differences."""
+    largest: float
+    num_tokens: int
+    """The first tokens of the sample, which were compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDelta:
     """New tokens of one sample from one decode slice: tokens int32 [n], logprobs float32 [n].
 
@@ -77,6 +90,7 @@ class SampleDelta:
 
     `stop_reason` is None until the sample ends. A delta without tokens means that there is no new one yet.
     `prompt` comes with the first tokens of index 0. `error` fails the whole request; no delta of it follows.
+    `trainer_gap` comes with the stop reason if the sample was drawn elsewhere and compared with the trainer.
     """
 
     request_id: RequestId
@@ -87,6 +101,7 @@ class SampleDelta:
     topk: TopK | None = None
     prompt: PromptResult | None = None
     error: str | None = None
+    trainer_gap: TrainerGap | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +160,13 @@ class UnloadModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """One complete sample."""
+    """One complete sample. Unset, `trainer_gap` takes no byte, as `ModelPass.sampled`."""
 
     tokens: Int32Array
     logprobs: Float32Array
     stop_reason: StopReason
     topk: TopK | None = None
+    trainer_gap: TrainerGap | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ class _BackendMeters(Collector):
         "kv_cache_tokens": "Positions of the KV cache.",
         "kv_cache_tokens_used": "Positions of the KV cache that hold keys of running samples.",
         "prefix_cache_tokens": "Positions of the cached prompts, padding included, and of their states at their size.",
+        "trainer_gap_max_nats": "The largest difference that a comparison of sampler and trainer has found.",
     }
     _COUNTERS: Mapping[str, tuple[str, str]] = {
         "compilations": ("compilations", "Programs that were compiled, or read from a compilation cache."),
@@ -59,6 +60,15 @@ class _BackendMeters(Collector):
         ),
         "micro_batches": ("micro_batches", "Micro-batches that the device computed for passes."),
         "padding_tokens": ("padding_tokens", "Positions of micro-batches that held no token of a request."),
+        "compared_samples": (
+            "compared_samples",
+            "Samples whose log-probabilities were compared with the trainer's (--sampler-check-share).",
+        ),
+        "compared_tokens": ("compared_tokens", "Tokens of these samples."),
+        "trainer_gap_nats": (
+            "trainer_gap_nats",
+            "Sum of the absolute differences of log-probabilities; divided by compared_tokens it is their mean.",
+        ),
     }
 
     def __init__(self) -> None:

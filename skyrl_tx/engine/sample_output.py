@@ -3,9 +3,18 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from skyrl_tx.contract.batches import SampleRequest
-from skyrl_tx.contract.results import PromptResult, SampleDelta, SampledSequence, SampleOutput, StopReason, TopK
+from skyrl_tx.contract.results import (
+    PromptResult,
+    SampleDelta,
+    SampledSequence,
+    SampleOutput,
+    StopReason,
+    TopK,
+    TrainerGap,
+)
 
 _MARGIN_CHARS = 8
 """A window may start and end inside a character, whose bytes show as up to three, and a tokenizer drops a space."""
@@ -53,6 +62,7 @@ class _Sequence:
         self.stop_reason: StopReason | None = None
         self._matcher = matcher
         self._deltas: list[SampleDelta] = []
+        self._gap: TrainerGap | UnsetType = UNSET
         self._num_dropped = 0
 
     def add(self, delta: SampleDelta) -> bool:
@@ -61,6 +71,7 @@ class _Sequence:
         if delta.tokens.size or delta.stop_reason is not None:
             self._deltas.append(delta)
         self.stop_reason = delta.stop_reason
+        self._gap = delta.trainer_gap or UNSET
         num_kept = self._matcher.feed(delta.tokens.tolist())
         if num_kept is not None:
             self.stop_reason = "stop"
@@ -77,7 +88,13 @@ class _Sequence:
             ids = np.concatenate([part.token_ids for part in topks])
             topk = TopK(token_ids=ids[:end], logprobs=np.concatenate([part.logprobs for part in topks])[:end])
         logprobs = np.concatenate([delta.logprobs for delta in self._deltas])
-        return SampledSequence(tokens=tokens[:end], logprobs=logprobs[:end], stop_reason=self.stop_reason, topk=topk)
+        return SampledSequence(
+            tokens=tokens[:end],
+            logprobs=logprobs[:end],
+            stop_reason=self.stop_reason,
+            topk=topk,
+            trainer_gap=self._gap,
+        )
 
 
 class StopStringMatcher:

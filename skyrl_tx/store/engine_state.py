@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from heapq import nlargest
-from typing import cast
+from typing import Any, cast
 
 from sqlalchemy import text, update
 from sqlmodel import Session, col, select
@@ -21,6 +21,7 @@ FRESH_S = 10.0
 """Age of a status up to which its engine counts as running; engines publish each second."""
 _MAX_PUBLISHED_OWNERS = 256
 MAX_PAUSES = 256
+_MAXIMA = frozenset({"trainer_gap_max_nats"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +119,12 @@ def meters_of(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
 
 
 def _added(one: object, other: object) -> object:
-    """Add numbers, join lists, and do both in mappings; what only one has stays as it is."""
+    """Add numbers, join lists, and do both in mappings; what only one has stays as it is, and maxima are no sums."""
     if isinstance(one, dict) and isinstance(other, dict):
-        first, second = cast(dict[str, object], one), cast(dict[str, object], other)
-        return {**second, **first, **{name: _added(first[name], second[name]) for name in first.keys() & second.keys()}}
+        first, second = cast(dict[str, Any], one), cast(dict[str, Any], other)
+        both = first.keys() & second.keys()
+        added = {name: (max if name in _MAXIMA else _added)(first[name], second[name]) for name in both}
+        return {**second, **first, **added}
     if isinstance(one, list) and isinstance(other, list):
         return [*cast(list[object], one), *cast(list[object], other)]
     if isinstance(one, int | float) and isinstance(other, int | float):

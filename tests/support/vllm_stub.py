@@ -59,6 +59,8 @@ class StubOptions:
     """Added to the seeds of the next streams, one each."""
     ignores_adapters: bool = False
     """Samples of adapters are those of the base model."""
+    logprob_error: float = 0.0
+    """Added to the log-probabilities of sampled tokens, not to those of prompts."""
     is_paused: bool = False
     """Streams send nothing."""
 
@@ -325,6 +327,7 @@ class _Call:
             {"token_id": each, "logprob": _clamped(logprob), "rank": place}
             for each, (logprob, place) in list(best.items())[: max(count, 1)]
         ]
+        own += self._options.logprob_error
         return {"token_id": token, "logprob": _clamped(own), "rank": rank, "top_logprobs": rows}
 
 

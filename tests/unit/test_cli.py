@@ -75,6 +75,8 @@ def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.M
         ([*FAKE, "--port", "70000"], "--port '70000'"),
         ([*FAKE, "--backend-config.vocab-size", "x"], "--backend-config.vocab-size 'x'"),
         ([*FAKE, "--load-format", "dummy"], "--load-format"),
+        ([*FAKE, "--vllm-url", "http://a"], "--vllm-url: --sampler is not set"),
+        ([*FAKE, "--sampler-check-share", "0.5"], "--sampler-check-share: --sampler is not set"),
         (["--base-model", "m", "--backend", "nope"], "'nope' is not installed"),
         ([*FAKE, "--config", "/nowhere/a.yaml"], "/nowhere/a.yaml: No such file"),
     ],

@@ -114,6 +114,18 @@ def test_old_clients_get_passes_and_samples_in_json() -> None:
     }
 
 
+def test_the_gap_of_a_sample_is_in_json_and_does_not_disturb_an_sdk() -> None:
+    gap = results.TrainerGap(mean=0.25, largest=0.5, num_tokens=1)
+    sequence = results.SampledSequence(
+        tokens=np.array([7], np.int32), logprobs=floats(-3), stop_reason="length", trainer_gap=gap
+    )
+    output = results.SampleOutput(sequences=(sequence,))
+    [part] = json.loads(bytes(result_response(output, "application/json").body))["sequences"]
+    assert part["trainer_gap"] == {"mean": 0.25, "max": 0.5, "num_tokens": 1}
+    [read] = deserialize_sample_response(bytes(result_response(output, PROTOBUF).body)).sequences
+    assert read.tokens == [7]
+
+
 def test_non_finite_numbers_round_trip_in_json() -> None:
     """After a run diverged the keys that were promised are still there."""
     metrics = {"a:mean": float("nan"), "b:max": float("inf"), "c:min": float("-inf"), "d:sum": 1.5}

@@ -1,15 +1,19 @@
 """Conversion of requests to batches and of results to outputs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from msgspec import UNSET
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from skyrl_tx.api.responses import pass_message
+from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
-from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, TopK
+from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, SampleOutput, TopK, TrainerGap
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -124,6 +128,17 @@ def test_deltas_are_joined_by_index():
     assert [text_of(each.tokens) for each in output.sequences] == ["ab", "xyz"]
     assert [each.stop_reason for each in output.sequences] == ["length", "stop"]
     assert output.prompt is prompt
+
+
+def test_a_gap_comes_with_the_end_of_its_sample_and_is_stored():
+    gathering, gap = SampleAssembler(request_of(2), text_of), TrainerGap(mean=0.25, largest=0.5, num_tokens=2)
+    gathering.add(delta(0, "a"))
+    gathering.add(replace(delta(0, "", "length"), trainer_gap=gap))
+    gathering.add(delta(1, "b", "stop"))
+    output = gathering.output()
+    assert [each.trainer_gap for each in output.sequences] == [gap, UNSET]
+    stored = codec.decode(codec.encode(output))
+    assert isinstance(stored, SampleOutput) and [each.trainer_gap for each in stored.sequences] == [gap, UNSET]
 
 
 def test_stop_string_truncates_tokens_logprobs_and_topk():

@@ -48,9 +48,11 @@ def test_the_main_engine_is_one_that_executes_requests() -> None:
 
 def test_meters_of_several_engines_are_added() -> None:
     assert engine_state.meters_of([]) is None and engine_state.meters_of([row(1)]) is None
-    one, other = ({"totals": {"a": n, "b": 0.5}, "devices": [n], "name": "x"} for n in (1, 2))
+    one, other = (
+        {"totals": {"a": n, "b": 0.5}, "devices": [n], "name": "x", "trainer_gap_max_nats": n / 8} for n in (1, 2)
+    )
     rows = [row(1, meters=one), row(2, meters=other | {"more": 3}), row(3, updated_at=1.0, meters=one)]
-    expected = {"totals": {"a": 3, "b": 1.0}, "devices": [1, 2], "name": "x", "more": 3}
+    expected = {"totals": {"a": 3, "b": 1.0}, "devices": [1, 2], "name": "x", "more": 3, "trainer_gap_max_nats": 0.25}
     assert engine_state.meters_of(rows) == expected, "an engine that has ended does not count"
 
 

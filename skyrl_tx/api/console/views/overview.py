@@ -108,6 +108,9 @@ def gauge_tiles(meters: Mapping[str, object] | None, history: Sequence[tuple[int
     tile("Decode slots", "decode_slots_used", "decode_slots", count)
     tile("Models resident", "models_resident", "models_places", count)
     tile("Samplers resident", "samplers_resident", "samplers_places", count)
+    if tokens := values.get("compared_tokens"):
+        mean, largest = values["trainer_gap_nats"] / tokens, values["trainer_gap_max_nats"]
+        tiles.append(Tile("Gap to the trainer", f"{mean:.1e} nats", f"{largest:.1e} at most, {count(tokens)} tokens"))
     tile("Free disk", "disk_free_bytes", "", size)
     return tiles
 

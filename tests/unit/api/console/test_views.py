@@ -68,6 +68,9 @@ def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
     memory, cache = gauge_tiles(meters, [(1, {"kv_cache_tokens_used": 3.0}), (2, {"kv_cache_tokens_used": 9.0})])
     assert (memory.value, memory.detail, memory.share) == ("2.0 GiB", "of 4.0 GiB", 0.5)
     assert cache.share == 0.61 and cache.spark
+    compared = {"compared_tokens": 2000, "trainer_gap_nats": 0.5, "trainer_gap_max_nats": 0.01}
+    (gap,) = gauge_tiles({"backend": compared}, [])
+    assert (gap.value, gap.detail) == ("2.5e-04 nats", "1.0e-02 at most, 2.0k tokens")
 
 
 def test_who_uses_what() -> None:
