@@ -34,8 +34,15 @@ class EngineReport:
     """Why the engine executes no requests; None while it is healthy."""
     activity: str | None = None
     """Which activity takes longer than `--engine-silence-s`, such as a large step; the engine is healthy meanwhile."""
+    outage: str | None = None
+    """Which part of the backend does not work, such as a sampler on other servers, while the engine is healthy."""
     pauses: tuple[Pause, ...] = ()
     """The quotas because of which requests wait."""
+
+    @property
+    def detail(self) -> str | None:
+        """The outage and the long activity of a healthy engine; None if there is neither."""
+        return "; ".join(filter(None, (self.outage, self.activity))) or None
 
 
 class EngineHealth:
@@ -59,7 +66,12 @@ class EngineHealth:
             activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
         if problem is not None and activity is not None:
             return EngineReport(problem=f"{problem}; {activity}")
-        return EngineReport(problem=problem, activity=activity, pauses=engine_state.pauses_of(*rows))
+        return EngineReport(
+            problem=problem,
+            activity=activity,
+            outage=None if problem else engine_state.outage_of(rows),
+            pauses=engine_state.pauses_of(*rows),
+        )
 
     def _problem(self, state: EngineStateRow, now: float) -> str | None:
         silence_s = now - state.updated_at

@@ -147,7 +147,8 @@ class ComposedBackend(AbstractBackend):
 
     def meters(self) -> Meters:
         """See AbstractBackend."""
-        return self._checks.meters(self._sampler.meters(self._trainer.meters()))
+        held = self._checks.meters(self._sampler.meters(self._trainer.meters()))
+        return replace(held, outage=f"{held.outage}; samples wait") if self._sampler.is_away else held
 
     def fingerprint_changes(self) -> Mapping[str, str]:
         """See AbstractBackend."""

@@ -83,6 +83,8 @@ def screen(status: ServerStatus) -> RenderableType:
 
 def _blocks(status: ServerStatus) -> Iterator[RenderableType]:
     yield _head(status)
+    if outage := (status.meters or {"backend": {}})["backend"].get("outage"):
+        yield Text(outage, "bold red")
     yield from _speed(status)
     if status.meters:
         yield from map(Text, _held(status.meters))

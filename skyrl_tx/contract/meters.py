@@ -26,6 +26,12 @@ class Meters:
     kv_cache_tokens: int | None = None
     """Positions of the KV cache."""
     kv_cache_tokens_used: int | None = None
+    outage: str | None = None
+    """Which part does not work while the others do, as a sentence that everybody may read. None: all work."""
+    sampler_servers: int | None = None
+    """Servers that draw samples for the backend."""
+    sampler_servers_lost: int | None = None
+    """Those of them that do not respond."""
     prefix_cache_tokens: int | None = None
     """Positions of the cached prompts, padding included."""
 

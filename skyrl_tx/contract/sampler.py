@@ -38,6 +38,11 @@ class Sampler(SamplingBackend):
     def close(self) -> None:
         """Free all resources. Idempotent; also called before `start`."""
 
+    @property
+    def is_away(self) -> bool:
+        """Whether nothing can be drawn now, because every server is lost. Its samples wait, and fail in the end."""
+        return False
+
     def meters(self, trainer: Meters) -> Meters:
         """Return the trainer's meters with what this sampler holds. See `AbstractBackend.meters`."""
         return trainer

@@ -49,6 +49,8 @@ class _BackendMeters(Collector):
         "kv_cache_tokens": "Positions of the KV cache.",
         "kv_cache_tokens_used": "Positions of the KV cache that hold keys of running samples.",
         "prefix_cache_tokens": "Positions of the cached prompts, padding included, and of their states at their size.",
+        "sampler_servers": "Servers that draw samples for the backend.",
+        "sampler_servers_lost": "Servers that draw samples for the backend and do not respond.",
         "trainer_gap_max_nats": "The largest difference that a comparison of sampler and trainer has found.",
     }
     _COUNTERS: Mapping[str, tuple[str, str]] = {

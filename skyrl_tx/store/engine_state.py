@@ -118,6 +118,13 @@ def meters_of(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
     return cast(Mapping[str, object], reduce(_added, found)) if found else None
 
 
+def outage_of(rows: Sequence[EngineStateRow]) -> str | None:
+    """Return which part of a backend does not work, as the first engine with one says; None if all work."""
+    backend = (meters_of(rows) or {}).get("backend")
+    found = cast(Mapping[str, object], backend).get("outage") if isinstance(backend, dict) else None
+    return None if found is None else str(found)
+
+
 def _added(one: object, other: object) -> object:
     """Add numbers, join lists, and do both in mappings; what only one has stays as it is, and maxima are no sums."""
     if isinstance(one, dict) and isinstance(other, dict):

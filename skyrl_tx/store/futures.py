@@ -447,6 +447,12 @@ _OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(
 )
 
 
+def is_open_sample(tx: Session, request_id: RequestId) -> bool:
+    """Whether a request is a sample without a result."""
+    wanted = select(col(RequestRow.kind)).where(col(RequestRow.request_id) == request_id, _IS_OPEN)
+    return execute(tx, wanted).scalar() == "sample"
+
+
 def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, Literal["done", "failed"]]:
     """Return the outcomes of those requests that are complete."""
     return dict(execute_in_batches(tx, _OUTCOMES, request_ids))

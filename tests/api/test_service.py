@@ -174,6 +174,29 @@ def test_long_activity_of_a_healthy_engine_is_reported(server: Server) -> None:
     assert (held["queue_state"], held["queue_state_reason"]) == ("paused_capacity", reason)
 
 
+def test_an_outage_is_reported_to_samples_that_wait_for_it_and_not_to_training(server: Server) -> None:
+    session, model = server.session(), server.settings.base_model
+    sampling = server.post("create_sampling_session", session_id=session, base_model=model, sampling_session_seq_id=0)
+    sample = server.post(
+        "asample",
+        sampling_session_id=sampling.json()["sampling_session_id"],
+        seq_id=0,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        sampling_params={"max_tokens": 1},
+        num_samples=1,
+    )
+    step = server.post("optim_step", model_id=server.model(), adam_params={})
+    outage = "vLLM has not responded for 12 s (ConnectError); samples wait"
+    nothing: dict[str, Any] = {"totals": {}, "device_seconds": {}, "queues": {}, "places": {}}
+    publish_status(server, "ready", meters={**nothing, "backend": {"outage": outage}})
+    for probe in ("healthz", "livez"):
+        health = server.client.get(f"/api/v1/{probe}")
+        assert health.status_code == 200 and health.json() == {"status": "ok", "detail": outage}
+    held = server.post("retrieve_future", request_id=sample.json()["request_id"]).json()
+    assert (held["queue_state"], held["queue_state_reason"]) == ("paused_capacity", outage)
+    assert "queue_state_reason" not in server.post("retrieve_future", request_id=step.json()["request_id"]).json()
+
+
 def test_livez_does_not_wait_for_the_database(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 

@@ -1,5 +1,6 @@
 """A server whose samples come from a stub of vLLM, through the SDK: the stub samples with a JAX backend of its own."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.support.vllm_stub import StubOptions, running_stub
 
 pytestmark = pytest.mark.slow
 NUM_TOKENS = 24
+GAP = re.compile(r"log-probabilities differ from the trainer's by (\S+) nats on average, \S+ at most, in (\d+) tokens")
 
 
 def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
@@ -25,7 +27,14 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
     with running_stub(served, capabilities, options) as stub:
         flags = ["--base-model", model, "--sampler", "vllm", "--vllm-url", stub.url]
         flags += ["--backend-config.max-lora-rank", "8", "--backend-config.max-context-length", "64"]
-        flags += ["--backend-config.max-sample-tokens", "512", "--backend-config.micro-batch-tokens", "64"]
+        flags += [
+            "--sampler-check-share",
+            "1",
+            "--backend-config.max-sample-tokens",
+            "512",
+            "--backend-config.micro-batch-tokens",
+            "64",
+        ]
         # The start compiles a training step here, and what samples in the stub.
         with (
             LiveServer(tmp_path / "data", flags=flags, ready_within_s=300) as server,
@@ -47,6 +56,9 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
             result = training.forward([datum], "cross_entropy").result()
             trained = np.array(result.loss_fn_outputs[0]["logprobs"].data)[3:]
             np.testing.assert_allclose(sequence.logprobs, trained, rtol=0, atol=1e-4)
+            server.wait_for(GAP)
+            found = GAP.search(server.log)
+            assert found is not None and float(found[1]) < 1e-4 and int(found[2]) == NUM_TOKENS - 4
             assert any(body["model"] != "base" for body in stub.bodies if body.get("stream"))
             with pytest.raises(tinker.TinkerError, match="top_k 5"):
                 filtered = types.SamplingParams(max_tokens=4, top_k=5)

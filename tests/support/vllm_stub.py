@@ -136,6 +136,7 @@ class VllmStub:
                 return JSONResponse({"error": "Unauthorized"}, 401)
             return await call_next(request)
 
+        app.add_api_route("/health", self._health, methods=["GET"], response_model=None)
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         if options.lora_routes:
             app.add_api_route("/v1/load_lora_adapter", self._load, methods=["POST"])
@@ -143,6 +144,9 @@ class VllmStub:
         if options.enable_scale_out:
             app.add_api_route("/inference/v1/generate", self._generate, methods=["POST"], response_model=None)
         return app
+
+    async def _health(self) -> Response:
+        return Response()
 
     async def _models(self) -> dict[str, Any]:
         base = {"id": BASE, "root": "/models/base", "parent": None, "max_model_len": self.options.max_model_len}

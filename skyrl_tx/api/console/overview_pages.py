@@ -46,8 +46,8 @@ def engine_view(visit: Visit, state: EngineStateRow | None) -> EngineView:
         word = state.status if state is not None and state.status != "ready" else "not ready"
         return EngineView("problem", word, report.problem)
     activity = "" if state is None else state.activity
-    if report.activity is not None:
-        return EngineView("busy", "busy", report.activity)
+    if report.detail is not None:
+        return EngineView("busy", "busy" if report.outage is None else "partly down", report.detail)
     return EngineView("ok", "ready", activity or "waits for requests")
 
 

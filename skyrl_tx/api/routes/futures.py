@@ -53,6 +53,10 @@ async def retrieve_future(request: Request) -> Response:
                 return response
         report = await context.engine.recent_report()
         reason = report.problem or report.activity
+        if report.outage and await run_in_threadpool(
+            call.store.read, lambda tx: futures.is_open_sample(tx, request_id)
+        ):
+            reason = report.outage
         if report.pauses and report.problem is None:
             pause = await run_in_threadpool(context.quotas.pause_of, request_id, report.pauses)
             state, reason = ("paused_rate_limit", pause) if pause is not None else (state, reason)

@@ -42,14 +42,15 @@ def capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
 def health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
     """Report health: 200 while the engine executes requests, 503 with the reason otherwise.
 
-    An activity that takes longer than `--engine-silence-s` is reported with 200, because a large step is no outage.
+    An activity that takes longer than `--engine-silence-s` is reported with 200, because a large step is no outage. So
+    are samplers on other servers that are lost, because training goes on.
     """
     report = context.engine.report()
     problem = threads.failure() or report.problem
     if problem is not None:
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return {"status": "waiting", "detail": problem}
-    return {"status": "ok"} if report.activity is None else {"status": "ok", "detail": report.activity}
+    return {"status": "ok"} if report.detail is None else {"status": "ok", "detail": report.detail}
 
 
 @router.get("/livez")
@@ -60,7 +61,7 @@ async def liveness(context: Annotated[ApiContext, Depends(get_context)], respons
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return {"status": "failed", "detail": failure}
     engine = await context.engine.report_within(_LIVENESS_TIMEOUT_S)
-    detail = engine.problem or engine.activity
+    detail = engine.problem or engine.detail
     return {"status": "ok"} if detail is None else {"status": "ok", "detail": detail}
 
 

@@ -38,7 +38,9 @@ class VllmConfig(BaseModel):
     """How long a server may take to load one adapter."""
     silence_timeout_s: float = Field(default=300.0, gt=0)
     """How long a server may send nothing for a sample, before the sample begins again."""
-    outage_timeout_s: float = Field(default=120.0, gt=0)
+    lost_after_s: float = Field(default=10.0, gt=0)
+    """How long a server does not respond, before it is reported as lost."""
+    outage_timeout_s: float = Field(default=600.0, gt=0)
     """How long a sample waits for a server that is lost, before it fails."""
     max_restarts: int = Field(default=3, ge=0)
     """How often one sample begins again after it had its first tokens."""

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any, TypeVar
 
@@ -17,11 +18,13 @@ from skyrl_tx.backends.vllm.config import VllmConfig
 from skyrl_tx.backends.vllm.probe import probe
 from skyrl_tx.backends.vllm.server import Refused, ServerLost, VllmServer
 from skyrl_tx.backends.vllm.streams import RemoteSample, Streams
+from skyrl_tx.backends.vllm.watch import ServerWatch
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.batches import PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import CapacityError, RequestError
 from skyrl_tx.contract.ids import RequestId, SamplerId
+from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler
 from skyrl_tx.threads import ServiceThread
@@ -69,6 +72,8 @@ class VllmSampler(Sampler):
             base_model=found.base_model,
             eos_token_ids=trainer.eos_token_ids,
         )
+        self._watch = ServerWatch(self._servers, self._config)
+        self._start(self._watch.run())
         return found.capabilities
 
     def close(self) -> None:
@@ -135,6 +140,20 @@ class VllmSampler(Sampler):
         """See SamplingBackend."""
         if (request_id, index) in self._open:
             self._end_stream((request_id, index))
+
+    @property
+    def is_away(self) -> bool:
+        """See Sampler."""
+        return self._watch.num_lost == len(self._servers)
+
+    def meters(self, trainer: Meters) -> Meters:
+        """See Sampler."""
+        return replace(
+            trainer,
+            outage=self._watch.describe(),
+            sampler_servers=len(self._servers),
+            sampler_servers_lost=self._watch.num_lost,
+        )
 
     def _end_stream(self, key: _Key) -> None:
         if (task := self._open.pop(key).task) is not None:

@@ -16,7 +16,10 @@ from skyrl_tx.backends.vllm.wire import error_of
 _DOWN_S = 2.0
 """How long a server that was lost gets no samples that another one can take."""
 _MAX_LINE_BYTES = 16 * 2**20
-_LOST_STATUSES = frozenset({500, 502, 503, 504})
+_BROKEN_STATUSES = frozenset({502, 503, 504})
+"""The server, or what a proxy expects there, is not ready: for any call."""
+_LOST_STATUSES = _BROKEN_STATUSES | {500}
+"""A sample gets 500 from a server whose engine has ended, but the load of an adapter gets it for a bad adapter."""
 
 
 class ServerLost(Exception):
@@ -55,6 +58,10 @@ class VllmServer:
         self._load_timeout_s = config.load_timeout_s
         self._adapters: dict[str, _Loading] = {}
         self._down_until = 0.0
+        self._ping_timeout_s = config.connect_timeout_s
+        self._lost_since: float | None = None
+        self.lost_reason = ""
+        """Why the last call that failed did, in a word."""
         self.num_open = 0
         """Samples that are open on this server."""
 
@@ -62,6 +69,16 @@ class VllmServer:
     def is_down(self) -> bool:
         """Whether a call has failed a short time ago."""
         return time.monotonic() < self._down_until
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds since the first of the calls that have all failed; 0 if the last one has not. For any thread."""
+        since = self._lost_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    async def ping(self) -> None:
+        """Ask whether the server is there. Another status than those of a broken one will do."""
+        await self._call("GET", "/health", None, self._ping_timeout_s)
 
     async def close(self) -> None:
         """Close all connections, which ends the samples on the server."""
@@ -89,7 +106,7 @@ class VllmServer:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     self._check(response.status_code, text)
-                self._down_until = 0.0
+                self._note_works()
                 async for line in response.aiter_lines():
                     if len(line) > _MAX_LINE_BYTES:
                         raise Refused(f"a line of {len(line)} characters")
@@ -110,8 +127,6 @@ class VllmServer:
                 if response.status_code == 400 and "already been loaded" in message:  # by a call that was cut off
                     loading.is_loaded = True
                     return
-                if response.status_code in (502, 503, 504):
-                    raise self._lost(f"HTTP {response.status_code}")
                 raise Refused(f"the adapter cannot be loaded (HTTP {response.status_code}): {message}")
             loading.is_loaded = True
 
@@ -140,8 +155,13 @@ class VllmServer:
             response = await self._client.request(method, path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise self._lost(error) from error
-        self._down_until = 0.0
+        if response.status_code in _BROKEN_STATUSES:
+            raise self._lost(f"HTTP {response.status_code}: {error_of(response.text)}")
+        self._note_works()
         return response
+
+    def _note_works(self) -> None:
+        self._down_until, self._lost_since = 0.0, None
 
     def _check(self, status: int, text: str) -> None:
         """Raise what a response of `generate` means, unless it is a result."""
@@ -155,7 +175,11 @@ class VllmServer:
         raise Refused(f"HTTP {status}: {message}")
 
     def _lost(self, error: Exception | str) -> ServerLost:
-        self._down_until = time.monotonic() + _DOWN_S
+        now = time.monotonic()
+        self._down_until = now + _DOWN_S
+        if self._lost_since is None:
+            self._lost_since = now
+        self.lost_reason = type(error).__name__ if isinstance(error, Exception) else error.partition(":")[0]
         if isinstance(error, httpx.TimeoutException):
             return ServerLost(f"vLLM at {self.url} did not respond in time ({type(error).__name__})")
         reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error

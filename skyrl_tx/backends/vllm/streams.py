@@ -130,7 +130,9 @@ class Streams:
         if sample.num_restarts >= self._config.max_restarts and sample.tokens:
             raise SampleFailed(f"the sample began {sample.num_restarts + 1} times and did not end: {error}")
         if lost_s >= self._config.outage_timeout_s:
-            raise SampleFailed(f"no vLLM server drew the sample for {lost_s:.0f} s: {error}")
+            raise SampleFailed(
+                f"no vLLM server drew the sample for {lost_s:.0f} s: {error}; send the request again later"
+            )
         _log.warning("a sample begins again after %d tokens: %s", len(sample.tokens), error)
 
     async def _run_on(self, server: VllmServer, sample: RemoteSample) -> None:

@@ -40,9 +40,8 @@ def check(admission: AdmissionControl, owner: str, num_bytes: int) -> None:
 def test_health_names_the_problem(age_s, status, detail, write_failure, expected) -> None:
     now = time.time()
     at = now - age_s
-    row = SimpleNamespace(
-        updated_at=at, status=status, detail=detail, activity="sampling", activity_since=at - 29, pauses=None
-    )
+    row = SimpleNamespace(updated_at=at, status=status, detail=detail, activity="sampling", activity_since=at - 29)
+    row.pauses, row.meters = None, None
     store = SimpleNamespace(read=lambda _: ([row], now), write_failure=write_failure)
     assert EngineHealth(store, silence_s=30.0).report() == EngineReport(problem=expected)
 
@@ -58,10 +57,23 @@ def test_health_names_a_long_activity(status, problem, activity) -> None:
     """A large step alone is no problem."""
     now = time.time()
     row = SimpleNamespace(
-        updated_at=now, status=status, detail="", activity="forward (compiling)", activity_since=now - 40, pauses=None
+        updated_at=now, status=status, detail="", activity="forward (compiling)", activity_since=now - 40
     )
+    row.pauses, row.meters = None, None
     health = EngineHealth(SimpleNamespace(read=lambda _: ([row], now), write_failure=None), silence_s=30.0)
     assert health.report() == EngineReport(problem=problem, activity=activity)
+
+
+@pytest.mark.parametrize(("status", "outage"), [("ready", "vLLM has not responded"), ("starting", None)])
+def test_health_names_an_outage_next_to_a_long_activity(status, outage) -> None:
+    now = time.time()
+    row = SimpleNamespace(updated_at=now, status=status, detail="", activity="forward", activity_since=now - 40)
+    row.pauses, row.meters = None, {"backend": {"outage": "vLLM has not responded"}}
+    health = EngineHealth(SimpleNamespace(read=lambda _: ([row], now), write_failure=None), silence_s=30.0)
+    report = health.report()
+    assert (report.problem is None) == (status == "ready") and report.outage == outage
+    if outage:
+        assert report.detail == "vLLM has not responded; the engine has been busy for 40 s: forward"
 
 
 @pytest.fixture

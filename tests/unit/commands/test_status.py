@@ -26,6 +26,7 @@ METERS = {
     "backend": {
         "decode_slots": 64,
         "decode_slots_used": 7,
+        "outage": "vLLM has not responded for 12 s (ConnectError); samples wait",
         **{"compared_tokens": 2000, "trainer_gap_nats": 0.5, "trainer_gap_max_nats": 0.01},
         "device_memory": [{"used_bytes": 2**30, "limit_bytes": 2**33}],
     },
@@ -74,6 +75,7 @@ def test_status_of_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"engine ready: forward_backward for \d+ s · 1 × H100", shown)
     assert "100 tokens/s" in shown and "▁" in shown and "█" in shown
     assert "models 2/8" in shown and "slots 7/64" in shown and "memory 1.0 GiB/8.0 GiB" in shown
+    assert "\nvLLM has not responded for 12 s (ConnectError); samples wait\n" in shown
     assert "gap to the trainer 2.5e-04 nats, 1.0e-02 at most, in 2,000 tokens" in " ".join(shown.split())
     assert re.search(r"open requests 2, oldest 1\d\d s", shown)
     assert "lr is [red]NaN" in shown, "texts of users are no markup"

@@ -1,12 +1,15 @@
 """Samples when a server refuses, forgets, stops, or is silent."""
 
 import json
+import logging
+import re
 import time
 
 import pytest
 
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.contract.meters import Meters
 from tests.support.vllm_world import World, begin, draw, request, tokens_of, until
 
 
@@ -154,6 +157,25 @@ def test_samples_fail_when_a_server_stays_away_and_work_when_it_is_back(world: W
     )
     stub.start()
     assert len(tokens_of(draw(sampler, request()))) == 12
+
+
+def test_a_lost_server_is_reported_before_a_sample_needs_it(world: World, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "skyrl_tx.backends.vllm")
+    stub, other = world.stub(), world.stub()
+    sampler = world.sampler(lost_after_s=0.05)
+    assert sampler.meters(Meters()) == Meters(sampler_servers=2, sampler_servers_lost=0)
+    stub.stop()
+    world.wait(lambda: sampler.meters(Meters()).sampler_servers_lost)
+    found = sampler.meters(Meters())
+    assert found.outage is not None and not sampler.is_away
+    assert re.fullmatch(r"1 of 2 vLLM servers lost for \d+ s \(\w+\); others draw their samples", found.outage)
+    other.stop()
+    world.wait(lambda: sampler.is_away)
+    stub.start()
+    other.start()
+    world.wait(lambda: sampler.meters(Meters()).outage is None)
+    world.wait(lambda: f"vLLM at {stub.url} is back" in caplog.text)
+    assert f"vLLM at {stub.url} is not there" in caplog.text and "training goes on" in caplog.text
 
 
 def test_a_silent_server_is_a_lost_one(world: World):

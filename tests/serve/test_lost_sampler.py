@@ -1,0 +1,92 @@
+"""A server whose samples come from a stub of vLLM, which ends in the middle of a sample and comes back."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from tests.support.live_server import LiveServer
+from tests.support.vllm_stub import StubOptions, VllmStub, running_stub
+
+FAKE = FakeConfig(vocab_size=32, max_context_length=64, max_samplers=16)
+FLAGS = ("--base-model", "fake", "--backend", "fake", "--sampler", "vllm", "--retrieve-hold-s", "1")
+LOST = "vLLM has not responded for"
+PROMPT = types.ModelInput.from_ints([3, 1, 2])
+PARAMS = types.SamplingParams(max_tokens=16, seed=7, stop=[])
+
+
+@pytest.fixture
+def stub() -> Iterator[VllmStub]:
+    served = FakeBackend("fake", FAKE)
+    with running_stub(served, served.start(), StubOptions(num_known=FAKE.vocab_size)) as stub:
+        yield stub
+
+
+def wait(is_met: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not is_met():
+        assert time.monotonic() < end, "the condition was not met in 30 s"
+        time.sleep(0.02)
+
+
+class Clients:
+    """A server on a stub, and clients of it."""
+
+    def __init__(self, directory: Path, stub: VllmStub, stack: ExitStack, *flags: str) -> None:
+        config = ["--backend-config.vocab-size", "32", "--backend-config.max-context-length", "64"]
+        config += ["--vllm-url", stub.url, "--sampler-config.lost-after-s", "0.2"]
+        server = stack.enter_context(LiveServer(directory / "data", flags=[*FLAGS, *config, *flags]))
+        self.server = server
+        service = stack.enter_context(tinker.ServiceClient(base_url=server.url))
+        self.training = service.create_lora_training_client(base_model="fake", rank=8).result()
+        self.sampling = self.training.save_weights_and_get_sampling_client().result()
+
+    def train(self) -> None:
+        inputs = {"target_tokens": [1, 2, 3], "weights": [1.0] * 3}
+        datum = types.Datum(model_input=PROMPT, loss_fn_inputs=inputs)
+        self.training.forward_backward([datum], "cross_entropy").result()
+        self.training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+
+    def health(self) -> dict[str, str]:
+        answer = httpx.get(f"{self.server.url}/api/v1/healthz", timeout=10)
+        assert answer.status_code == 200
+        return answer.json()
+
+
+def test_a_lost_sampler_is_reported_and_its_samples_wait_while_training_goes_on(tmp_path: Path, stub: VllmStub) -> None:
+    with ExitStack() as stack:
+        clients = Clients(tmp_path, stub, stack)
+        assert clients.health() == {"status": "ok"}
+        [expected] = clients.sampling.sample(PROMPT, 1, PARAMS).result().sequences
+        stub.options.is_paused, num_bodies = True, len(stub.bodies)
+        running = clients.sampling.sample(PROMPT, 1, PARAMS)
+        wait(lambda: len(stub.bodies) > num_bodies)
+        stub.stop()
+        wait(lambda: clients.health().get("detail", "").startswith(LOST))
+        assert clients.health()["detail"].endswith("; samples wait")
+        clients.train()
+        stub.options.is_paused = False
+        stub.start()
+        [found] = running.result().sequences
+        assert found.tokens == expected.tokens
+        wait(lambda: clients.health() == {"status": "ok"})
+
+
+@pytest.mark.slow
+def test_samples_fail_when_the_sampler_stays_away(tmp_path: Path, stub: VllmStub) -> None:
+    with ExitStack() as stack:
+        clients = Clients(tmp_path, stub, stack, "--sampler-config.outage-timeout-s", "0.5")
+        stub.stop()
+        with pytest.raises(tinker.RequestFailedError, match="send the request again later") as failed:
+            clients.sampling.sample(PROMPT, 1, PARAMS).result()
+        assert failed.value.category == types.RequestErrorCategory.Server
+        clients.train()
+        stub.start()
+        assert clients.sampling.sample(PROMPT, 1, PARAMS).result().sequences
