@@ -105,8 +105,7 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
         """The hosts, as the launcher says. Raises SettingsError if it does not."""
         try:
             found = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
-            if found.size > 1:
-                _ = found.host_and_port
+            found.check_joinable()
         except ValueError as error:
             raise SettingsError(f"--{error}") from error
         return found

@@ -162,7 +162,8 @@ def test_a_database_failure_ends_the_server_with_its_message(monkeypatch) -> Non
 
 
 def test_only_rank_0_serves(tmp_path):
-    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", "1", "--hosts.address", "host0:7700")
+    address = ("--hosts.address", "host0:7700", "--hosts.key", "secret")
+    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", "1", *address)
     with pytest.raises(CannotServe, match=r"host 1 of 2 serves no API: run `skyrl-tx engine` here"):
         supervisor.serve(read_settings("serve", flags))
 

@@ -1,5 +1,6 @@
 """The settings of a group of hosts, and of this host in it."""
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Self
 
@@ -22,7 +23,7 @@ class HostsSettings(BaseModel):
     """Host and port of rank 0 for the others, such as host0:7700.
     The backend uses the next port. Rank 0 listens on this address: use a private network."""
     key: SecretStr | None = None
-    """Secret that all hosts share, without which none can join.
+    """Secret that all hosts share, without which none can join. Required unless --hosts.address is of this machine.
     Prefer the environment variable. It is not sent, but calls are not encrypted."""
     silence_s: float = Field(default=600.0, gt=0)
     """Restart all hosts when one is this much slower than the others in one call, its start excluded."""
@@ -52,6 +53,18 @@ class HostsSettings(BaseModel):
             raise ValueError("hosts.address is required with hosts.size: host and port of rank 0")
         return split_address(self.address)
 
+    def check_joinable(self) -> None:
+        """Raise ValueError if several hosts cannot join: without an address, or with one that others reach and no key."""
+        if self.size == 1:
+            return
+        host, _ = self.host_and_port
+        if not self.key_bytes and not _is_loopback(host):
+            raise ValueError(
+                f"hosts.key is required: others can reach hosts.address {self.address}. Make one with\n"
+                "    openssl rand -hex 32\n"
+                "and give it to every host in the environment variable SKYRL_TX_HOSTS__KEY"
+            )
+
     @property
     def coordinator(self) -> str:
         """The address of rank 0 that the backend itself may use: the next port."""
@@ -70,6 +83,13 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def from_leader_worker_set(given: HostsSettings, environment: Mapping[str, str]) -> HostsSettings:

@@ -27,6 +27,16 @@ def test_a_rank_is_below_the_size():
         HostsSettings(size=2).host_and_port  # noqa: B018
 
 
+def test_an_address_that_others_reach_takes_a_key():
+    for size, address, key in (1, None, None), (2, "127.0.0.1:7700", None), (2, "[::1]:7700", None), (2, "a:7700", "k"):
+        HostsSettings(size=size, address=address, key=key and SecretStr(key)).check_joinable()
+    for address in "host0:7700", "10.0.0.1:7700", "0.0.0.0:7700":
+        with pytest.raises(
+            ValueError, match=r"hosts.key is required: others can reach hosts.address .*\n.*rand -hex 32"
+        ):
+            HostsSettings(size=2, address=address, key=SecretStr("")).check_joinable()
+
+
 def test_a_leader_worker_set_says_rank_size_and_address():
     given = HostsSettings(key=SecretStr("k"), silence_s=5)
     found = from_leader_worker_set(given, VARIABLES)
