@@ -320,7 +320,10 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
     """Return the arguments of the engine process."""
     hosts = _hosts_of(settings)
     if hosts.size > 1 and settings.sampler is not None:
-        raise CannotServe("--sampler: it cannot be used with several hosts: every host would send each sample to it")
+        raise CannotServe(
+            f"--sampler {settings.sampler}: it cannot be used with --hosts.size {hosts.size}: every host repeats each "
+            "call of the backend, so each would send every sample to the sampler; use one host, or no sampler"
+        )
     return EngineLaunch(
         settings=settings.for_engine(),
         backend=settings.backend,

@@ -168,6 +168,15 @@ def test_only_rank_0_serves(tmp_path):
         supervisor.serve(read_settings("serve", flags))
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_sampler_with_several_hosts_is_refused_with_the_reason(tmp_path, rank):
+    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", rank, "--hosts.address", "host0:7700")
+    flags += ("--sampler", "vllm", "--vllm-url", "http://a:1")
+    reason = r"--sampler vllm: it cannot be used with --hosts.size 2: every host repeats each call of the backend"
+    with pytest.raises(CannotServe, match=reason):
+        supervisor.launch_of(read_settings("engine", flags))
+
+
 def test_hosts_without_an_address_and_a_launcher_without_its_variables_are_named(tmp_path, monkeypatch):
     with pytest.raises(CannotServe, match=r"--hosts.address is required with hosts.size"):
         supervisor.launch_of(read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path))))
