@@ -213,6 +213,9 @@ def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], N
         if end.is_crash:
             with closing(open_store(launch.settings, threading.Event())) as store:
                 store.write(lambda tx: record_end(tx, os.getpid(), is_crash=True))
+        if launch.hosts.size > 1:
+            _log.critical("%s", end.message)
+            os._exit(1)  # at its exit JAX would wait for the other hosts
         raise CannotServe(end.message) from error
 
 

@@ -10,10 +10,12 @@ import time
 import pytest
 
 from skyrl_tx import engine_process, threads
+from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineLost, EngineProcess, run_engine
+from skyrl_tx.process_setup import CannotServe
 from skyrl_tx.store import engine_state, futures, models
 from skyrl_tx.store.database import Store, StoreInUse
 from tests.support.engine_harness import EngineHarness, Perishable, forward_backward, optim_step, run_fake_engine
@@ -162,3 +164,25 @@ def test_engine_alone_records_a_stuck_call_as_a_crash(harness, monkeypatch):
     engine_process._end_in_foreground(harness.api, "forward_backward has taken longer")
     assert ends == ["forward_backward has taken longer"]
     assert harness.api.read(lambda tx: futures.max_crashes(tx, [passed])) == 1
+
+
+@pytest.mark.parametrize(("num_hosts", "status"), [(1, []), (2, [1])])
+def test_rank_0_in_the_foreground_does_not_wait_for_hosts_that_are_gone(
+    harness, monkeypatch, caplog, num_hosts, status
+):
+    """The shutdown of JAX waits for all hosts, and aborts the process in the end."""
+
+    def lose(*_: object, **__: object) -> None:
+        raise EngineLost("host 1 has ended during step_sample")
+
+    ended: list[int] = []
+    monkeypatch.setattr(engine_process, "_run", lose)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    spec = find_backend("fake")
+    hosts = HostsSettings(size=num_hosts, address="127.0.0.1:7700")
+    launch = EngineLaunch(
+        settings=harness.settings, backend="fake", backend_config=spec.config(), log_level="info", hosts=hosts
+    )
+    with pytest.raises(CannotServe, match="host 1 has ended"):
+        engine_process.run_in_foreground(launch, lambda _: None)
+    assert ended == status and ("host 1 has ended" in caplog.messages[-1]) == bool(status)
