@@ -17,13 +17,15 @@ from tests.support.chaos.client import Transcript, run_tenants
 from tests.support.chaos.processes import Kill, ServerProcesses, Victim
 from tests.support.database_rows import rows
 
-_FREQUENT_SNAPSHOTS = (
+_ENGINE_FLAGS = (
     "--snapshot-interval-requests",
     "5",
     "--snapshot-interval-s",
     "0.5",
     "--snapshot-max-share",
     "1",
+    "--result-retention-s",
+    "86400",  # a run may take longer than the default, and a result that is gone counts as changed
 )
 
 
@@ -65,7 +67,7 @@ def fake_server(database_url: str | None = None) -> Server:
     """Return a server with the fake backend, slowed so that random kills hit its work."""
     common = ("--base-model", "fake", "--backend", "fake")
     slowed = ("--backend-config.step-delay-s", "0.01", "--backend-config.slice-tokens", "4")
-    flags = (*common, *slowed, *_FREQUENT_SNAPSHOTS)
+    flags = (*common, *slowed, *_ENGINE_FLAGS)
     name = "fake" if database_url is None else "fake, PostgreSQL"
     return Server(name=name, base_model="fake", api_flags=common, engine_flags=flags, database_url=database_url)
 
@@ -89,7 +91,7 @@ def jax_server(directory: Path, dtype: str = "float32") -> Server:
         name=f"jax {dtype}",
         base_model="small",
         api_flags=common,
-        engine_flags=(*common, *flags, *_FREQUENT_SNAPSHOTS),
+        engine_flags=(*common, *flags, *_ENGINE_FLAGS),
         slowness=4.0,
     )
 
