@@ -54,7 +54,7 @@ class HostsSettings(BaseModel):
         return split_address(self.address)
 
     def check_joinable(self) -> None:
-        """Raise ValueError if several hosts cannot join: without an address, or with one that others reach and no key."""
+        """Raise ValueError if several hosts cannot join: no address, or one that others reach without a key."""
         if self.size == 1:
             return
         host, _ = self.host_and_port
