@@ -95,11 +95,13 @@ class EngineSupervisor:
         self._engine: EngineProcess | None = None
         self.was_ready = False
         """Whether the engine was ever ready."""
+        self._is_ready = False
 
     async def run(self) -> None:
         """Run the engine until stopped; raises CannotServe if it cannot start or crashes repeatedly."""
         while not self._stopping.is_set():
             started_at = time.time()
+            self._is_ready = False
             self._engine = self._start()
             _log.info("engine process %d started", self._engine.pid)
             end = await self._engine.wait(self._ready)
@@ -143,6 +145,17 @@ class EngineSupervisor:
         if self._engine is not None:
             self._engine.request_stop()
 
+    def stop_after_rank_0(self, within_s: float) -> None:
+        """Stop a host that follows when rank 0 has ended, or after a time; at once if it does not follow, or again.
+
+        Rank 0 needs it to finish its step and to take its snapshots.
+        """
+        if self._stopping.is_set() or not self._is_ready:
+            self.stop()
+            return
+        self._stopping.set()
+        asyncio.get_running_loop().call_later(within_s, self.stop)
+
     def kill(self) -> None:
         """Kill the engine."""
         if self._engine is not None:
@@ -151,7 +164,7 @@ class EngineSupervisor:
     def _ready(self, ready: Capabilities) -> None:
         if not self.was_ready:
             self._on_ready(ready)
-        self.was_ready = True
+        self.was_ready = self._is_ready = True
 
 
 async def run_servers(api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]) -> None:
@@ -308,8 +321,10 @@ def _follow(launch: EngineLaunch, max_starts: int) -> int:
     )
 
     async def run() -> None:
-        stop = asyncio.get_running_loop().call_soon_threadsafe
-        with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda _: stop(follower.stop)):
+        call = asyncio.get_running_loop().call_soon_threadsafe
+        with handle_signals(
+            {signal.SIGINT, signal.SIGTERM}, lambda _: call(follower.stop_after_rank_0, _STOP_S + _GRACE_S)
+        ):
             await follower.run()
 
     asyncio.run(run())

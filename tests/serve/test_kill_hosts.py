@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import tinker
+from tinker import types
 
 from tests.serve.test_kill import KILL_AFTER, served, train
 from tests.support.free_ports import free_ports
@@ -59,6 +61,19 @@ def test_a_killed_engine_of_either_host_changes_nothing_on_the_fake_backend(tmp_
     disturbed = train_and_kill(tmp_path, "--base-model", "tiny", *fake)
     with served(tmp_path / "alone", *fake) as server:
         assert train(server.url, lambda _: None) == disturbed
+
+
+def test_hosts_that_are_stopped_together_stop_in_order(tmp_path: Path) -> None:
+    """As the pods of a group are: rank 0 takes its snapshots first."""
+    fake = ("--base-model", "fake", "--backend", "fake")
+    with two_hosts(tmp_path, *fake, num_devices=1) as (zero, one):
+        service = tinker.ServiceClient(base_url=zero.url)
+        training = service.create_lora_training_client("fake", rank=4).result()
+        training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        one.signal(signal.SIGTERM)
+        assert training.optim_step(types.AdamParams(learning_rate=0.1)).result() is not None
+        assert zero.stop() == one.wait() == 0
+        assert "host 1 has ended" not in zero.log and "restarting" not in one.log
 
 
 @pytest.mark.exhaustive

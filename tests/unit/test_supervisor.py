@@ -114,6 +114,44 @@ def test_a_failed_start_is_retried_after_the_engine_was_ready() -> None:
         asyncio.run(scenario.supervisor(3).run())
 
 
+def stopped_follower(process: FakeProcess, *, num_signals: int) -> bool:
+    """Return whether a host that follows was stopped by the signals alone, before rank 0 ends, which ends it too."""
+
+    async def run() -> bool:
+        follower = Scenario([process], []).supervisor(5)
+        running = asyncio.create_task(follower.run())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for _ in range(num_signals):
+            follower.stop_after_rank_0(within_s=60.0)
+        await asyncio.sleep(0)
+        was_stopped = process.stop_requested.is_set()
+        process.stop_requested.set()
+        await running
+        return was_stopped
+
+    return asyncio.run(run())
+
+
+def test_a_host_that_follows_is_stopped_when_rank_0_has_ended_or_by_a_second_signal() -> None:
+    """Rank 0, which is often stopped at the same time, needs all hosts for its last step and its snapshots."""
+    assert not stopped_follower(FakeProcess(True, None), num_signals=1)
+    assert stopped_follower(FakeProcess(True, None), num_signals=2)
+    assert stopped_follower(FakeProcess(False, None), num_signals=1), "it waits for rank 0, or loads"
+
+
+def test_a_host_that_follows_is_stopped_after_a_time() -> None:
+    async def run() -> None:
+        follower = Scenario([FakeProcess(True, None)], []).supervisor(5)
+        running = asyncio.create_task(follower.run())
+        while not follower.was_ready:
+            await asyncio.sleep(0)
+        follower.stop_after_rank_0(within_s=0.01)
+        await running
+
+    asyncio.run(run())
+
+
 def test_stop_during_the_restart_delay() -> None:
     async def run() -> None:
         engine = EngineSupervisor(
