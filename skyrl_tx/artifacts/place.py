@@ -1,6 +1,7 @@
 """The place of the artifacts of a data directory: in it, or in an object store that `--artifacts` names."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -102,7 +103,8 @@ def forget_identity(data_dir: Path) -> None:
 
 def _record(data_dir: Path, url: str) -> None:
     """Name the object store in the data directory, so that commands find it and no server uses another one."""
-    temporary = data_dir / f"{_RECORD}.{os.getpid()}"
-    temporary.write_text(f"{url}\n")
-    temporary.chmod(0o600)
-    temporary.rename(data_dir / _RECORD)
+    # Not a name with the process id, which all containers that share a volume may have; `mkstemp` makes it private.
+    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{_RECORD}.")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{url}\n")
+    Path(temporary).rename(data_dir / _RECORD)

@@ -1,5 +1,7 @@
 """Access of one process to the database: open, write, read, wait for the peer's commits; and statements with ids."""
 
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -260,8 +262,13 @@ def _check_database(data_dir: Path, name: str | None) -> None:
 
 def _record_database(data_dir: Path, name: str | None) -> None:
     """Write the name of an external database into the data directory; does nothing for the directory's own file."""
-    if name is not None and not (data_dir / _DATABASE_NOTE).is_file():
-        (data_dir / _DATABASE_NOTE).write_text(f"{name}\n")
+    if name is None or (data_dir / _DATABASE_NOTE).is_file():
+        return
+    # Renamed when it is whole, because other processes may start at the same moment; `mkstemp` makes it private.
+    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{_DATABASE_NOTE}.")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{name}\n")
+    Path(temporary).rename(data_dir / _DATABASE_NOTE)
 
 
 def upgrade(engine: Engine) -> None:

@@ -36,6 +36,16 @@ def test_files_of_a_new_data_directory_are_private(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.usefixtures("_usual_umask")
+def test_files_of_a_new_directory_of_a_database_on_a_server_are_private(
+    tmp_path: Path, postgresql_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # the second one would warn about files of the first
+        Store.open(tmp_path / "data", role="api", url=postgresql_url).close()
+        assert open_files(tmp_path / "data") == {}
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("_usual_umask")
 def test_existing_data_directory_is_made_private_with_its_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir(mode=0o755)
