@@ -40,13 +40,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the micro-batch")
     parser.add_argument("--attention-kernel", default="auto", help="the setting of the backend")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
+    parser.add_argument("--offload", action="store_true", help="keep the inputs of layers in the host's memory")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     sizes = {name: int(size) for name, size in (part.split("=") for part in options.mesh.split(","))}
     config = JaxConfig(
         mesh=MeshConfig(**sizes),
         micro_batch_tokens=options.tokens,
-        remat=options.remat,
+        remat=options.remat or options.offload,
+        offload=options.offload,
         attention_kernel=options.attention_kernel,
         compile_cache_dir=None,
     )
@@ -66,6 +68,7 @@ def main() -> None:
         "steps": found.text and found.text.num_steps,
         "kernels": found.text and dict(found.text.kernels),
         "temporary_mib": round(found.temporary_bytes / MIB, 1),
+        "host_mib": round(found.host_bytes / MIB, 1),
         "total_mib": round(found.total_bytes / MIB, 1),
         "planned_mib": round(found.planned_bytes / MIB, 1),
         "accessed_mib": round(found.accessed_bytes / MIB, 1),

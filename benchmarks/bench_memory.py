@@ -23,6 +23,7 @@ from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.weights import hf
 
@@ -65,7 +66,7 @@ def shapes_of(config: models.ModelConfig, dtype: str) -> models.DecoderParams:
     return jax.tree.map(shape, models.describe_params(config))
 
 
-def compiled_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat: bool) -> int:
+def compiled_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat: RematPolicy) -> int:
     """Return the temporary memory of a step, without weights, adapter and gradient."""
     adapter = models.adapter_shapes(config, RANK)
     params, batch = shapes_of(config, dtype), micro_batch(length)
@@ -73,7 +74,7 @@ def compiled_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat
     return step.compile().memory_analysis().temp_size_in_bytes
 
 
-def peak_of_run(config: models.ModelConfig, dtype: str, length: int, *, remat: bool) -> dict[str, float]:
+def peak_of_run(config: models.ModelConfig, dtype: str, length: int, *, remat: RematPolicy) -> dict[str, float]:
     """Run the step and return the peak memory of the process before and after it."""
     params = hf.dummy(models.describe_params(config), dtype=dtype)
     adapter = jax.device_put(models.init_adapter(config, LoraSpec(rank=RANK, seed=0)))
@@ -101,11 +102,12 @@ def main() -> None:
     )
     options = parser.parse_args()
     configure_jax(JaxConfig(compile_cache_dir=None))
-    config, shape = model_of(options), {"remat": options.remat}
+    remat = RematPolicy.FULL if options.remat else RematPolicy.SAVE_MATMULS
+    config, shape = model_of(options), {"remat": remat}
     logits = options.tokens * options.vocab * 4
     step = compiled_bytes(config, options.dtype, options.tokens, **shape)
     costs = costs_of(shapes_of(config, options.dtype), config, "cpu")
-    estimate = costs.fixed + options.tokens * (costs.token_with_remat if options.remat else costs.token)
+    estimate = costs.fixed + options.tokens * costs.of_token(remat)
     results = {
         "logits_mib": logits / MIB,
         "step_mib": step / MIB,

@@ -1,12 +1,13 @@
 """The remat policy: the activations of a layer that the forward pass keeps for the backward pass.
 
 Norms, rotations and activation functions take less time to recompute than to write to memory, per layer, and to read
-again. Matrix products take more.
+again. Matrix products take more. The inputs of layers can be in the host's memory: XLA copies each there while later
+layers are computed, and back before the gradient of its layer is.
 """
 
 from collections.abc import Callable
 from enum import Enum
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -16,6 +17,9 @@ R = TypeVar("R")
 
 MATMUL = "matmul"
 """The name of what `mark_matmul` marks."""
+_INPUT = "layer_input"
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the memory that devices copy to, and back. On CPU it is the same memory, and nothing is copied."""
 
 
 class RematPolicy(Enum):
@@ -24,6 +28,7 @@ class RematPolicy(Enum):
     NONE = "keep every activation that the gradient needs"
     SAVE_MATMULS = "keep the results that `mark_matmul` marks"
     FULL = "keep the layer's input only"
+    OFFLOAD = "keep the layer's input only, in the host's memory"
 
 
 def mark_matmul(x: jax.Array) -> jax.Array:
@@ -31,9 +36,25 @@ def mark_matmul(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, MATMUL)
 
 
-def with_remat(policy: RematPolicy, layer: Callable[P, R]) -> Callable[P, R]:
-    """Return the layer with a remat policy for its gradient."""
+def with_remat(
+    policy: RematPolicy, layer: Callable[Concatenate[jax.Array, P], R]
+) -> Callable[Concatenate[jax.Array, P], R]:
+    """Return the layer, whose first argument is its input, with a remat policy for its gradient."""
+
+    def named(x: jax.Array, *others: P.args, **settings: P.kwargs) -> R:
+        return layer(checkpoint_name(x, _INPUT), *others, **settings)
+
     if policy is RematPolicy.NONE:
         return layer
-    saved = jax.checkpoint_policies.save_only_these_names(MATMUL) if policy is RematPolicy.SAVE_MATMULS else None
-    return jax.checkpoint(layer, policy=saved, prevent_cse=False)  # a scan already prevents common subexpressions
+    run, saved = layer, None
+    if policy is RematPolicy.SAVE_MATMULS:
+        saved = jax.checkpoint_policies.save_only_these_names(MATMUL)
+    elif policy is RematPolicy.OFFLOAD:
+        run = named
+        saved = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_INPUT],
+            offload_src="device",
+            offload_dst=HOST_MEMORY,
+        )
+    return jax.checkpoint(run, policy=saved, prevent_cse=False)  # a scan already prevents common subexpressions

@@ -6,7 +6,9 @@ from dataclasses import asdict
 from skyrl_tx.backends.jax.ahead import CompiledProgram
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import explain_kernels
+from skyrl_tx.backends.jax.mesh import training_layout
 from skyrl_tx.backends.jax.program_text import ProgramText
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.commands.common import Record, in_units, table
 from skyrl_tx.plan.account import Account
 from skyrl_tx.plan.meshes import Candidate
@@ -48,6 +50,7 @@ def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Reco
             "samples_of_longest_context": account.samples_at_context,
             "models": plan.max_models,
             "row_tokens": plan.longest_row,
+            "row_host_bytes": plan.offloaded_bytes,
             "micro_batch_tokens": plan.passes.micro_batch_tokens,
             "is_rematerialized": plan.passes.remat,
         },
@@ -79,6 +82,7 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     yield f"  models        {plan.max_models} in training at the same time; others are evicted to disk"
     yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"
     yield f"  training row  {plan.longest_row} tokens by memory, {account.model.max_context_length} by the model"
+    yield from _long_rows(account)
     yield from ("", *explain_kernels(plan.kernels, account.model))
     yield from ("", "Tokens per second on all devices, at most (a roofline; no efficiency has been measured there):")
     for rate in account.rates:
@@ -98,6 +102,22 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     for warning in account.warnings:
         yield from ("", f"warning: {warning}")
     yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_flags(account.chosen.mesh)}")
+
+
+def _long_rows(account: Account) -> Iterator[str]:
+    """Yield how rows are computed that are longer than a micro-batch."""
+    plan, devices = account.plan, account.devices
+    shards = training_layout(layout_without_devices(account.chosen.mesh)).num_shards("tokens")
+    passes, indent = plan.passes, " " * 16
+    most = account.model.max_context_length
+    if passes.remat_above is not None and passes.remat_above * shards < most:
+        yield f"{indent}of more than {passes.remat_above * shards} tokens: layers rematerialized"
+    if passes.offload_above is not None and passes.offload_above * shards < most:
+        taken = plan.offloaded_bytes * min(devices.number, devices.kind.per_host)
+        yield (
+            f"{indent}of more than {passes.offload_above * shards} tokens: layers' inputs in the host's memory, "
+            f"{in_units(taken)} of each host for the longest"
+        )
 
 
 def _row(item: str, size: int, detail: str, limit: int) -> Record:

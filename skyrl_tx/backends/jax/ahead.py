@@ -3,6 +3,7 @@
 What a compiler says of memory is to be trusted. It says nothing of time.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ class CompiledProgram:
     argument_bytes: int = 0
     """Weights, adapters and cache included."""
     temporary_bytes: int = 0
+    host_bytes: int = 0
+    """Temporary memory of the host."""
     output_bytes: int = 0
     """Results that do not reuse the memory of an argument."""
     planned_bytes: int = 0
@@ -96,6 +99,7 @@ def compile_programs(
             compile_s=time.monotonic() - started,
             argument_bytes=memory.argument_size_in_bytes,
             temporary_bytes=memory.temp_size_in_bytes,
+            host_bytes=memory.host_temp_size_in_bytes,
             output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
             planned_bytes=planned,
@@ -147,8 +151,10 @@ class _Shapes:
         plan = self._plan
         batch, detail = self._micro_batch()
         adapter = self._adapter(self._rank)
+        num_shards = math.prod(map(self._training_params.layout.num_shards, ("batch", "tokens")))
+        remat = plan.passes.policy(plan.passes.micro_batch_tokens // num_shards)
         lowered = step.accumulate.lower(
-            self._training_params, adapter, adapter.weights, batch, config=self._model, remat=plan.passes.remat
+            self._training_params, adapter, adapter.weights, batch, config=self._model, remat=remat
         )
         return lowered, detail, plan.weight_bytes + plan.pass_bytes + 2 * self._adapter_bytes
 

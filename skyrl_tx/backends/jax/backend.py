@@ -97,7 +97,9 @@ class JaxBackend(AbstractBackend):
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
         reserved = programs.memory.prompt_bytes
         costs = training_costs(self._training_params, self._model)
-        self._memory = Memory(plan_training_memory(config, self._training_params, costs, reserved=reserved))
+        self._memory = Memory(
+            plan_training_memory(config, self._training_params, self._model, costs, reserved=reserved)
+        )
         self._max_training_length = longest_example(
             config, self._training_params, self._model, costs, self._memory.plan, reserved=reserved
         )
@@ -220,8 +222,7 @@ class JaxBackend(AbstractBackend):
 
     def fingerprint_changes(self) -> Mapping[str, str]:
         """See AbstractBackend. The memory plan changes when a device runs out of memory."""
-        plan = self._memory.plan
-        return {"micro_batch_tokens": str(plan.micro_batch_tokens), "remat": str(plan.remat)}
+        return self._memory.plan.fingerprint
 
     # Sampling
 

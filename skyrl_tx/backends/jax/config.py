@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 def _default_compile_cache() -> Path:
@@ -79,6 +79,9 @@ class JaxConfig(BaseModel):
     remat: bool | None = None
     """Rematerialize layers in the backward pass instead of keeping their activations: less memory, more time. Unset:
     only where few tokens would fit otherwise, and never on CPU."""
+    offload: bool | None = None
+    """Keep the inputs of rematerialized layers in the host's memory: longer rows, for the time of the copies.
+    Implies remat. Unset: only for rows that would not fit otherwise, and never on CPU."""
 
     attention_kernel: Literal["auto", "loops", "splash", "triton"] = "auto"
     """Kernel of attention in training. 'auto': splash on TPU, triton on GPU with bfloat16, else loops.
@@ -106,6 +109,12 @@ class JaxConfig(BaseModel):
     multiples."""
     max_topk_logprobs: int = Field(default=20, ge=0)
     """Largest top-k of log-probabilities that a client may request."""
+
+    @model_validator(mode="after")
+    def _offload_needs_remat(self) -> Self:
+        if self.offload and self.remat is False:
+            raise ValueError("offload: only the inputs of rematerialized layers are offloaded; remove remat: false")
+        return self
 
     @field_validator("compile_cache_dir")
     @classmethod

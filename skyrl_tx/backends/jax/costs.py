@@ -19,6 +19,8 @@ from skyrl_tx.models.parts.mixture import Mixture
 
 _EXPERT_LENGTHS = 2048, 4096
 """Tokens of a device between which the memory of experts is taken to be linear; tiles have their full size there."""
+_IN_FLIGHT = 2
+"""Inputs of layers that are on their way to the host's memory, or back, at the same time."""
 RANK = 32
 """The SDK's default rank (tinker/lib/public_interfaces/service_client.py, create_lora_training_client)."""
 
@@ -30,10 +32,22 @@ class Costs:
     fixed: int
     token: int  # with the results of matrix products kept for the backward pass
     token_with_remat: int
+    token_offloaded: int  # with the inputs of layers in the host's memory
+    host_token: int  # those inputs
 
-    def of_pass(self, num_tokens: int, *, remat: bool) -> int:
+    def of_token(self, remat: RematPolicy) -> int:
+        """Return the bytes of each token by the remat policy."""
+        match remat:
+            case RematPolicy.OFFLOAD:
+                return self.token_offloaded
+            case RematPolicy.FULL:
+                return self.token_with_remat
+            case RematPolicy.SAVE_MATMULS | RematPolicy.NONE:
+                return self.token
+
+    def of_pass(self, num_tokens: int, *, remat: RematPolicy) -> int:
         """Return the bytes that a micro-batch with `num_tokens` on each device takes there."""
-        return self.fixed + (self.token_with_remat if remat else self.token) * num_tokens
+        return self.fixed + self.of_token(remat) * num_tokens
 
 
 def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> Costs:
@@ -55,6 +69,8 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
     one_layer = of_token(RematPolicy.NONE) // num_layers // (1 if has_experts else tp) + _bytes_of_ranks(config)
     inputs = of_token(RematPolicy.FULL)
+    of_stream = config.hidden_size * 4  # the input of one layer
+    offloaded = len(config.blocks) * of_stream
     logits = CHUNK * config.vocab_size * 4 // tp
     merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
     experts_fixed, of_experts = _costs_of_experts(layout, config, params.embed.dtype.itemsize)
@@ -66,6 +82,8 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
         fixed=3 * logits + merged + experts_fixed + (_gathered_bytes(params) if platform == "gpu" else 0),
         token=inputs + kept + one_layer,
         token_with_remat=inputs + one_layer,
+        token_offloaded=inputs - offloaded + _IN_FLIGHT * of_stream + one_layer,
+        host_token=offloaded,
     )
 
 

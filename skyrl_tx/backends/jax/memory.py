@@ -15,15 +15,18 @@ from skyrl_tx.backends.jax.costs import RANK, Costs, costs_of
 from skyrl_tx.backends.jax.distributed import agreed, is_distributed, own_devices
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
-from skyrl_tx.contract.errors import BackendLost, CapacityError
+from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
 from skyrl_tx.layers.sharding import WHOLE, Layout
 
 TRAINING_SHARE = 0.5
 """Share of the memory left by weights, KV cache and prompts that a micro-batch may take; models need the rest."""
 ROW_SHARE = 0.9
 """Share of that memory that one example may take which is longer than a micro-batch."""
+HOST_SHARE = 0.5
+"""Share of a host's memory that the inputs of layers of one example may take."""
 SAMPLE_SHARE = 0.5
 """Share of the memory left by weights that keys and values of samples and prompts may take."""
 POOL_SHARE = 0.05
@@ -53,6 +56,33 @@ class MemoryPlan:
 
     micro_batch_tokens: int  # on all devices together, padding included
     remat: bool
+    remat_above: int | None = None
+    """Longer rows are rematerialized although micro-batches are not; in tokens of each device. None: no row is."""
+    offload_above: int | None = None
+    """Longer rows have the inputs of layers in the host's memory; in tokens of each device. None: no row has."""
+
+    def policy(self, num_tokens: int) -> RematPolicy:
+        """Return the remat policy of a micro-batch, or of a longer row, of `num_tokens` on each device."""
+        if self.offload_above is not None and num_tokens > self.offload_above:
+            return RematPolicy.OFFLOAD
+        if self.remat or (self.remat_above is not None and num_tokens > self.remat_above):
+            return RematPolicy.FULL
+        return RematPolicy.SAVE_MATMULS
+
+    @property
+    def policy_of_longest(self) -> RematPolicy:
+        """The remat policy of rows that fit with no other."""
+        return self.policy(1 << 62)
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The choices that the bits of results depend on, by name."""
+        above = {"remat_above": self.remat_above, "offload_above": self.offload_above}
+        return {
+            "micro_batch_tokens": str(self.micro_batch_tokens),
+            "remat": str(self.remat),
+            **{name: str(size) for name, size in above.items() if size is not None},
+        }
 
     def smaller(self) -> Iterator["MemoryPlan"]:
         """Yield plans to try, in this order, when the device has too little memory for this one."""
@@ -62,6 +92,8 @@ class MemoryPlan:
             tokens //= 2
         if not self.remat:
             yield replace(self, remat=True)
+        if self.offload_above:
+            yield replace(self, remat=True, offload_above=0)
 
 
 class Memory:
@@ -72,13 +104,16 @@ class Memory:
 
     def shrink(self, plan: MemoryPlan) -> None:
         """Adopt a smaller plan with which a pass succeeded, unless the plan in force is smaller already."""
-        self.plan = min(self.plan, plan, key=lambda each: (each.micro_batch_tokens, not each.remat))
+        self.plan = min(
+            self.plan, plan, key=lambda each: (each.micro_batch_tokens, not each.remat, each.offload_above or 0)
+        )
         log.warning(
             "all passes now use %s; the next start begins with the larger plan again, and what it replays is not "
-            "bit-equal: start with --backend-config.micro-batch-tokens %d --%sbackend-config.remat to avoid that",
+            "bit-equal: start with --backend-config.micro-batch-tokens %d --%sbackend-config.remat%s to avoid that",
             self.plan,
             self.plan.micro_batch_tokens,
             "" if self.plan.remat else "no-",
+            " --backend-config.offload" if self.plan.offload_above == 0 else "",
         )
 
 
@@ -125,24 +160,33 @@ def training_costs(params: models.DecoderParams, model: models.ModelConfig) -> C
 
 
 def plan_training_memory(
-    config: JaxConfig, params: models.DecoderParams, costs: Costs | None, *, reserved: int = 0
+    config: JaxConfig,
+    params: models.DecoderParams,
+    model: models.ModelConfig,
+    costs: Costs | None,
+    *,
+    reserved: int = 0,
 ) -> MemoryPlan:
     """Return the memory plan for this device, and log its reason. Configured values take precedence.
 
     Call it when weights and KV cache are on the device, with the `training_costs`. `reserved` bytes of each device are
-    kept free.
+    kept free. Raises UserError for `offload` where devices cannot copy to the host's memory.
     """
-    tokens, remat = config.micro_batch_tokens, config.remat
+    if not can_offload(params):
+        if config.offload:
+            raise UserError("--backend-config.offload: these devices cannot copy to the host's memory")
+        config = config.model_copy(update={"offload": False})
     if costs is None:
         reason = "the device does not report its memory"
-        plan = MemoryPlan(tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(remat))
+        plan = plan_without_memory(config)
     else:
         free = _reported_free(params) - reserved
         num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
         plan = plan_for(free, costs, config, num_shards=num_shards)
-        cost = costs.token_with_remat if plan.remat else costs.token
+        plan = with_long_rows(plan, free - model_bytes(config, params, model), costs, config, num_shards=num_shards)
+        cost = costs.of_token(plan.policy(plan.micro_batch_tokens // num_shards))
         reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
-    configured = [name for name, value in (("micro_batch_tokens", tokens), ("remat", remat)) if value is not None]
+    configured = [name for name in ("micro_batch_tokens", "remat", "offload") if getattr(config, name) is not None]
     log.info(
         "micro-batches of %d tokens, %s: %s%s",
         plan.micro_batch_tokens,
@@ -150,6 +194,9 @@ def plan_training_memory(
         reason,
         f" ({' and '.join(configured)} configured)" if configured else "",
     )
+    for above, what in ((plan.remat_above, "are rematerialized"), (plan.offload_above, "are offloaded to the host")):
+        if above is not None:
+            log.info("rows of more than %d tokens %s", above * params.layout.num_shards("tokens"), what)
     return plan
 
 
@@ -170,7 +217,19 @@ def longest_example(
     if costs is None:
         return model.max_context_length
     free = _reported_free(params) - reserved - model_bytes(config, params, model)
-    return min(model.max_context_length, longest_row(free, costs, plan, params.layout))
+    return min(model.max_context_length, longest_row(free, costs, plan, params.layout, _host_bytes(params)))
+
+
+def can_offload(params: models.DecoderParams) -> bool:
+    """Return whether the devices of this host can copy to its memory."""
+    kinds = ({each.kind for each in device.addressable_memories()} for device in own_devices(params.embed.devices()))
+    return all(HOST_MEMORY in each for each in kinds)
+
+
+def _host_bytes(params: models.DecoderParams) -> int:
+    """Return the memory of the smallest host that each of its devices may offload to."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return agreed(int(HOST_SHARE * physical) // len(own_devices(params.embed.devices())))
 
 
 def _reported_free(params: models.DecoderParams) -> int:
@@ -179,11 +238,28 @@ def _reported_free(params: models.DecoderParams) -> int:
     return free
 
 
-def longest_row(free: int, costs: Costs, plan: MemoryPlan, layout: Layout) -> int:
-    """Return the most tokens of a row for `free` bytes of each device, with the layout of training."""
-    cost = costs.token_with_remat if plan.remat else costs.token
-    fitting = int((ROW_SHARE * free - costs.fixed) / cost) * layout.num_shards("tokens")
-    return max(fitting, plan.micro_batch_tokens // layout.num_shards("batch"))
+def longest_row(free: int, costs: Costs, plan: MemoryPlan, layout: Layout, host_bytes: int | None = None) -> int:
+    """Return the most tokens of a row for `free` bytes of each device, with the layout of training.
+
+    Each device may offload `host_bytes` to its host; None is as many as it likes.
+    """
+    remat = plan.policy_of_longest
+    fitting = _row_tokens(free, costs, remat)
+    if remat is RematPolicy.OFFLOAD and host_bytes is not None:
+        fitting = max(min(fitting, host_bytes // costs.host_token), plan.offload_above or 0)
+    return max(fitting * layout.num_shards("tokens"), plan.micro_batch_tokens // layout.num_shards("batch"))
+
+
+def _row_tokens(free: int, costs: Costs, remat: RematPolicy) -> int:
+    """Return the tokens of each device that one row may have, for `free` bytes of it."""
+    return int((ROW_SHARE * free - costs.fixed) / costs.of_token(remat))
+
+
+def plan_without_memory(config: JaxConfig) -> MemoryPlan:
+    """Return the memory plan for devices that do not report their memory."""
+    offload_above = 0 if config.offload else None
+    tokens = config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+    return MemoryPlan(tokens, bool(config.remat or config.offload), offload_above=offload_above)
 
 
 def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
@@ -193,9 +269,30 @@ def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> 
         fitting = (TRAINING_SHARE * free - costs.fixed) / cost
         return min(max(1 << int(math.log2(max(fitting, 1))), MIN_TOKENS), MAX_TOKENS)
 
-    remat = tokens_of(costs.token) < SUFFICIENT_TOKENS if config.remat is None else config.remat
-    fitting = tokens_of(costs.token_with_remat) if remat else tokens_of(costs.token)
-    return MemoryPlan(config.micro_batch_tokens or fitting * num_shards, remat)
+    remat = bool(config.offload or config.remat)
+    if not config.offload and config.remat is None:
+        remat = tokens_of(costs.token) < SUFFICIENT_TOKENS
+    plan = MemoryPlan(config.micro_batch_tokens or 0, remat, offload_above=0 if config.offload else None)
+    fitting = tokens_of(costs.of_token(plan.policy(SUFFICIENT_TOKENS)))
+    return plan if config.micro_batch_tokens else replace(plan, micro_batch_tokens=fitting * num_shards)
+
+
+def with_long_rows(plan: MemoryPlan, free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
+    """Return the plan with the remat policies of rows that are longer than a micro-batch.
+
+    Such a row has `free` bytes of each device to itself. The first policy with which it fits is taken, so that a row
+    takes no more time than its length needs. Settings that were configured hold for all rows.
+    """
+    own = -(-plan.micro_batch_tokens // num_shards)
+
+    def fitting(remat: RematPolicy) -> int:
+        return max(_rounded_down(max(_row_tokens(free, costs, remat), 0)), own)
+
+    if not plan.remat and config.remat is None:
+        plan = replace(plan, remat_above=fitting(RematPolicy.SAVE_MATMULS))
+    if config.offload is None and config.remat is not False:
+        plan = replace(plan, offload_above=fitting(RematPolicy.FULL))
+    return plan
 
 
 def device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:

@@ -16,7 +16,6 @@ from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import Costs, costs_of
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
-    DEFAULT_MICRO_BATCH_TOKENS,
     MemoryPlan,
     RoomBytes,
     adapter_bytes,
@@ -28,11 +27,14 @@ from skyrl_tx.backends.jax.memory import (
     num_adapter_slots,
     plan_for,
     plan_sample_memory,
+    plan_without_memory,
+    with_long_rows,
 )
 from skyrl_tx.backends.jax.sample.adapter_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.layers.kernels.choice import Kernels
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named
+from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
 
 
@@ -59,6 +61,8 @@ class StartPlan:
     """Temporary memory of a micro-batch; 0 if devices do not report their memory."""
     longest_row: int | None
     """The most tokens of an example in training by memory; None if devices do not report theirs."""
+    offloaded_bytes: int
+    """Memory of its host that a device needs for that example, or for the model's longest if that is shorter."""
     max_models: int
     model_bytes: int
     """Weights, gradient and moments of one model of the highest rank."""
@@ -103,18 +107,23 @@ def plan_start(
     room = RoomBytes.of(model, memory_layout(params), dtype.itemsize)
     kv_bytes = (samples.tokens * room.position + config.sample_slots * room.state) // layout.num_shards("batch")
     params = params_after(weight_bytes + pool_bytes + kv_bytes)
-    costs, pass_bytes, longest = None, 0, None
+    costs, pass_bytes, longest, offloaded_bytes = None, 0, None, 0
     if (left := free_bytes(params)) is None:
-        passes = MemoryPlan(config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS, bool(config.remat))
+        passes = plan_without_memory(config)
     else:
         in_training = mesh.training_layout(layout)
         num_shards = in_training.num_shards("batch") * in_training.num_shards("tokens")
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         costs = costs_of(replace(shapes, layout=in_training), model, platform)
         passes = plan_for(left - samples.prompt_bytes, costs, config, num_shards=num_shards)
-        pass_bytes = costs.of_pass(-(-passes.micro_batch_tokens // num_shards), remat=passes.remat)
         reserved = samples.prompt_bytes + model_bytes(config, params, model)
+        passes = with_long_rows(passes, left - reserved, costs, config, num_shards=num_shards)
+        tokens = -(-passes.micro_batch_tokens // num_shards)
+        pass_bytes = costs.of_pass(tokens, remat=passes.policy(tokens))
         longest = longest_row(left - reserved, costs, passes, in_training)
+        if passes.policy_of_longest is RematPolicy.OFFLOAD:
+            tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
+            offloaded_bytes = costs.host_token * tokens if tokens > (passes.offload_above or 0) else 0
     return StartPlan(
         num_parameters=sum(int(np.prod(each.shape)) for each in flatten(described).values()),
         dtype=dtype.name,
@@ -129,6 +138,7 @@ def plan_start(
         passes=passes,
         pass_bytes=pass_bytes,
         longest_row=longest,
+        offloaded_bytes=offloaded_bytes,
         max_models=max_models(config, params, model, reserved=samples.prompt_bytes),
         model_bytes=model_bytes(config, params, model),
     )

@@ -231,6 +231,16 @@ def test_remat_policy_does_not_change_the_gradient(loaded, slotted, length, poli
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
 
 
+def test_offloaded_inputs_of_layers_give_the_same_bits(loaded):
+    adapter, x = loaded.adapter(1), tokens(2, 8)
+    kept, offloaded = (
+        adapter_gradient(loaded.params, loaded.config, adapter, x, policy=policy)
+        for policy in (RematPolicy.FULL, RematPolicy.OFFLOAD)
+    )
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(kept))
+    jax.tree.map(np.testing.assert_array_equal, offloaded, kept)
+
+
 def test_padded_rank_is_a_fixpoint(loaded):
     adapter = loaded.adapter(1, rank=2, max_rank=4)
     gradient = adapter_gradient(loaded.params, loaded.config, stack(adapter), tokens(2, LONG), np.array([0, 0]))

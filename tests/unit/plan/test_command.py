@@ -71,7 +71,7 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["limits"]["context_tokens"] == 8192 and found["limits"]["models"] == 2
     assert found["limits"].keys() == {
         *("context_tokens", "kv_tokens", "sample_slots", "samples_of_longest_context", "models"),
-        *("micro_batch_tokens", "is_rematerialized", "row_tokens"),
+        *("micro_batch_tokens", "is_rematerialized", "row_tokens", "row_host_bytes"),
     }
     assert [(rate["work"], rate["is_measured"]) for rate in found["rates"]] == [
         ("training", False),
@@ -97,8 +97,10 @@ def test_warnings(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_mesh_that_shards_rows(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, whole = as_json(capsys, "--base-model", dense, "--device", "v5e:2x4", "--mesh", "tp=8")
-    status, found = as_json(capsys, "--base-model", dense, "--device", "v5e:2x4", "--mesh", "tp=2,cp=4")
+    flags = ("--base-model", dense, "--device", "v5e:2x4", "--no-backend-config.offload")
+    _, whole = as_json(capsys, *flags, "--mesh", "tp=8")
+    status, found = as_json(capsys, *flags, "--mesh", "tp=2,cp=4")
+    assert found["limits"]["row_host_bytes"] == 0
     assert status == 0 and found["mesh"] == {"fsdp": 1, "tp": 2, "ep": 1, "cp": 4}
     assert found["memory"][0]["bytes"] < 1.1 * whole["memory"][0]["bytes"], "cp shards weights like fsdp"
     assert found["limits"]["row_tokens"] > 1.5 * whole["limits"]["row_tokens"]

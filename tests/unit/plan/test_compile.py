@@ -33,6 +33,32 @@ def test_a_missing_compiler_ends_the_command(
     assert "--compile: no compiler for v5e:1x1: pip install 'skyrl_tx[tpu]'" in capsys.readouterr().err
 
 
+def compiled(client_environment, model: Path, names: str, *flags: str) -> tuple[dict, dict]:
+    """Return the plan as JSON, and its programs by name; all without `names`."""
+    compilers = client_environment(COMPILERS)
+    settings = ("--backend-config.micro-batch-tokens", "2048", "--json", "--compile", *filter(None, [names]))
+    command = [sys.executable, "-m", "skyrl_tx", "plan", "--base-model", str(model), *flags, *settings]
+    paths = os.pathsep.join((str(Path.cwd()), str(compilers.packages)))
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found, {each["name"]: each for each in found["programs"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["h200:1", pytest.param("v5e:1x1", marks=pytest.mark.exhaustive)])
+def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_path: Path, client_environment) -> None:
+    write_model(tmp_path, num_layers=8, hidden_size=256)
+    kept, offloaded = (
+        compiled(client_environment, tmp_path, "gradient", "--device", device, flag)[1]["gradient"]
+        for flag in ("--backend-config.remat", "--backend-config.offload")
+    )
+    inputs = 8 * 2048 * 256 * 4
+    assert kept["host_bytes"] == 0 and offloaded["host_bytes"] == inputs
+    assert kept["temporary_bytes"] - offloaded["temporary_bytes"] > 0.5 * inputs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "flags", "kernels", "names"),
@@ -51,24 +77,8 @@ def test_a_missing_compiler_ends_the_command(
 def test_programs_compile_for_one_device_and_for_eight(
     architecture: str, flags: tuple[str, ...], kernels: tuple[str, ...], names: str, tmp_path: Path, client_environment
 ) -> None:
-    compilers = client_environment(COMPILERS)
     write_model(tmp_path, architecture, num_layers=3)
-    settings = (
-        "--context",
-        "512",
-        "--backend-config.micro-batch-tokens",
-        "2048",
-        "--json",
-        "--compile",
-        *filter(None, [names]),
-    )
-    command = [sys.executable, "-m", "skyrl_tx", "plan", "--base-model", str(tmp_path), *flags, *settings]
-    paths = os.pathsep.join((str(Path.cwd()), str(compilers.packages)))
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    programs = {each["name"]: each for each in found["programs"]}
+    found, programs = compiled(client_environment, tmp_path, names, "--context", "512", *flags)
     assert tuple(programs) == (tuple(names.split(",")) if names else PROGRAMS)
     is_one = found["device"]["number"] == 1
     weights = found["memory"][0]["bytes"]

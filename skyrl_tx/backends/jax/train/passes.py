@@ -4,6 +4,7 @@ So a pass that runs out of device memory can start again with smaller micro-batc
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.layers.lora import AdapterWeights
+from skyrl_tx.layers.remat import RematPolicy
 
 log = logging.getLogger(__name__)
 
@@ -196,11 +198,14 @@ class JaxPass(Pass):
         """Return a memory plan with smaller micro-batches for this pass. Raises CapacityError if there is none."""
         largest = max(step.plan.num_tokens for step in self._steps(self._memory_plan))
         for plan in self._memory_plan.smaller():
-            helps = plan.remat and not self._memory_plan.remat and self._backward
+            helps = self._backward and self._remat(plan, largest) is not self._remat(self._memory_plan, largest)
             if helps or max(step.plan.num_tokens for step in self._steps(plan)) < largest:
                 log.warning("out of device memory with %s: retrying with %s (%s)", self._memory_plan, plan, error)
                 return plan
         raise no_memory("this pass, in the smallest micro-batches", error) from error
+
+    def _remat(self, plan: MemoryPlan, num_tokens: int) -> RematPolicy:
+        return plan.policy(num_tokens // math.prod(self._shards))
 
     def _dispatch(self, step: _Step) -> training.Outputs:
         request = step.request
@@ -217,7 +222,12 @@ class JaxPass(Pass):
         if self._request_gradient is None:
             self._request_gradient = zero_gradient(adapter.weights)
         self._request_gradient, outputs = training.accumulate(
-            self._params, adapter, self._request_gradient, batch, config=self._config, remat=self._memory_plan.remat
+            self._params,
+            adapter,
+            self._request_gradient,
+            batch,
+            config=self._config,
+            remat=self._remat(self._memory_plan, step.plan.num_tokens),
         )
         if step.is_last:
             total = self._gradients[request.model_id]

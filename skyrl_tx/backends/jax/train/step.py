@@ -45,17 +45,13 @@ def accumulate(
     batch: MicroBatch,
     *,
     config: models.ModelConfig,
-    remat: bool,
+    remat: RematPolicy,
 ) -> tuple[AdapterWeights, Outputs]:
-    """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused.
-
-    With `remat`, the backward pass recomputes whole layers.
-    """
+    """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused."""
 
     def hidden_of(weights: AdapterWeights) -> jax.Array:
         own = Adapter(weights, adapter.scale)
-        policy = RematPolicy.FULL if remat else RematPolicy.SAVE_MATMULS
-        return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=policy)
+        return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
 
     hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
     logprobs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)

@@ -32,6 +32,27 @@ def test_remat_keeps_less(tiny):
     assert hidden < found.token_with_remat < found.token
 
 
+def test_all_inputs_of_layers_are_offloaded_and_nothing_else(tiny):
+    found, (rows, length) = costs_of(tiny.params, tiny.config, "cpu"), (2, 64)
+    in_flight = 2 * 4 * tiny.config.hidden_size
+    assert found.token_with_remat - found.token_offloaded == found.host_token - in_flight
+
+    def on_host(remat: RematPolicy) -> int:
+        def run(weights, scale, tokens_BT):
+            def hidden_of(weights):
+                return models.forward(tiny.params, tiny.config, tokens_BT, Adapter(weights, scale), remat=remat)
+
+            return jax.vjp(hidden_of, weights)
+
+        adapter = models.adapter_shapes(tiny.config, RANK)
+        traced = jax.make_jaxpr(run)(adapter.weights, adapter.scale, jax.ShapeDtypeStruct((rows, length), jnp.int32))
+        arrays = [each for each in traced.out_avals if each.memory_space.name == "Host"]
+        return sum(each.size * each.dtype.itemsize for each in arrays)
+
+    assert on_host(RematPolicy.OFFLOAD) == found.host_token * rows * length
+    assert on_host(RematPolicy.FULL) == 0
+
+
 def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
     def of_a_token(policy: RematPolicy) -> float:
         short, long = (bytes_kept(tiny.params, tiny.config, length, policy) for length in (512, 1024))
@@ -62,9 +83,10 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
     adapter: Adapter = models.adapter_shapes(config, RANK)
     [example] = drawn_examples(ModelId("m"), (1024,), seed=1, request="r")
     batch = packing.fill(packing.plan_micro_batches([example], 1024)[0], [example])
-    lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
+    policy = RematPolicy.FULL if remat else RematPolicy.SAVE_MATMULS
+    lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=policy)
     taken = lowered.compile().memory_analysis().temp_size_in_bytes
-    estimate = costs_of(params, config, "cpu").of_pass(1024, remat=remat)
+    estimate = costs_of(params, config, "cpu").of_pass(1024, remat=policy)
     assert taken <= 1.1 * estimate <= 2.5 * taken
 
 
@@ -88,7 +110,7 @@ def test_the_estimate_is_near_the_account_of_the_devices_compiler(
     model = models.find_family(content).config_from_hf(content)
     shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
     params = replace(shapes, layout=layout_without_devices(MeshConfig(**mesh)))
-    estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=True)
+    estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=RematPolicy.FULL)
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)
 
 
@@ -105,7 +127,7 @@ def test_the_estimate_counts_what_kernels_keep(kernel, compiled_gib) -> None:
     shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
     layout = layout_without_devices(MeshConfig())
     with_kernel = costs_of(replace(shapes, layout=layout, kernels=Kernels(kernel)), model, "tpu")
-    assert with_kernel.of_pass(4096, remat=False) == pytest.approx(compiled_gib * GIB, rel=0.15)
+    assert with_kernel.of_pass(4096, remat=RematPolicy.SAVE_MATMULS) == pytest.approx(compiled_gib * GIB, rel=0.15)
     assert with_kernel.token < costs_of(replace(shapes, layout=layout), model, "tpu").token
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import memory
@@ -17,10 +19,12 @@ from skyrl_tx.backends.jax.memory import (
     MAX_MODELS,
     MemoryPlan,
     longest_example,
+    longest_row,
     max_models,
     plan_for,
     plan_sample_memory,
     plan_training_memory,
+    with_long_rows,
 )
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.backends.jax.train import adapters, passes
@@ -30,12 +34,14 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.layers.sharding import WHOLE
 from skyrl_tx.models.config import group_blocks
 from skyrl_tx.testing.backend_driver import drawn_examples
 from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 MIB = 2**20
-COSTS = Costs(fixed=100 * MIB, token=MIB, token_with_remat=MIB // 8)
+COSTS = Costs(fixed=100 * MIB, token=MIB, token_with_remat=MIB // 8, token_offloaded=MIB // 32, host_token=MIB // 10)
 MODEL = ModelId("m")
 SPEC = ModelSpec(lora=LoraSpec(rank=4, seed=1))
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
@@ -56,13 +62,79 @@ def test_the_plan_depends_on_memory_and_configured_values_take_precedence(free_m
     assert plan_for(free_mib * MIB, COSTS, JaxConfig(**settings), num_shards=1) == expected
 
 
+LONG_ROWS = [
+    # What fits in 0.9 of 8,900 MiB less 100, of tokens of 1 and of 1/8 MiB, rounded down to three bits
+    ({}, (7168, 57344), {4096: "SAVE_MATMULS", 7168: "SAVE_MATMULS", 7169: "FULL", 57345: "OFFLOAD"}),
+    ({"offload": False}, (7168, None), {7168: "SAVE_MATMULS", 57345: "FULL"}),
+    ({"remat": True}, (None, 57344), {100: "FULL", 57345: "OFFLOAD"}),
+    ({"remat": False}, (None, None), {57345: "SAVE_MATMULS"}),
+    ({"offload": True}, (None, 0), {1: "OFFLOAD"}),
+    # Rows no longer than a micro-batch are computed as it is
+    ({"micro_batch_tokens": 65536}, (65536, 65536), {65536: "SAVE_MATMULS", 65537: "OFFLOAD"}),
+]
+
+
+@pytest.mark.parametrize(("settings", "above", "policies"), LONG_ROWS)
+def test_a_long_row_has_the_first_remat_policy_with_which_it_fits(settings, above, policies):
+    config = JaxConfig(**settings)
+    plan = plan_for(10_000 * MIB, COSTS, config, num_shards=1)
+    plan = with_long_rows(plan, 8_900 * MIB, COSTS, config, num_shards=1)
+    assert (plan.remat_above, plan.offload_above) == above
+    assert {tokens: plan.policy(tokens).name for tokens in policies} == policies
+
+
+@pytest.mark.parametrize(
+    ("settings", "host_mib", "tokens"),
+    [
+        ({}, None, 7910 * 32),
+        ({}, 10_000, 100_000),  # a tenth of a MiB each
+        ({}, 1_000, 57344),  # what needs no offloading
+        ({"offload": False}, None, 7910 * 8),
+    ],
+)
+def test_the_longest_row_takes_the_least_memory_that_settings_allow(settings, host_mib, tokens):
+    config = JaxConfig(**settings)
+    plan = plan_for(10_000 * MIB, COSTS, config, num_shards=1)
+    plan = with_long_rows(plan, 8_900 * MIB, COSTS, config, num_shards=1)
+    host_bytes = None if host_mib is None else host_mib * MIB
+    assert longest_row(8_900 * MIB, COSTS, plan, WHOLE, host_bytes) == pytest.approx(tokens, rel=1e-3)
+
+
+def test_offloading_counts_as_a_smaller_plan():
+    plan = MemoryPlan(2, remat=False, remat_above=2, offload_above=10)
+    assert list(plan.smaller()) == [
+        MemoryPlan(1, remat=False, remat_above=2, offload_above=10),
+        MemoryPlan(2, remat=True, remat_above=2, offload_above=10),
+        MemoryPlan(2, remat=True, remat_above=2, offload_above=0),
+    ]
+
+
+def test_devices_that_cannot_copy_to_the_host_refuse_the_setting_by_name(tiny, monkeypatch):
+    monkeypatch.setattr(memory, "own_devices", lambda _: [SimpleNamespace(addressable_memories=list)])
+    with pytest.raises(UserError, match=r"--backend-config\.offload: these devices cannot copy"):
+        plan_training_memory(JaxConfig(offload=True), tiny.params, tiny.config, None)
+    assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, None).offload_above is None
+
+
+def test_offloading_needs_rematerialization():
+    with pytest.raises(ValidationError, match="offload: only the inputs of rematerialized layers"):
+        JaxConfig(offload=True, remat=False)
+
+
+def test_offloaded_training_has_the_bits_of_rematerialized_training(start):
+    """On CPU, where the memory is the same."""
+    offloaded = start(32, offload=True)
+    assert offloaded.fingerprint_changes()["offload_above"] == "0"
+    assert_bit_equal(numbers(offloaded), numbers(start(32, remat=True)))
+
+
 def test_every_shard_of_the_batch_has_as_many_tokens():
     assert plan_for(20_000 * MIB, COSTS, JaxConfig(), num_shards=4) == MemoryPlan(4 * 8192, remat=False)
 
 
 def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog):
     with caplog.at_level("INFO"):
-        assert plan_training_memory(JaxConfig(), tiny.params, None) == MemoryPlan(
+        assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, None) == MemoryPlan(
             DEFAULT_MICRO_BATCH_TOKENS, remat=False
         )
     assert "1024 tokens, results of matrix products kept: the device does not report its memory" in caplog.text
@@ -254,7 +326,7 @@ def test_after_remat_the_pass_fails_alone(start, monkeypatch):
     """A plan that did not help is discarded: other passes have the bits they would have without the failure."""
     backend, remats = start(32), []
 
-    def exhausted(*given, remat: bool, **settings):
+    def exhausted(*given, remat: RematPolicy, **settings):
         remats.append(remat)
         raise EXHAUSTED
 
@@ -262,7 +334,7 @@ def test_after_remat_the_pass_fails_alone(start, monkeypatch):
         patch.setattr(training, "accumulate", exhausted)
         with pytest.raises(CapacityError, match="no memory left for this pass, in the smallest micro-batches"):
             backend.forward_backward(BATCH)
-    assert remats == [False, True]
+    assert remats == [RematPolicy.SAVE_MATMULS, RematPolicy.FULL]
     assert_bit_equal(numbers(backend), numbers(start(32)))
 
 
@@ -284,9 +356,9 @@ def test_a_plan_that_does_not_help_affects_no_other_pass(start, monkeypatch):
 def test_remat_that_helps_becomes_the_plan(start, monkeypatch):
     backend, accumulate, remats = start(32), training.accumulate, []
 
-    def exhausted(*given, remat: bool, **settings):
+    def exhausted(*given, remat: RematPolicy, **settings):
         remats.append(remat)
-        if not remat:
+        if remat is not RematPolicy.FULL:
             raise EXHAUSTED
         return accumulate(*given, remat=remat, **settings)
 
@@ -294,7 +366,7 @@ def test_remat_that_helps_becomes_the_plan(start, monkeypatch):
     assert_bit_equal(numbers(backend), numbers(start(32, remat=True)))
     remats.clear()
     backend.forward_backward(BATCH)
-    assert set(remats) == {True}
+    assert set(remats) == {RematPolicy.FULL}
 
 
 def test_other_failures_are_not_repeated(start, monkeypatch):
