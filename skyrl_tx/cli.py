@@ -70,7 +70,7 @@ _DATA_COMMANDS = frozenset(
 _QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})
 _FIRST_FLAGS = (
     *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
-    *("--backend", "--load-format", "--sampler", "--vllm-url", "--config", "--log-level"),
+    *("--backend", "--load-format", "--sampler", "--vllm-url", "--vllm-command", "--config", "--log-level"),
 )
 _HELP = f"""\
 usage: skyrl-tx COMMAND [flags]

@@ -22,6 +22,8 @@ from skyrl_tx.process_setup import LogFormat, LogLevel
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
 _OF_SAMPLERS = ("sampler_check_share",)
+_SAMPLER_FLAGS: Mapping[str, str] = {"vllm_url": "url", "vllm_command": "command"}
+"""Flags that set a field of `sampler_config`."""
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
@@ -64,7 +66,11 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     sampler: str | None = None
     """Name of an installed sampler that draws the samples in place of the backend: 'vllm'."""
     vllm_url: str | None = None
-    """URL of a vLLM server, or several with commas between them; same as --sampler-config.url."""
+    """URL of a vLLM server, or several with commas between them; same as --sampler-config.url.
+    Unset, --sampler vllm starts one."""
+    vllm_command: str | None = None
+    """Command with which --sampler vllm starts a vLLM server: 'vllm', '/opt/vllm/bin/vllm', 'env A=1 vllm'.
+    Same as --sampler-config.command."""
     sampler_check_share: float = Field(default=0.01, ge=0, le=1)
     """Share of a sampler's samples whose log-probabilities the backend computes too, to measure how far they differ."""
     max_engine_starts: int = Field(default=5, ge=1)
@@ -97,7 +103,7 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
         """Refuse settings that only a sampler has, unless they are the defaults."""
         for name in _OF_SAMPLERS:
             if self.sampler is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"--{name.replace('_', '-')}: --sampler is not set")
+                raise ValueError(f"{_flag(name)}: --sampler is not set")
         return self
 
     @property
@@ -208,23 +214,26 @@ def _backend_values(spec: BackendSpec, values: Mapping[str, Any]) -> dict[str, A
 
 
 def _sampler_values(sampler: SamplerSpec | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the sampler's settings with --vllm-url merged in; raises ValueError for unknown names."""
-    given, url = dict(values.get("sampler_config") or {}), values.get("vllm_url")
+    """Return the sampler's settings with those of `_SAMPLER_FLAGS` merged in; raises ValueError for unknown names."""
+    given = dict(values.get("sampler_config") or {})
+    merged = {name: field for name, field in _SAMPLER_FLAGS.items() if values.get(name) is not None}
     if sampler is None:
-        if given or url is not None:
-            raise ValueError(f"{'--sampler-config' if given else '--vllm-url'}: --sampler is not set")
+        for name in ("sampler_config", *_SAMPLER_FLAGS):
+            if given if name == "sampler_config" else name in merged:
+                raise ValueError(f"{_flag(name)}: --sampler is not set")
         return None
-    if url is not None:
-        if "url" not in sampler.config.model_fields:
-            raise ValueError(f"--vllm-url: sampler {values.get('sampler')!r} has no URL")
-        given["url"] = url
-    field = sampler.config.model_fields.get("url")
-    if field is not None and field.is_required() and "url" not in given:
-        raise ValueError(f"--vllm-url is required by --sampler {values.get('sampler')}")
+    for name, field in merged.items():
+        if field not in sampler.config.model_fields:
+            raise ValueError(f"{_flag(name)}: sampler {values.get('sampler')!r} has no {field}")
+        given[field] = values[name]
     for name in given:
         if name not in sampler.config.model_fields:
             raise ValueError(f"--sampler-config.{name.replace('_', '-')}: the sampler has no such setting")
     return given
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

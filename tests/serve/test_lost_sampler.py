@@ -1,5 +1,9 @@
 """A server whose samples come from a stub of vLLM, which ends in the middle of a sample and comes back."""
 
+import os
+import re
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +21,8 @@ from tests.support.vllm_stub import StubOptions, VllmStub, running_stub
 
 FAKE = FakeConfig(vocab_size=32, max_context_length=64, max_samplers=16)
 FLAGS = ("--base-model", "fake", "--backend", "fake", "--sampler", "vllm", "--retrieve-hold-s", "1")
+ROOT = Path(__file__).resolve().parents[2]
+STARTED = re.compile(r"stub of vLLM (\d+) serves")
 LOST = "vLLM has not responded for"
 PROMPT = types.ModelInput.from_ints([3, 1, 2])
 PARAMS = types.SamplingParams(max_tokens=16, seed=7, stop=[])
@@ -77,6 +83,27 @@ def test_a_lost_sampler_is_reported_and_its_samples_wait_while_training_goes_on(
         [found] = running.result().sequences
         assert found.tokens == expected.tokens
         wait(lambda: clients.health() == {"status": "ok"})
+
+
+@pytest.mark.slow
+def test_an_own_vllm_ends_with_its_engine_and_starts_with_the_next(tmp_path: Path) -> None:
+    """A killed engine leaves no process behind either."""
+    command = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.support.vllm_command"
+    flags = [*FLAGS, "--vllm-command", command, "--sampler-config.adapter-dir", str(tmp_path)]
+    with LiveServer(tmp_path / "data", flags=flags) as server:
+        with tinker.ServiceClient(base_url=server.url) as service:
+            training = service.create_lora_training_client(base_model="fake", rank=8).result()
+            sampling = training.save_weights_and_get_sampling_client().result()
+            [before] = sampling.sample(PROMPT, 1, PARAMS).result().sequences
+            first = int(server.wait_for(STARTED))
+            os.kill(server.engine_pid, signal.SIGKILL)
+            second = int(server.wait_for(STARTED, times=2))
+            assert second != first
+            wait(lambda: not Path(f"/proc/{first}").exists())
+            [after] = sampling.sample(PROMPT, 1, PARAMS).result().sequences
+            assert after.tokens == before.tokens
+        assert server.stop() == 0
+    wait(lambda: not Path(f"/proc/{second}").exists())
 
 
 @pytest.mark.slow

@@ -69,7 +69,11 @@ class VllmStub:
     """The server. `backend` is started, and used by this server alone."""
 
     def __init__(
-        self, backend: AbstractBackend, capabilities: Capabilities, options: StubOptions | None = None
+        self,
+        backend: AbstractBackend,
+        capabilities: Capabilities,
+        options: StubOptions | None = None,
+        port: int = 0,
     ) -> None:
         self.backend, self.capabilities, self.options = backend, capabilities, options or StubOptions()
         self.adapters: dict[str, str] = {}
@@ -83,7 +87,7 @@ class VllmStub:
         self._numbers = count()
         self._queues: dict[RequestId, asyncio.Queue[SampleDelta]] = {}
         self._stepping: asyncio.Task[None] | None = None
-        self._port = 0
+        self._port = port
         self.start()
 
     # Life

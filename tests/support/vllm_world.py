@@ -29,9 +29,13 @@ class World:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory, self._stack = directory, stack
-        self.trainer = FakeBackend("tiny", FAKE)
-        self.capabilities: Capabilities = self.trainer.start()
+        self.use(FAKE)
         self.stubs: list[VllmStub] = []
+
+    def use(self, config: FakeConfig) -> None:
+        """Start a trainer."""
+        self.trainer = FakeBackend("tiny", config)
+        self.capabilities: Capabilities = self.trainer.start()
 
     def stub(self, config: FakeConfig = FAKE, **options: object) -> VllmStub:
         """Start a server."""

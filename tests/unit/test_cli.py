@@ -16,6 +16,7 @@ from skyrl_tx.settings import SettingsError, default_data_dir
 ROOT = Path(__file__).parents[2]
 
 FAKE = ["--base-model", "m", "--backend", "fake"]
+VLLM = ["--sampler", "vllm", "--vllm-url", "http://a"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,11 @@ def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.M
         ([*FAKE, "--backend-config.vocab-size", "x"], "--backend-config.vocab-size 'x'"),
         ([*FAKE, "--load-format", "dummy"], "--load-format"),
         ([*FAKE, "--vllm-url", "http://a"], "--vllm-url: --sampler is not set"),
+        ([*FAKE, "--vllm-command", "vllm"], "--vllm-command: --sampler is not set"),
+        (
+            [*FAKE, *VLLM, "--sampler-config.port", "1"],
+            "--sampler-config: port: not with url, whose server runs already",
+        ),
         ([*FAKE, "--sampler-check-share", "0.5"], "--sampler-check-share: --sampler is not set"),
         (["--base-model", "m", "--backend", "nope"], "'nope' is not installed"),
         ([*FAKE, "--config", "/nowhere/a.yaml"], "/nowhere/a.yaml: No such file"),

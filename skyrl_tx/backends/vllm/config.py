@@ -1,10 +1,11 @@
 """The settings of the sampler on vLLM servers."""
 
+import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 
 class VllmConfig(BaseModel):
@@ -12,8 +13,16 @@ class VllmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    url: str
-    """URL of a vLLM server with the same base model, or several with commas between them; same as --vllm-url."""
+    url: str | None = None
+    """URL of a vLLM server with the same base model, or several with commas between them; same as --vllm-url.
+    Unset: the engine starts one."""
+    command: str | None = None
+    """Command `vllm` with which the engine starts a server; same as --vllm-command.
+    Unset: that of this environment, or in PATH."""
+    serve_flags: str = ""
+    """Further flags of `vllm serve` for a server that the engine starts, such as '--gpu-memory-utilization 0.5'."""
+    port: int | None = Field(default=None, gt=0, lt=65536)
+    """Port of a server that the engine starts. Unset: a free one."""
     model: str | None = None
     """Name under which the servers serve the base model. Unset: their first one."""
     api_key: SecretStr | None = None
@@ -47,7 +56,9 @@ class VllmConfig(BaseModel):
 
     @field_validator("url")
     @classmethod
-    def _is_url(cls, value: str) -> str:
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         urls = [part.strip().rstrip("/") for part in value.split(",")]
         for url in urls:
             parts = urlsplit(url)
@@ -62,7 +73,21 @@ class VllmConfig(BaseModel):
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
 
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if self.url is not None and (self.command is not None or self.serve_flags or self.port is not None):
+            name = "command" if self.command is not None else "serve-flags" if self.serve_flags else "port"
+            raise ValueError(f"{name}: not with url, whose server runs already")
+        for name in ("command", "serve_flags"):
+            try:
+                words = shlex.split(getattr(self, name) or "")
+            except ValueError as error:
+                raise ValueError(f"{name.replace('_', '-')}: {error}") from error
+            if name == "command" and self.command is not None and not words:
+                raise ValueError("command: it is empty")
+        return self
+
     @property
     def urls(self) -> list[str]:
-        """The servers' URLs."""
-        return self.url.split(",")
+        """The servers' URLs; none before the engine has started its server."""
+        return [] if self.url is None else self.url.split(",")

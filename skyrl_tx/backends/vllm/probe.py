@@ -17,6 +17,7 @@ from skyrl_tx.contract.errors import UserError
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
+_LOG_EVERY_S = 15.0
 _CALL_S = 30.0
 _COUNTS = (20, 10, 5, 2, 1)
 _TOKENS = (1, 2, 3)
@@ -36,9 +37,13 @@ async def probe(
     config: VllmConfig,
     trainer: Capabilities,
     is_abandoned: Callable[[str], bool],
+    check: Callable[[], None] = lambda: None,
 ) -> Probed:
-    """Wait for all servers and check them. Raises UserError that names a server and what to change."""
-    found = await asyncio.gather(*(_probe_one(server, config, trainer, is_abandoned) for server in servers))
+    """Wait for all servers and check them. Raises UserError that names a server and what to change.
+
+    `check` raises UserError if waiting is in vain.
+    """
+    found = await asyncio.gather(*(_probe_one(server, config, trainer, is_abandoned, check) for server in servers))
     names = {each.base_model for each in found}
     if len(names) > 1:
         raise UserError(f"--vllm-url: the servers name the base model differently: {', '.join(sorted(names))}")
@@ -54,9 +59,13 @@ async def probe(
 
 
 async def _probe_one(
-    server: VllmServer, config: VllmConfig, trainer: Capabilities, is_abandoned: Callable[[str], bool]
+    server: VllmServer,
+    config: VllmConfig,
+    trainer: Capabilities,
+    is_abandoned: Callable[[str], bool],
+    check: Callable[[], None],
 ) -> Probed:
-    cards = await _wait_for(server, config.start_timeout_s)
+    cards = await _wait_for(server, config.start_timeout_s, check)
     where = f"vLLM at {server.url}"
     bases = [card for card in cards if card.get("parent") is None and card.get("max_model_len")]
     chosen = [card for card in bases if config.model in (None, card["id"])]
@@ -99,21 +108,23 @@ async def _probe_one(
     return Probed(capabilities=capabilities, base_model=base_model)
 
 
-async def _wait_for(server: VllmServer, timeout_s: float) -> list[dict[str, Any]]:
+async def _wait_for(server: VllmServer, timeout_s: float, check: Callable[[], None]) -> list[dict[str, Any]]:
     """Return what a server serves, once it responds."""
-    end, has_logged = time.monotonic() + timeout_s, False
+    began = logged_at = time.monotonic()
     while True:
+        check()
         try:
             content = await server.get("/v1/models", _CALL_S)
             if isinstance(cards := content.get("data"), list):
                 return cards
             raise UserError(f"vLLM at {server.url}: /v1/models has no list; is this a vLLM server, and the key right?")
         except ServerLost as error:
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > began + timeout_s:
                 raise UserError(f"--vllm-url: {error}; waited {timeout_s:.0f} s") from error
-            if not has_logged:
-                _log.info("waiting for %s", error)
-            has_logged = True
+            if logged_at == began or now > logged_at + _LOG_EVERY_S:
+                _log.info("waiting for vLLM, %.0f s until now: %s", now - began, error)
+                logged_at = now
         await asyncio.sleep(_RETRY_S)
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from skyrl_tx.backends.vllm import wire
 from skyrl_tx.backends.vllm.adapter_files import Adapter, AdapterDirectory
 from skyrl_tx.backends.vllm.config import VllmConfig
+from skyrl_tx.backends.vllm.own_server import OwnServer, find_command
 from skyrl_tx.backends.vllm.probe import probe
 from skyrl_tx.backends.vllm.server import Refused, ServerLost, VllmServer
 from skyrl_tx.backends.vllm.streams import RemoteSample, Streams
@@ -47,7 +48,9 @@ class VllmSampler(Sampler):
 
     def __init__(self, base_model: str, config: BaseModel) -> None:
         assert isinstance(config, VllmConfig)
+        self._base_model = base_model
         self._config = config
+        self._own_server: OwnServer | None = None
         self._open: dict[_Key, RemoteSample] = {}
         self._adapters: dict[SamplerId, Adapter] = {}
         self._arrived: deque[tuple[RemoteSample, SampleDelta]] = deque()
@@ -56,15 +59,25 @@ class VllmSampler(Sampler):
         self._servers: list[VllmServer] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
+        if config.url is None:
+            find_command(config)  # raises before the trainer takes minutes to start
+
     def start(self, trainer: Capabilities) -> Capabilities:
-        """See Sampler. Waits for the servers."""
+        """See Sampler. Waits for the servers; starts one if none is named."""
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
+        if self._config.url is None:
+            self._own_server = OwnServer(self._config, self._base_model, trainer)
+            self._config = self._own_server.config
         self._directory = AdapterDirectory(self._config.adapter_dir)
         self._loop = asyncio.new_event_loop()
         self._thread = ServiceThread("vllm-streams", self._loop.run_forever)
         self._thread.start()
         self._servers = self._start(self._make_servers()).result()
-        found = self._start(probe(self._servers, self._config, trainer, self._directory.is_abandoned)).result()
+        check = (lambda: None) if self._own_server is None else self._own_server.check
+        checks = probe(self._servers, self._config, trainer, self._directory.is_abandoned, check)
+        found = self._start(checks).result()
+        if self._own_server is not None:
+            self._own_server.was_ready = True
         self._streams = Streams(
             self._servers,
             self._config,
@@ -78,6 +91,13 @@ class VllmSampler(Sampler):
 
     def close(self) -> None:
         """See Sampler."""
+        try:
+            self._close_streams()
+        finally:
+            if self._own_server is not None:
+                self._own_server.close()
+
+    def _close_streams(self) -> None:
         if self._loop is None:
             return
         loop, self._loop = self._loop, None
