@@ -209,9 +209,7 @@ def test_engines_are_pods_of_their_own_that_are_replaced_one_at_a_time(helm: Hel
         assert pod["containers"][0]["command"][:2] == ["skyrl-tx", "api"]
     monitored = rendered(helm, (*ENGINES, "metrics.serviceMonitor.enabled=true"))
     (endpoint,) = monitored["ServiceMonitor", "prod-skyrl-tx"]["spec"]["endpoints"]
-    assert endpoint["metricRelabelings"][0]["regex"] == "skyrl_tx_engine_up;(api|server)", (
-        "no API shares a pod with an engine"
-    )
+    assert endpoint["metricRelabelings"][0]["regex"] == "skyrl_tx_engine_up;(api|server)", "no pod has both"
     labels = engines["template"]["metadata"]["labels"].items()
     assert engines["selector"]["matchLabels"].items() <= labels
     for (kind, _), each in resources.items():
