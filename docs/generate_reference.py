@@ -8,6 +8,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import pkgutil
 import sys
 import tempfile
@@ -169,6 +170,8 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(f"`{value}`" for value in arguments)
     if get_origin(annotation) is list:
         return f"list of {_type_name(arguments[0])}, separated by commas"
+    if get_origin(annotation) is dict:
+        return f"JSON object of a {_type_name(arguments[1])} by name"
     if get_origin(annotation) is Union or len(arguments) != len(get_args(annotation)):
         return " or ".join(_type_name(argument) for argument in arguments)
     return names.get(annotation, "text")
@@ -186,6 +189,8 @@ def _default_of(field: FieldInfo) -> str:
             return f"default: {'on' if field.default else 'off'}"
         case []:
             return "default: none"
+        case dict():
+            return f"default: `{json.dumps(field.default)}`"
         case int() | float():
             return f"default: `{field.default:.12g}`" if isinstance(field.default, float) else _integer(field.default)
         case _:

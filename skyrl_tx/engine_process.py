@@ -115,6 +115,14 @@ class EngineEnd:
     """Whether the database or the object store could not be reached, which may pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """The machine and the process in which an engine runs."""
+
+    host: str
+    pid: int
+
+
 class EngineProcess:
     """Handle of an engine in a child process."""
 
@@ -133,12 +141,13 @@ class EngineProcess:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         # Only the child holds its end now, so that the pipe breaks when either process ends, in whatever way.
         child_end.close()
+        _log.info("engine process %d started", self.place.pid)
 
     @property
-    def pid(self) -> int:
-        """The child's process id."""
+    def place(self) -> EnginePlace:
+        """The machine and the process id of the child."""
         assert self._process.pid is not None  # it has been started
-        return self._process.pid
+        return EnginePlace(socket.gethostname(), self._process.pid)
 
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Wait for the end of the child and return its reason; calls `on_ready` when the engine is ready."""
@@ -212,19 +221,20 @@ def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], N
         end = _end_by(error)
         if end.is_crash:
             with closing(open_store(launch.settings, threading.Event())) as store:
-                store.write(lambda tx: record_end(tx, os.getpid(), is_crash=True))
+                here = EnginePlace(socket.gethostname(), os.getpid())
+                store.write(lambda tx: record_end(tx, here, is_crash=True))
         if launch.hosts.size > 1:
             _log.critical("%s", end.message)
             os._exit(1)  # at its exit JAX would wait for the other hosts
         raise CannotServe(end.message) from error
 
 
-def record_end(tx: Session, pid: int, *, is_crash: bool) -> None:
-    """Record the end of an engine of this machine: a crash counts for the request that ran alone.
+def record_end(tx: Session, place: EnginePlace, *, is_crash: bool) -> None:
+    """Record the end of an engine: a crash counts for the request that ran alone.
 
     An engine that has published no status has run nothing.
     """
-    if (number := engine_state.number_of(tx, socket.gethostname(), pid)) is not None:
+    if (number := engine_state.number_of(tx, place.host, place.pid)) is not None:
         futures.record_end(tx, is_crash=is_crash, engine=number)
 
 
@@ -242,6 +252,8 @@ def _run_child(launch: EngineLaunch, parent: Connection) -> None:
 
     try:
         _run(launch, parent.send, on_stuck, second_signal_exits=False)
+        if launch.hosts.rank > 0:
+            parent.send(EngineEnd(message="host 0 has stopped", is_final=False, is_crash=False))
     except Exception as error:
         parent.send(_end_by(error))
         if launch.hosts.size > 1:

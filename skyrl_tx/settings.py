@@ -1,12 +1,13 @@
 """Settings of the quickstart, and of the server: composed of those of the API, the engine and the backend."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSuppress, InitSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
@@ -35,6 +36,32 @@ def default_data_dir() -> Path:
     """Return the data directory by the XDG base directory specification."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "skyrl_tx"
+
+
+class RaySettings(BaseModel):
+    """The Ray cluster that runs the engines, with `--launcher ray`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    address: str = "auto"
+    """Address of the cluster, such as head:6379. This machine is one of its nodes; 'auto' finds its cluster."""
+    resources: dict[str, float] = Field(default={"CPU": 1.0}, min_length=1)
+    """Resources that an engine takes of each host, by Ray's names: {"GPU": 8}, or {"TPU": 4}."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_no_client(cls, address: str) -> str:
+        if address.startswith("ray://"):
+            raise ValueError("Ray Client is not supported: run the command on a node of the cluster, with HOST:PORT")
+        return address
+
+    @field_validator("resources")
+    @classmethod
+    def _are_positive(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, amount in resources.items():
+            if not 0 < amount < math.inf:
+                raise ValueError(f"{name}: {amount:g} must be above 0")
+        return resources
 
 
 class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -81,10 +108,13 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     """Least severity of log messages."""
     log_format: LogFormat = "text"
     """Form of log lines: text, or one JSON object a line for log collectors."""
-    launcher: Literal["flags", "lws"] = "flags"
-    """Source of size, rank and address of several hosts: --hosts.*, or a Kubernetes LeaderWorkerSet's variables."""
+    launcher: Literal["flags", "lws", "ray"] = "flags"
+    """Source of size, rank and address of several hosts: --hosts.*, or a Kubernetes LeaderWorkerSet's variables.
+    With 'ray', this command starts the engines of all hosts, as actors of a Ray cluster."""
     hosts: HostsSettings = Field(default_factory=HostsSettings)
     """Several hosts that hold one model together."""
+    ray: RaySettings = Field(default_factory=RaySettings)
+    """The Ray cluster that runs the engines, with --launcher ray."""
     backend_config: BaseModel
     sampler_config: BaseModel | None = None
 
@@ -108,7 +138,15 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
 
     @property
     def joined_hosts(self) -> HostsSettings:
-        """The hosts, as the launcher says. Raises SettingsError if it does not."""
+        """The hosts, as the launcher says. Raises SettingsError if it does not.
+
+        With Ray, each start of an engine draws address and key: here are none.
+        """
+        if self.launcher == "ray":
+            for name in "rank", "address":
+                if getattr(self.hosts, name):
+                    raise SettingsError(f"--hosts.{name}: --launcher ray sets it on each host")
+            return self.hosts
         try:
             found = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
             found.check_joinable()

@@ -10,7 +10,9 @@ import socket
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from sqlmodel import Session
 
@@ -20,8 +22,16 @@ from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifact
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.device_shares import device_shares
-from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineProcess, record_end, run_in_foreground
+from skyrl_tx.engine_process import (
+    EngineEnd,
+    EngineLaunch,
+    EnginePlace,
+    EngineProcess,
+    record_end,
+    run_in_foreground,
+)
 from skyrl_tx.process_setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
+from skyrl_tx.ray_engine import RayEngine, connected
 from skyrl_tx.settings import ServerSettings, SettingsError
 from skyrl_tx.signals import handle_signals
 from skyrl_tx.store import checkpoints, futures, keys, models
@@ -72,12 +82,33 @@ class RestartPolicy:
         return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)
 
 
+class RunningEngine(Protocol):
+    """One life of an engine, which has been started: `EngineProcess`, or `RayEngine`."""
+
+    @property
+    def place(self) -> EnginePlace | None:
+        """The machine and process in which it runs; None as long as that is open."""
+        ...
+
+    async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
+        """Wait for its end and return the reason; calls `on_ready` when it is ready."""
+        ...
+
+    def request_stop(self) -> None:
+        """Ask it to finish its step, take its snapshots and end."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
 class EngineSupervisor:
     """Keeps one engine running until stopped."""
 
     def __init__(
         self,
-        start: Callable[[], EngineProcess],
+        start: Callable[[], RunningEngine],
         restarts: RestartPolicy,
         *,
         on_ready: Callable[[Capabilities], None],
@@ -92,7 +123,7 @@ class EngineSupervisor:
         self._on_ready = on_ready
         self._record_end = record_end
         self._stopping = asyncio.Event()
-        self._engine: EngineProcess | None = None
+        self._engine: RunningEngine | None = None
         self.was_ready = False
         """Whether the engine was ever ready."""
         self._is_ready = False
@@ -103,7 +134,6 @@ class EngineSupervisor:
             started_at = time.time()
             self._is_ready = False
             self._engine = self._start()
-            _log.info("engine process %d started", self._engine.pid)
             end = await self._engine.wait(self._ready)
             if self._stopping.is_set():
                 return
@@ -134,10 +164,9 @@ class EngineSupervisor:
         return True
 
     @property
-    def pid(self) -> int:
-        """The process id of the engine that runs now, or ran last."""
-        assert self._engine is not None
-        return self._engine.pid
+    def place(self) -> EnginePlace | None:
+        """The machine and process in which the engine runs now, or ran last."""
+        return None if self._engine is None else self._engine.place
 
     def stop(self) -> None:
         """Let the engine finish its step and exit."""
@@ -200,19 +229,42 @@ async def _serve_until(
     # All stop together, so that results that the engines finish now still reach open long polls.
     api.should_exit = True
     if supervising is not None:
-        for engine in engines:
-            engine.stop()
-        _, running = await asyncio.wait({supervising}, timeout=_STOP_S)
-        if running:
-            _log.warning(
-                "the engine did not stop within %d s; killing it: every acknowledged request is on disk", _STOP_S
-            )
-            for engine in engines:
-                engine.kill()
+        await _stop(supervising, engines)
     await serving
     stopped.cancel()
     if supervising is not None:
         await supervising
+
+
+async def _run_alone(engines: Sequence[EngineSupervisor]) -> None:
+    """Run engines without an API until a signal. Raises CannotServe if none can continue."""
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            for engine in engines:
+                engine.kill()
+            os._exit(128 + number)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
+        supervising, stopped = asyncio.create_task(_supervise(engines)), asyncio.create_task(stop.wait())
+        await asyncio.wait({supervising, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await _stop(supervising, engines)
+        stopped.cancel()
+        await supervising
+
+
+async def _stop(supervising: asyncio.Task[None], engines: Sequence[EngineSupervisor]) -> None:
+    """Stop the engines, and kill those that do not stop in time."""
+    for engine in engines:
+        engine.stop()
+    _, running = await asyncio.wait({supervising}, timeout=_STOP_S)
+    if running:
+        _log.warning("the engine did not stop within %d s; killing it: every acknowledged request is on disk", _STOP_S)
+        for engine in engines:
+            engine.kill()
 
 
 async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
@@ -237,6 +289,7 @@ def serve(settings: ServerSettings) -> int:
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
+        _starts(settings, launch) as starts,
     ):
         if settings.engines == 1 or settings.fresh:
             _refuse_second_engine(store)
@@ -253,18 +306,26 @@ def serve(settings: ServerSettings) -> int:
             if settings.engines > 1:
                 _log.info("%d of %d engines are ready", number, settings.engines)
 
-        engines = [
-            _supervised(replace(launch, environment=environment), store, settings.max_engine_starts, on_ready)
-            for environment in device_shares(settings.engines, os.environ, Path("/dev"))
-        ]
+        engines = [_supervised(start, store, settings.max_engine_starts, on_ready) for start in starts]
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
             asyncio.run(run_servers(SupervisedApi(settings, store), listener, engines))
     return 0
 
 
+@contextlib.contextmanager
+def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[list[Callable[[], RunningEngine]]]:
+    """Yield what starts each engine: as a child of this process, or on nodes of a Ray cluster. Raises CannotServe."""
+    if settings.launcher != "ray":
+        shares = device_shares(settings.engines, os.environ, Path("/dev"))
+        yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
+        return
+    with connected(settings.ray) as ray:
+        yield [partial(RayEngine, ray, launch, settings.ray.resources) for _ in range(settings.engines)]
+
+
 def _supervised(
-    launch: EngineLaunch, store: Store, max_starts: int, on_ready: Callable[[Capabilities], None]
+    start: Callable[[], RunningEngine], store: Store, max_starts: int, on_ready: Callable[[Capabilities], None]
 ) -> EngineSupervisor:
     """Return the supervisor of one engine."""
 
@@ -272,14 +333,13 @@ def _supervised(
         """Record the end of the engine; return whether a request was completed after `since`."""
 
         def work(tx: Session) -> bool:
-            record_end(tx, supervisor.pid, is_crash=end.is_crash)
+            if supervisor.place is not None:
+                record_end(tx, supervisor.place, is_crash=end.is_crash)
             return futures.any_answered_since(tx, since)
 
         return store.write(work)
 
-    supervisor = EngineSupervisor(
-        lambda: EngineProcess(launch), RestartPolicy(max_starts), on_ready=on_ready, record_end=record
-    )
+    supervisor = EngineSupervisor(start, RestartPolicy(max_starts), on_ready=on_ready, record_end=record)
     return supervisor
 
 
@@ -305,6 +365,13 @@ def serve_engine(settings: ServerSettings) -> int:
     if launch.hosts.rank > 0:
         return _follow(launch, settings.max_engine_starts)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
+    if settings.launcher == "ray":
+        with contextlib.closing(_open_database(settings)) as store, _starts(settings, launch) as starts:
+            is_ready = partial(_log_ready, settings, url=None)
+            asyncio.run(
+                _run_alone([_supervised(start, store, settings.max_engine_starts, is_ready) for start in starts])
+            )
+        return 0
     run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
     return 0
 
@@ -359,11 +426,16 @@ def _hosts_of(settings: ServerSettings) -> HostsSettings:
         raise CannotServe(str(error)) from error
 
 
-def _open_store(settings: ServerSettings) -> Store:
+def _open_database(settings: ServerSettings) -> Store:
     try:
-        store = Store.open(settings.data_dir, role="api", url=settings.store_url, is_shared=settings.engines > 1)
+        return Store.open(settings.data_dir, role="api", url=settings.store_url, is_shared=settings.engines > 1)
     except (StoreInUse, StoreError, OSError) as error:
         raise CannotServe(str(error)) from error
+
+
+def _open_store(settings: ServerSettings) -> Store:
+    """Open the database for an API. Raises CannotServe if others reach the API and there are no keys."""
+    store = _open_database(settings)
     api = settings.for_api()
     if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.any_usable(tx, time.time()))):
         store.close()

@@ -180,6 +180,9 @@ COMPILERS = ClientEnvironment(
 OBJECT_STORE = ClientEnvironment(name="object-store", requirements=("moto[server]==5.2.5",))
 """A server of the S3 protocol."""
 
+RAY = ClientEnvironment(name="ray", requirements=("ray==2.60.0",))
+"""A Ray cluster, whose workers find our own packages by their module path."""
+
 ALL = (
     TORCH,
     COOKBOOK,
@@ -192,6 +195,7 @@ ALL = (
     DEPLOYMENT,
     OBJECT_STORE,
     COMPILERS,
+    RAY,
 )
 
 

@@ -1,0 +1,112 @@
+"""A server whose engine runs on two nodes of a real Ray cluster: `kill -9` of a host's processes changes no bit."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.test_kill import KILL_AFTER, served, train
+from tests.support.client_environments import RAY, ClientEnvironment, PreparedEnvironment
+from tests.support.live_server import LiveServer
+from tests.support.ray_cluster import running_cluster, with_ray
+from tests.support.waiting import until
+
+FAKE = ("--backend", "fake", "--backend-config.vocab-size", "2048")
+MESH = ("--backend-config.mesh.fsdp", "2", "--backend-config.micro-batch-tokens", "512")
+STARTED = re.compile(r"host (\d+): engine process (\d+) started on \S+ \(([\d.]+)\)")
+JOINED = re.compile(r"(2 hosts have started)")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def environment(client_environment: Callable[[ClientEnvironment], PreparedEnvironment]) -> dict[str, str]:
+    """Variables of programs that find Ray. On JAX a host has one device."""
+    one_device = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    return {**with_ray(client_environment(RAY)), **one_device}
+
+
+@pytest.fixture(scope="module")
+def cluster(environment: dict[str, str]) -> Iterator[str]:
+    with running_cluster(environment) as address:
+        yield address
+
+
+def on_ray(data_dir: Path, cluster: str, environment: dict[str, str], *flags: str) -> LiveServer:
+    launcher = ("--launcher", "ray", "--ray.address", cluster, "--hosts.size", "2")
+    return LiveServer(
+        data_dir, flags=("--base-model", "tiny", *launcher, *flags), environment=environment, ready_within_s=300
+    )
+
+
+def engines(server: LiveServer) -> dict[int, int]:
+    """Return the newest engine process of each rank."""
+    return {int(rank): int(pid) for rank, pid, _ in STARTED.findall(server.log)[-2:]}
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
+    """Return the state of a process (proc(5)), Z if it has ended, and its parent."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z", 0
+    return state, int(parent)
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    for pid in pids:
+        until(lambda pid=pid: state_and_parent(pid)[0] == "Z")
+
+
+def train_and_kill(server: LiveServer) -> list[float]:
+    """Train; kill the engine process of rank 1, then the actor of rank 0. All processes of the old hosts end."""
+
+    def kill(step: int) -> None:
+        if step not in KILL_AFTER:
+            return
+        num_started = KILL_AFTER.index(step) + 1
+        server.wait_for(JOINED, times=num_started, within_s=300)
+        before = engines(server)
+        os.kill(before[1] if step == KILL_AFTER[0] else state_and_parent(before[0])[1], signal.SIGKILL)
+        server.wait_for(JOINED, times=num_started + 1, within_s=300)
+        assert {state_and_parent(pid)[0] for pid in before.values()} == {"Z"}
+
+    return train(server.url, kill)
+
+
+def test_killed_hosts_change_nothing_and_none_is_left(
+    tmp_path: Path, cluster: str, environment: dict[str, str]
+) -> None:
+    with on_ray(tmp_path / "ray", cluster, environment, *FAKE) as server:
+        disturbed = train_and_kill(server)
+        log, last = server.log, list(engines(server).values())
+        assert "engine exited: host 1: killed by SIGKILL; restarting" in log
+        assert "engine exited: host 0: its actor has ended" in log
+        assert re.search(r"\(host 1 pid=\d+\) \S+ INFO engine waiting for host 0", log), "logs of the actors"
+        actors = {state_and_parent(pid)[1] for pid in last}
+        assert len(actors) == 2
+        assert server.stop() == 0
+        wait_until_gone([*last, *actors])
+    with served(tmp_path / "alone", *FAKE) as server:
+        assert train(server.url, lambda _: None) == disturbed
+
+
+def test_hosts_end_with_the_command(tmp_path: Path, cluster: str, environment: dict[str, str]) -> None:
+    """Nothing is left of a command that was killed, and the next one finds the nodes free."""
+    with on_ray(tmp_path, cluster, environment, *FAKE) as server:
+        server.wait_for(JOINED)
+        first = list(engines(server).values())
+        server.kill()
+    wait_until_gone(first)
+    with on_ray(tmp_path, cluster, environment, *FAKE) as server:
+        server.wait_for(JOINED)
+
+
+@pytest.mark.exhaustive
+def test_killed_hosts_change_no_bit_on_jax(tmp_path: Path, cluster: str, environment: dict[str, str]) -> None:
+    with on_ray(tmp_path / "calm", cluster, environment, *MESH) as server:
+        calm = train(server.url, lambda _: None)
+    with on_ray(tmp_path / "killed", cluster, environment, *MESH) as server:
+        assert train_and_kill(server) == calm
