@@ -98,6 +98,7 @@ class EngineLaunch:
     sampler: str | None = None
     sampler_config: BaseModel | None = None
     sampler_check_share: float = 0.0
+    sampler_falls_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +291,7 @@ def _run(
             find_sampler(launch.sampler),
             launch.sampler_config,
             check_share=launch.sampler_check_share,
+            falls_back=launch.sampler_falls_back,
         )
     with _interpreter_watchdog(launch.settings.step_timeout_s):
         run_engine(

@@ -22,7 +22,7 @@ from skyrl_tx.process_setup import LogFormat, LogLevel
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
-_OF_SAMPLERS = ("sampler_check_share",)
+_OF_SAMPLERS = ("sampler_check_share", "sampler_fallback")
 _SAMPLER_FLAGS: Mapping[str, str] = {"vllm_url": "url", "vllm_command": "command"}
 """Flags that set a field of `sampler_config`."""
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
@@ -100,6 +100,9 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     Same as --sampler-config.command."""
     sampler_check_share: float = Field(default=0.01, ge=0, le=1)
     """Share of a sampler's samples whose log-probabilities the backend computes too, to measure how far they differ."""
+    sampler_fallback: Literal["wait", "trainer"] = "wait"
+    """Treatment of samples while all servers of a sampler are lost: they wait, or the backend itself draws them.
+    It draws other tokens from the same seed."""
     max_engine_starts: int = Field(default=5, ge=1)
     """Exit after this many consecutive starts of the engine without progress."""
     fresh: bool = False

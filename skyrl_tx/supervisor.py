@@ -413,6 +413,7 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
         sampler=settings.sampler,
         sampler_config=settings.sampler_config,
         sampler_check_share=settings.sampler_check_share,
+        sampler_falls_back=settings.sampler_fallback == "trainer",
         log_level=settings.log_level,
         log_format=settings.log_format,
         hosts=hosts,

@@ -2,7 +2,8 @@
 
 At the start a model is trained for one step, and both compute the log-probabilities of one row of tokens. So a sampler
 with another base model, or that ignores adapters, is found before anybody trains on its samples. Later the trainer
-scores a share of the samples, see `trainer_checks`.
+scores a share of the samples, see `trainer_checks`, and may draw them while the sampler is away, see
+`trainer_fallback`.
 """
 
 import logging
@@ -14,6 +15,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from skyrl_tx.backends.trainer_checks import MAX_GAP, TrainerChecks
+from skyrl_tx.backends.trainer_fallback import TrainerFallback
+from skyrl_tx.backends.trainer_samplers import TrainerSamplers
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
@@ -44,6 +47,8 @@ class ComposedConfig(BaseModel):
     sampler_config: BaseModel
     check_share: float = 0.0
     """The share of samples that are compared with the trainer."""
+    falls_back: bool = False
+    """Whether the trainer draws samples while the sampler is away."""
 
 
 def _load() -> type[AbstractBackend]:
@@ -57,6 +62,7 @@ def compose(
     sampler_config: BaseModel,
     *,
     check_share: float = 0.0,
+    falls_back: bool = False,
 ) -> tuple[BackendSpec, BaseModel]:
     """Return the spec and the settings of a backend made of a trainer and a sampler."""
     config = ComposedConfig(
@@ -65,6 +71,7 @@ def compose(
         sampler=sampler,
         sampler_config=sampler_config,
         check_share=check_share,
+        falls_back=falls_back,
     )
     return BackendSpec(config=ComposedConfig, load=_load), config
 
@@ -100,14 +107,17 @@ class ComposedBackend(AbstractBackend):
         assert isinstance(config, ComposedConfig)
         self._trainer = config.trainer.load()(base_model, config.trainer_config)
         self._sampler: Sampler = config.sampler.load()(base_model, config.sampler_config)
-        self._checks = TrainerChecks(self._trainer, config.check_share)
+        are_needed = config.check_share > 0 or config.falls_back
+        self._on_trainer = TrainerSamplers(self._trainer, are_needed=are_needed)
+        self._checks = TrainerChecks(self._trainer, self._on_trainer, config.check_share)
+        self._fallback = TrainerFallback(self._trainer, self._on_trainer) if config.falls_back else None
 
     # Life cycle
 
     def start(self) -> Capabilities:
         """See AbstractBackend. Raises UserError if the sampler does not agree with the trainer."""
         trainer = self._trainer.start()
-        both = self._checks.limit(trainer, self._sampler.start(trainer))
+        both = self._on_trainer.limit(trainer, self._sampler.start(trainer))
         reason = ""
         for missing in _SUBSETS:
             targets = both.lora_targets - missing
@@ -148,7 +158,12 @@ class ComposedBackend(AbstractBackend):
     def meters(self) -> Meters:
         """See AbstractBackend."""
         held = self._checks.meters(self._sampler.meters(self._trainer.meters()))
-        return replace(held, outage=f"{held.outage}; samples wait") if self._sampler.is_away else held
+        if self._fallback is not None:
+            held = replace(held, fallback_samples=self._fallback.num_samples)
+        if self._sampler.is_away:
+            meanwhile = "samples wait" if self._fallback is None else "the trainer draws samples"
+            held = replace(held, outage=f"{held.outage}; {meanwhile}")
+        return held
 
     def fingerprint_changes(self) -> Mapping[str, str]:
         """See AbstractBackend."""
@@ -201,46 +216,69 @@ class ComposedBackend(AbstractBackend):
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
         """See AbstractBackend."""
         self._sampler.load_sampler(sampler, source)
-        self._checks.load(sampler, source)
+        self._on_trainer.load(sampler, source)
 
     def drop_sampler(self, sampler: SamplerId) -> None:
         """See AbstractBackend."""
         self._checks.drop(sampler)
+        self._on_trainer.drop(sampler)
         self._sampler.drop_sampler(sampler)
 
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """See AbstractBackend."""
+        """See AbstractBackend. What the sampler refuses is refused also while it is away."""
         self._sampler.begin_sample(batch)
         self._checks.begin(batch)
+        if self._fallback is not None:
+            self._fallback.begin(batch)
 
     def step_sample(self) -> list[SampleDelta]:
         """See AbstractBackend."""
-        deltas = self._score()
-        deltas += self._checks.watch(self._sampler.step_sample())
+        deltas = self._step_trainer()
+        drawn = self._sampler.step_sample()
+        if self._fallback is not None:
+            self._fallback.note(drawn)
+            if self._sampler.is_away:
+                self._move(self._fallback)
+        deltas += self._checks.watch(drawn)
         return deltas or self._checks.waiting()
 
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
         """See AbstractBackend."""
         self._checks.cancel(request_ids)
+        if self._fallback is not None:
+            self._fallback.cancel(request_ids)
         self._sampler.cancel_sample(request_ids)
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
         """See AbstractBackend."""
         self._sampler.end_sample(request_id, index)
         self._checks.end_sample(request_id, index)
+        if self._fallback is not None:
+            self._fallback.end_sample(request_id, index)
 
-    def _score(self) -> list[SampleDelta]:
-        """Let the trainer score samples for one slice. Its failure is none of the samples."""
-        if not self._checks.is_running:
+    def _step_trainer(self) -> list[SampleDelta]:
+        """Let the trainer score and draw samples for one slice. A failure to score is none of the samples."""
+        fallback = self._fallback
+        is_drawing = fallback is not None and fallback.is_drawing
+        if not is_drawing and not self._checks.is_running:
             return []
         try:
-            return self._checks.read(self._trainer.step_sample())
+            deltas = self._trainer.step_sample()
         except BackendLost:
             raise
         except Exception as error:
+            if is_drawing:
+                raise
             self._trainer.check_devices()
             _log.error("samples could not be compared with the trainer", exc_info=error)
             return self._checks.give_up()
+        return self._checks.read(deltas) + ([] if fallback is None else fallback.read(deltas))
+
+    def _move(self, fallback: TrainerFallback) -> None:
+        """Move samples that have no tokens from the sampler, which is away, to the trainer."""
+        for key in fallback.move():
+            self._checks.forget(key)
+            self._sampler.end_sample(*key)
 
     # The comparison at the start
 

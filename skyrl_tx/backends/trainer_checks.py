@@ -12,10 +12,11 @@ from itertools import count
 
 import numpy as np
 
+from skyrl_tx.backends.trainer_fallback import Key
+from skyrl_tx.backends.trainer_samplers import TrainerSamplers
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
-from skyrl_tx.contract.backend import AbstractBackend, Snapshot
+from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
-from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
@@ -26,8 +27,6 @@ _log = logging.getLogger(__name__)
 _MIN_WARNED_TOKENS = 16
 MAX_GAP = 0.25
 """The largest mean difference of right log-probabilities: bfloat16 gives some hundredths, other weights 1."""
-
-_Key = tuple[RequestId, int]
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class _Watched:
 class _Check:
     """A sample whose tokens the trainer scores."""
 
-    key: _Key
+    key: Key
     sampler: SamplerId | None
     logprobs: Float32Array
     """The sampler's, of the first tokens of the sample."""
@@ -60,13 +59,12 @@ class _Check:
 class TrainerChecks:
     """The comparisons of a composed backend. Those of one sample end with the sample or soon after."""
 
-    def __init__(self, trainer: AbstractBackend, share: float) -> None:
+    def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers, share: float) -> None:
         """`share` of all samples is chosen, from 0 to 1: by their ids, so that a replay chooses the same."""
         self._trainer = trainer
+        self._samplers = samplers
         self._share = share
-        self._max_tokens = 0
-        self._loaded: set[SamplerId] = set()
-        self._watched: dict[_Key, _Watched] = {}
+        self._watched: dict[Key, _Watched] = {}
         self._running: dict[RequestId, _Check] = {}
         self._numbers = count()
         self._warned: set[SamplerId | None] = set()
@@ -74,44 +72,19 @@ class TrainerChecks:
         self._sum = self._largest = 0.0
 
     @property
-    def are_on(self) -> bool:
-        """Whether any sample is compared."""
-        return self._share > 0
-
-    @property
     def is_running(self) -> bool:
         """Whether the trainer has samples to score."""
         return bool(self._running)
 
-    def limit(self, trainer: Capabilities, both: Capabilities) -> Capabilities:
-        """Return the capabilities of both: samplers are loaded on both, so that the trainer has their weights."""
-        self._max_tokens = min(trainer.max_context_length, trainer.max_sample_tokens)
-        return replace(both, max_samplers=min(both.max_samplers, trainer.max_samplers)) if self.are_on else both
-
-    def load(self, sampler: SamplerId, source: Snapshot) -> None:
-        """Load a sampler's weights on the trainer. Samples of one that finds no memory there are not compared."""
-        if not self.are_on or sampler in self._loaded:
-            return
-        try:
-            self._trainer.load_sampler(sampler, source)
-        except RequestError as error:
-            _log.warning("samples of sampler %s are not compared with the trainer: %s", sampler, error)
-        else:
-            self._loaded.add(sampler)
-
     def drop(self, sampler: SamplerId) -> None:
-        """Free a sampler on the trainer, and end the comparisons that need it."""
-        if sampler in self._loaded:
-            self._end(request_id for request_id, check in self._running.items() if check.sampler == sampler)
-            self._trainer.drop_sampler(sampler)
-            self._loaded.discard(sampler)
-            self._warned.discard(sampler)
+        """End the comparisons that need a sampler."""
+        self._end(request_id for request_id, check in self._running.items() if check.sampler == sampler)
+        self._warned.discard(sampler)
 
     def begin(self, batch: PreparedSampleBatch) -> None:
         """Choose among the samples of requests that begin."""
         for request in batch.requests:
-            is_unknown = request.sampler is not None and request.sampler not in self._loaded
-            if is_unknown or not _is_comparable(request):
+            if not self._samplers.has_weights_of(request) or not _is_comparable(request):
                 continue
             for index in range(request.first_index, request.first_index + request.num_samples):
                 if self._is_chosen(request.request_id, index):
@@ -186,9 +159,13 @@ class TrainerChecks:
             if check.key == key:
                 check.held = None
 
+    def forget(self, key: Key) -> None:
+        """Do not compare a sample that the trainer draws itself."""
+        self._watched.pop(key, None)
+
     def meters(self, held: Meters) -> Meters:
         """Return meters with what the comparisons have found."""
-        if not self.are_on:
+        if not self._share:
             return held
         return replace(
             held,
@@ -199,15 +176,13 @@ class TrainerChecks:
         )
 
     def _is_chosen(self, request_id: RequestId, index: int) -> bool:
-        if not self.are_on:
-            return False
         digest = blake2b(f"{request_id}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._share * 2**64
 
     def _start(self, watched: _Watched, held: SampleDelta | None) -> bool:
         """Let the trainer score a sample, as far as it has room. Returns whether it does."""
         request = watched.request
-        row = np.concatenate([request.prompt, *watched.tokens])[: self._max_tokens - 1]
+        row = np.concatenate([request.prompt, *watched.tokens])[: self._samplers.max_tokens - 1]
         num_tokens = row.size - request.prompt.size
         if num_tokens < 1:
             return False

@@ -35,6 +35,8 @@ class Meters:
     prefix_cache_tokens: int | None = None
     """Positions of the cached prompts, padding included."""
 
+    fallback_samples: int | None = None
+    """Samples that the trainer drew because all these servers were lost."""
     compilations: int | None = None
     """Programs that were compiled, or read from a compilation cache."""
     compile_seconds: float | None = None

@@ -62,6 +62,10 @@ class _BackendMeters(Collector):
         ),
         "micro_batches": ("micro_batches", "Micro-batches that the device computed for passes."),
         "padding_tokens": ("padding_tokens", "Positions of micro-batches that held no token of a request."),
+        "fallback_samples": (
+            "fallback_samples",
+            "Samples that the trainer drew because all servers of its sampler were lost (--sampler-fallback trainer).",
+        ),
         "compared_samples": (
             "compared_samples",
             "Samples whose log-probabilities were compared with the trainer's (--sampler-check-share).",

@@ -60,7 +60,7 @@ class TestFakeAndVllm(BackendSuite):
             silence_timeout_s=30,
         )
         trainer = BackendSpec(config=FakeConfig, load=lambda: _Trainer)
-        spec, composed = compose(trainer, CONFIG, SAMPLER, config, check_share=1.0)
+        spec, composed = compose(trainer, CONFIG, SAMPLER, config, check_share=1.0, falls_back=True)
         return spec.load()("tiny", composed)
 
     @contextmanager

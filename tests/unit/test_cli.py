@@ -82,6 +82,7 @@ def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.M
             [*FAKE, *VLLM, "--sampler-config.port", "1"],
             "--sampler-config: port: not with url, whose server runs already",
         ),
+        ([*FAKE, "--sampler-fallback", "trainer"], "--sampler-fallback: --sampler is not set"),
         ([*FAKE, "--sampler-check-share", "0.5"], "--sampler-check-share: --sampler is not set"),
         (["--base-model", "m", "--backend", "nope"], "'nope' is not installed"),
         ([*FAKE, "--config", "/nowhere/a.yaml"], "/nowhere/a.yaml: No such file"),

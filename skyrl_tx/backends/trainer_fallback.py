@@ -1,0 +1,112 @@
+"""Draws samples on the trainer while the servers of a sampler are lost.
+
+The trainer draws other tokens from the same seed, so only samples that have no tokens yet are moved to it. A sample
+that is on the trainer ends there, also when a server is back.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import count
+
+from skyrl_tx.backends.trainer_samplers import TrainerSamplers
+from skyrl_tx.contract.backend import AbstractBackend
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.requests import PromptOptions
+from skyrl_tx.contract.results import SampleDelta
+
+_log = logging.getLogger(__name__)
+Key = tuple[RequestId, int]
+"""A sample: its request and its index."""
+
+
+class TrainerFallback:
+    """The samples that may move to the trainer, and those that are there. A sample is tried once."""
+
+    def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers) -> None:
+        self._trainer = trainer
+        self._samplers = samplers
+        self._untouched: dict[Key, SampleRequest] = {}
+        """Samples without tokens that the sampler has, each as a request of its own."""
+        self._drawn: dict[RequestId, Key] = {}
+        """Samples on the trainer, by the request that they are there."""
+        self._numbers = count()
+        self.num_samples = 0
+        """Samples that the trainer has drawn, or draws."""
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether the trainer draws any sample now."""
+        return bool(self._drawn)
+
+    def begin(self, batch: PreparedSampleBatch) -> None:
+        """Note samples that the sampler has started."""
+        for request in batch.requests:
+            for index in range(request.first_index, request.first_index + request.num_samples):
+                self._untouched[request.request_id, index] = _alone(request, index)
+
+    def note(self, deltas: Sequence[SampleDelta]) -> None:
+        """Note which of them have tokens, or have ended."""
+        for delta in deltas:
+            if delta.tokens.size or delta.stop_reason is not None or delta.error is not None:
+                self._untouched.pop((delta.request_id, delta.index), None)
+
+    def move(self) -> list[Key]:
+        """Begin all samples without tokens on the trainer, as far as it can draw them; return which ones.
+
+        The others stay where they are.
+        """
+        candidates, self._untouched = self._untouched, {}
+        return [key for key, request in candidates.items() if self._begin(key, request)]
+
+    def read(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
+        """Return the trainer's deltas as those of the samples that it draws here."""
+        found: list[SampleDelta] = []
+        for delta in deltas:
+            if (key := self._drawn.get(delta.request_id)) is None:
+                continue
+            if delta.stop_reason is not None or delta.error is not None:
+                del self._drawn[delta.request_id]
+            found.append(replace(delta, request_id=key[0]))
+        return found
+
+    def cancel(self, request_ids: Collection[RequestId]) -> None:
+        """Forget the samples of requests."""
+        for key in [key for key in self._untouched if key[0] in request_ids]:
+            del self._untouched[key]
+        gone = [own for own, key in self._drawn.items() if key[0] in request_ids]
+        if gone:
+            self._trainer.cancel_sample(gone)
+            for own in gone:
+                del self._drawn[own]
+
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """End one sample, if it is here."""
+        self._untouched.pop((request_id, index), None)
+        for own in [own for own, key in self._drawn.items() if key == (request_id, index)]:
+            self._trainer.end_sample(own, index)
+            del self._drawn[own]
+
+    def _begin(self, key: Key, request: SampleRequest) -> bool:
+        assert request.params.max_tokens is not None
+        fits = request.prompt.size + request.params.max_tokens <= self._samplers.max_tokens
+        if not fits or not self._samplers.has_weights_of(request):
+            return False
+        # A request of its own: parts of one request need not come in order here.
+        own = RequestId(f"fallback-{next(self._numbers)}")
+        try:
+            self._trainer.begin_sample(PreparedSampleBatch(requests=(replace(request, request_id=own),)))
+        except RequestError as error:
+            _log.warning("a sample cannot be drawn by the trainer: %s", error)
+            return False
+        self._drawn[own] = key
+        self.num_samples += 1
+        return True
+
+
+def _alone(request: SampleRequest, index: int) -> SampleRequest:
+    """Return one sample of a request; the first one brings the results about the prompt."""
+    options = request.options if index == 0 else PromptOptions(sample_topk=request.options.sample_topk)
+    return replace(request, first_index=index, num_samples=1, options=options)
