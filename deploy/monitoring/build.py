@@ -115,6 +115,12 @@ BOARDS: Mapping[str, Sequence[Panel]] = {
             ('skyrl_tx_backlog_bytes{%, queue="sampling"}', "used"),
             ('skyrl_tx_backlog_limit_bytes{%, queue="sampling"}', "limit")]),
         ("Back-pressure a second", "short", [(total("backpressure_total", "reason"), "{{reason}}")]),
+        ("Gap to the trainer, nats", "short", [
+            (f"{total('trainer_gap_nats_total')} / clamp_min({total('compared_tokens_total')}, 1e-9)", "mean"),
+            gauge("trainer_gap_max_nats", "largest")]),
+        ("Servers that draw samples", "short", [
+            gauge("sampler_servers", "all"), gauge("sampler_servers_lost", "lost"),
+            (total("fallback_samples_total"), "samples of the trainer, a second")]),
     ),
 }  # fmt: skip
 
@@ -159,6 +165,16 @@ ALERTS: Sequence[tuple[str, str, str, str, str]] = (
     (
         "MemoryTight", "15m", "warning", "skyrl_tx_device_memory_bytes / skyrl_tx_device_memory_limit_bytes > 0.95",
         "device {{ $labels.device }} uses {{ $value | humanizePercentage }} of its memory",
+    ),
+    (
+        "SamplerLost", "2m", "critical", "skyrl_tx_sampler_servers_lost > 0",
+        "{{ $value }} servers that draw samples do not respond",
+    ),
+    (
+        "SamplerGap", "0m", "critical",
+        "sum by (instance) (rate(skyrl_tx_trainer_gap_nats_total[10m])) / "
+        "sum by (instance) (rate(skyrl_tx_compared_tokens_total[10m])) > 0.25",
+        "log-probabilities of sampler and trainer differ by {{ $value | humanize }} nats",
     ),
 )  # fmt: skip
 """Name, time for which the expression must hold, severity, expression and summary."""

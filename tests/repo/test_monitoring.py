@@ -87,7 +87,7 @@ def test_every_paragraph_names_a_command_or_a_setting() -> None:
 
 @needs_promtool
 def test_prometheus_accepts_rules_and_configuration() -> None:
-    assert "10 rules found" in promtool("check", "rules", "alerts.json")
+    assert "12 rules found" in promtool("check", "rules", "alerts.json")
     promtool("check", "config", "prometheus.yml")
 
 

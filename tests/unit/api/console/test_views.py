@@ -1,15 +1,20 @@
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_tx.api.console.lineage import Line, Node, lines
+from skyrl_tx.api.console.overview_pages import EngineView, engine_view
 from skyrl_tx.api.console.views.checkpoints import checkpoint_lineage, freed_bytes
 from skyrl_tx.api.console.views.overview import flat_meters, gauge_tiles, rate_tiles, user_lines
 from skyrl_tx.api.console.views.runs import reward_of, run_state
 from skyrl_tx.api.console.views.samples import groups
 from skyrl_tx.api.console.views.usage import day_bars, total_of
+from skyrl_tx.api.engine_status import EngineReport
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SessionId
 from skyrl_tx.store.console_queries import OpenGroup
 from skyrl_tx.store.kept_samples import KeptGroup, KeptSample
@@ -71,6 +76,21 @@ def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
     compared = {"compared_tokens": 2000, "trainer_gap_nats": 0.5, "trainer_gap_max_nats": 0.01}
     (gap,) = gauge_tiles({"backend": compared}, [])
     assert (gap.value, gap.detail) == ("2.5e-04 nats", "1.0e-02 at most, 2.0k tokens")
+
+
+@pytest.mark.parametrize(
+    ("report", "expected"),
+    [
+        (EngineReport(), EngineView("ok", "ready", "sampling")),
+        (EngineReport(activity="busy for 40 s"), EngineView("busy", "busy", "busy for 40 s")),
+        (EngineReport(outage="vLLM is lost"), EngineView("busy", "partly down", "vLLM is lost")),
+        (EngineReport(problem="no word"), EngineView("problem", "not ready", "no word")),
+    ],
+)
+def test_the_engine_in_a_few_words(report: EngineReport, expected: EngineView) -> None:
+    visit: Any = SimpleNamespace(context=SimpleNamespace(engine=SimpleNamespace(report=lambda: report)))
+    state: Any = SimpleNamespace(status="ready", activity="sampling")
+    assert engine_view(visit, state) == expected
 
 
 def test_who_uses_what() -> None:
