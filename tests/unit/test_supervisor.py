@@ -208,7 +208,7 @@ def test_only_rank_0_serves(tmp_path):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_sampler_with_several_hosts_is_refused_with_the_reason(tmp_path, rank):
-    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", rank, "--hosts.address", "host0:7700")
+    flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", rank, "--hosts.address", "127.0.0.1:7700")
     flags += ("--sampler", "vllm", "--vllm-url", "http://a:1")
     reason = r"--sampler vllm: it cannot be used with --hosts.size 2: every host repeats each call of the backend"
     with pytest.raises(CannotServe, match=reason):
