@@ -97,6 +97,7 @@ def decoder(model: Model, position: int) -> Callable[[], None]:
         token_S=zeros,
         position_S=jnp.full(SLOTS, position, jnp.int32),
         num_drawn_S=zeros,
+        given_SN=jnp.full((SLOTS, STEPS), -1, jnp.int32),
         adapter_G=zeros,
         draws=DrawParams(
             seed_S2=jnp.zeros((SLOTS, 2), jnp.uint32),
@@ -107,20 +108,13 @@ def decoder(model: Model, position: int) -> Callable[[], None]:
         ),
         wants_topk=jnp.asarray(False),
     )
-    cache = [models.empty_cache(model.params, model.config, SLOTS, length)]
+    cache, slot_S = [models.empty_cache(model.params, model.config, SLOTS, length)], jnp.arange(SLOTS)
 
     def run() -> None:
-        cache[0], drawn = programs.decode_slice(
-            params,
-            model.config,
-            None,
-            cache[0],
-            batch,
-            np.int32(STEPS),
-            read_length=length,
-            max_steps=STEPS,
-            max_topk=0,
-        )
+        opened = programs.open_rows(cache[0], slot_S, batch.position_S, read_length=length, max_tokens=STEPS)
+        past, steps = replace(opened, live=()), np.int32(STEPS)
+        live, drawn = programs.run_rows(params, model.config, None, past, opened.live, batch, steps, max_topk=0)
+        cache[0] = programs.close_rows(cache[0], live, batch.position_S, steps, slot_S)
         jax.block_until_ready(drawn)
 
     return run

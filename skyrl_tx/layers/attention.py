@@ -11,8 +11,10 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.apart import exp_apart
 from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold, no_keys
 from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers.steady import sum_last
 
 DENSE_LENGTH = 64
 """Up to this many tokens all scores are computed at once; above, blocks are faster and use memory linear in T."""
@@ -160,9 +162,9 @@ def cached_attention(
         highest = jnp.maximum(highest, sinks_KG[:, :, None])
         total = jnp.exp(sinks_KG[:, :, None] - highest)
     for scores, v in scored:
-        weights = jnp.exp(scores - highest)
+        weights = exp_apart(scores - highest)  # the same exp for any number of slots
         out += jnp.einsum("skgc,skch->skgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        total += weights.sum(-1, keepdims=True)
+        total += sum_last(weights)[..., None]
     return (out / total).reshape(S, N, H)
 
 

@@ -10,12 +10,14 @@ Legend: B batch, T tokens, S slots, K key heads, G value heads of each key head,
 N chunks, C positions of a chunk (i of the reading one, j of the one that is read).
 """
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.chunks import ChunkMasks, into_chunks, read_masks
+from skyrl_tx.layers.steady import steady
 
 
 def delta_rule(
@@ -124,6 +126,18 @@ def delta_step(
     state_SKGDE: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output of one token of each slot [S, K, G, E], and the state after it; all are float32."""
+    inputs = q_SKD, k_SKD, v_SKGE, beta_SKG, decay_SKG, state_SKGDE
+    return steady(_delta_step, *inputs, width=math.prod(v_SKGE.shape[1:]))
+
+
+def _delta_step(
+    q_SKD: jax.Array,
+    k_SKD: jax.Array,
+    v_SKGE: jax.Array,
+    beta_SKG: jax.Array,
+    decay_SKG: jax.Array,
+    state_SKGDE: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     state_SKGDE = state_SKGDE * jnp.exp(decay_SKG)[..., None, None]
     read_SKGE = jnp.sum(state_SKGDE * k_SKD[:, :, None, :, None], axis=-2)
     learned_SKGE = beta_SKG[..., None] * (v_SKGE - read_SKGE)

@@ -7,6 +7,7 @@ attention, is replaced as a whole.
 Legend: n layers of a stack, S decode slots, B batch rows, N heads, K kv heads, T tokens, C cache positions, H head dim.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -96,11 +97,13 @@ class SliceCache:
     `live` holds the recent tokens [n, S, K, T, H] and the state. Both are stacks; or by layer, tuples of layers, the
     past in segments, and `Held()` of a stack that keeps nothing. A step that takes its layer out of a stack copies it:
     on CPU that took longer than attention.
+
+    S are the rows of the slice: by layer those of some slots, otherwise all slots.
     """
 
     past: tuple[Any, ...]
     live: tuple[Held | tuple[Held, ...], ...]
-    start_S: jax.Array  # int32: positions that each slot's past has
+    start_S: jax.Array  # int32: positions that each row's past has
     num_recent: jax.Array  # int32 scalar
     read_length: int = struct.field(pytree_node=False)  # how many positions of the past are read
 
@@ -199,61 +202,72 @@ def write_piece(cache: Cache, piece: Cache, slot: jax.Array, start: jax.Array) -
     )
 
 
-def open_slice(
-    cache: Cache, start_S: jax.Array, *, read_length: int, max_tokens: int, by_layer: bool = False
-) -> SliceCache:
+def open_slice(cache: Cache, start_S: jax.Array, *, read_length: int, max_tokens: int) -> SliceCache:
     """Return the cache for a decode slice of up to `max_tokens`; slots hold `start_S` <= `read_length` positions."""
+    live = tuple(Held(_no_tokens(held.positions, max_tokens), held.fixed) for held in cache)
+    return SliceCache(tuple(held.positions for held in cache), live, start_S, jnp.int32(0), read_length)
 
-    def empty(leaf: jax.Array) -> jax.Array:
-        return jnp.zeros((*leaf.shape[:3], max_tokens, leaf.shape[4]), leaf.dtype)
 
-    live = tuple(Held(jax.tree.map(empty, held.positions), held.fixed) for held in cache)
-    past = tuple(held.positions for held in cache)
-    if not by_layer:
-        return SliceCache(past, live, start_S, jnp.int32(0), read_length)
-    num_layers = [next((leaf.shape[0] for leaf in jax.tree.leaves(held)), 0) for held in cache]
+def open_rows(cache: Cache, slot_S: jax.Array, start_S: jax.Array, *, read_length: int, max_tokens: int) -> SliceCache:
+    """Like `open_slice`, with copies by layer of the slots `slot_S`: only these are computed.
 
-    def apart(each: Held, num: int) -> Held | tuple[Held, ...]:
-        layers = (
-            Held(
-                positions=jax.tree.map(lambda leaf: leaf[0], each.positions),  # all are zeros
-                fixed=jax.tree.map(lambda leaf, layer=layer: leaf[layer], each.fixed),
-            )
-            for layer in range(num)
+    A row without a sample has a slot that does not exist. It reads another one, and `start_S` is 0.
+    """
+
+    def rows(leaf: jax.Array, layer: int) -> jax.Array:
+        return jnp.take(leaf[layer], slot_S, axis=0, mode="clip")
+
+    def live(held: Held, num: int) -> Held | tuple[Held, ...]:
+        empty = jax.tree.map(
+            lambda leaf: jnp.zeros((slot_S.shape[0], leaf.shape[2], max_tokens, leaf.shape[4]), leaf.dtype),
+            held.positions,
         )
-        return tuple(layers) if num else each
+        layers = (Held(empty, jax.tree.map(partial(rows, layer=layer), held.fixed)) for layer in range(num))
+        return tuple(layers) if num else held
 
+    num_layers = [next((leaf.shape[0] for leaf in jax.tree.leaves(held)), 0) for held in cache]
     return SliceCache(
         past=tuple(
-            tuple(_segments(each, layer, read_length) for layer in range(num))
-            for each, num in zip(past, num_layers, strict=True)
+            tuple(_segments(held.positions, layer, read_length, slot_S) for layer in range(num))
+            for held, num in zip(cache, num_layers, strict=True)
         ),
-        live=tuple(map(apart, live, num_layers)),
+        live=tuple(map(live, cache, num_layers)),
         start_S=start_S,
         num_recent=jnp.int32(0),
         read_length=read_length,
     )
 
 
-def close_slice(cache: Cache, ended: SliceCache) -> Cache:
-    """Write what a decode slice changed into the cache. Positions >= C are ignored."""
+def close_slice(cache: Cache, ended: SliceCache, slot_S: jax.Array | None = None) -> Cache:
+    """Write what a decode slice changed into the slots of its rows. Positions >= C, and other slots, are ignored."""
 
     def stacked(live: Held | tuple[Held, ...]) -> Held:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *live) if isinstance(live, tuple) else live
 
+    def put(into: jax.Array, new: jax.Array) -> jax.Array:
+        return new if slot_S is None else into.at[:, slot_S].set(new, mode="drop")
+
     live = tuple(stacked(each) for each in ended.live)
-    positions = _scatter([held.positions for held in cache], [each.positions for each in live], ended)
-    return tuple(Held(into, each.fixed) for into, each in zip(positions, live, strict=True))
+    positions = _scatter([held.positions for held in cache], [each.positions for each in live], ended, slot_S)
+    return tuple(
+        Held(into, jax.tree.map(put, held.fixed, each.fixed))
+        for held, into, each in zip(cache, positions, live, strict=True)
+    )
 
 
-def _scatter(into: list[Any], recent: list[Any], ended: SliceCache) -> list[Any]:
+def _no_tokens(positions: Any, max_tokens: int) -> Any:
+    """Return zeros for the tokens of a slice, by stack."""
+    return jax.tree.map(lambda leaf: jnp.zeros((*leaf.shape[:3], max_tokens, leaf.shape[4]), leaf.dtype), positions)
+
+
+def _scatter(into: list[Any], recent: list[Any], ended: SliceCache, slot_S: jax.Array | None) -> list[Any]:
     """Return the positions of all stacks with the recent tokens in their places."""
     if not jax.tree.leaves(into):
         return into
     (_, num_slots, _, length, _), num_tokens = jax.tree.leaves(into)[0].shape, jax.tree.leaves(recent)[0].shape[3]
     token_T = jnp.arange(num_tokens)
     position_ST = jnp.where(token_T < ended.num_recent, ended.start_S[:, None] + token_T, length)
-    slot_S1 = jnp.arange(num_slots)[:, None]
+    slot_S1 = (jnp.arange(num_slots) if slot_S is None else slot_S)[:, None]
 
     def write(into: jax.Array, new_nSKTH: jax.Array) -> jax.Array:
         # Two index arrays with a slice between put their dims first: [S, T, n, K, H].
@@ -262,8 +276,8 @@ def _scatter(into: list[Any], recent: list[Any], ended: SliceCache) -> list[Any]
     return jax.tree.map(write, into, recent)
 
 
-def _segments(positions: Any, layer: Any, length: int) -> Segments:
-    return read_segments(positions, layer, length) if isinstance(positions, KeyValues) else ()
+def _segments(positions: Any, layer: Any, length: int, slot_S: jax.Array | None = None) -> Segments:
+    return read_segments(positions, layer, length, slot_S) if isinstance(positions, KeyValues) else ()
 
 
 def _put_row(all_rows: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:

@@ -42,8 +42,8 @@ def append(recent: KeyValues, new: KeyValues, index: jax.Array) -> KeyValues:
     return jax.tree.map(write, recent, new)
 
 
-def read_segments(stack: KeyValues, layer: Any, length: int) -> Segments:
-    """Return one layer's first `length` positions.
+def read_segments(stack: KeyValues, layer: Any, length: int, slot_S: jax.Array | None = None) -> Segments:
+    """Return one layer's first `length` positions: of the slots `slot_S`, or of all.
 
     The first segment has `SEGMENT` positions, and each other segment as many as all before it. So the segment of a
     position does not depend on the KV read length, and its products round alike, which makes decoding batch-invariant.
@@ -53,6 +53,9 @@ def read_segments(stack: KeyValues, layer: Any, length: int) -> Segments:
     _, num_slots, num_kv_heads, _, head_dim = stack.k.shape
 
     def read(source: jax.Array, first: int, last: int) -> jax.Array:
+        if slot_S is not None:
+            one = (1, 1, num_kv_heads, last - first, head_dim)
+            return jax.vmap(lambda slot: jax.lax.dynamic_slice(source, (layer, slot, 0, first, 0), one)[0, 0])(slot_S)
         size = (1, num_slots, num_kv_heads, last - first, head_dim)
         return jax.lax.dynamic_slice(source, (layer, 0, 0, first, 0), size)[0]
 

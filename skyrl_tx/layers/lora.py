@@ -58,9 +58,8 @@ class RowAdapter:
         a, b = self.pair.a.astype(dtype), self.pair.b.astype(dtype)
         if self.scale.ndim == 0:
             return multiply(multiply(x, a), b) * self.scale
-        x_GMI = x.astype(dtype).reshape(self.scale.shape[0], -1, x.shape[-1])
-        inner = jnp.einsum("gmi,gir->gmr", x_GMI, a, preferred_element_type=jnp.float32)
-        outer = jnp.einsum("gmr,gro->gmo", inner.astype(dtype), b, preferred_element_type=jnp.float32)
+        inner = multiply_groups(x.reshape(-1, x.shape[-1]), a)
+        outer = multiply_groups(inner, b).reshape(self.scale.shape[0], -1, b.shape[-1])
         return (outer * self.scale[:, None, None]).reshape(*x.shape[:-1], b.shape[-1])
 
 
@@ -86,6 +85,21 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     flat = x.astype(weight.dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 knows no rank of 0
     y = jnp.dot(flat, weight, preferred_element_type=jnp.float32)
     return y.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+def multiply_groups(x_MI: jax.Array, factor_GIO: jax.Array) -> jax.Array:
+    """Return rows, in groups of M / G neighbours, times the factor of their group in its type: float32 [M, O].
+
+    A row that is a group by itself is computed twice: XLA on CPU adds the products of one row in another order than
+    those of several, and samples must not depend on how many others share their adapter.
+    """
+    num_groups, _, outputs = factor_GIO.shape
+    x_GMI = x_MI.astype(factor_GIO.dtype).reshape(num_groups, -1, x_MI.shape[-1])
+    is_single = x_GMI.shape[1] == 1
+    if is_single:
+        x_GMI = jnp.repeat(x_GMI, 2, axis=1)
+    y_GMO = jnp.einsum("gmi,gio->gmo", x_GMI, factor_GIO, preferred_element_type=jnp.float32)
+    return (y_GMO[:, :1] if is_single else y_GMO).reshape(-1, outputs)
 
 
 def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: jax.Array | None = None) -> jax.Array:

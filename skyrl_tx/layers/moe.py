@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from skyrl_tx.layers.lora import Adapter, ExpertMap, LoraPair, RowAdapter, multiply, multiply_factor
+from skyrl_tx.layers.lora import Adapter, ExpertMap, LoraPair, RowAdapter, multiply, multiply_factor, multiply_groups
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.sharding import WHOLE, Layout
+from skyrl_tx.layers.steady import steady, sum_last
 from skyrl_tx.layers.tiles import TOGETHER, Tiling, arrange, each_tile, sum_by_index, tile_shape
 
 MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -180,9 +181,7 @@ def _multiply_rows(x_MI: jax.Array, factor: jax.Array, dtype: jnp.dtype) -> jax.
     """Return the product in `dtype` of rows with one factor [I, O], or of groups of rows with one each, [G, I, O]."""
     if factor.ndim == 2:
         return multiply_factor(x_MI, factor, dtype)
-    x_GMI = x_MI.astype(dtype).reshape(factor.shape[0], -1, x_MI.shape[-1])
-    y_GMO = jnp.einsum("gmi,gio->gmo", x_GMI, factor.astype(dtype), preferred_element_type=jnp.float32)
-    return y_GMO.reshape(x_MI.shape[0], -1)
+    return multiply_groups(x_MI, factor.astype(dtype))
 
 
 def _on_each_device(
@@ -255,7 +254,16 @@ def _sum(
     tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups)
     pairs, indices = _adapters_of_tiles(weights, adapters, tiling, num_experts)
     outputs = _experts((visits.x_MD, visits.inner), weights, pairs, indices, tiling)
-    return jax.tree.map(lambda y_MKO: (visits.share_MK[..., None] * y_MKO).sum(axis=1), outputs)
+
+    def weighted_sum(y_MKO: jax.Array) -> jax.Array:
+        return steady(
+            lambda share_MK, y_MKO: (share_MK[..., None] * y_MKO).sum(axis=1),
+            visits.share_MK,
+            y_MKO,
+            width=y_MKO.shape[2],
+        )
+
+    return jax.tree.map(weighted_sum, outputs)
 
 
 def route(
@@ -272,7 +280,7 @@ def route(
     score_ME = multiply(x_MD, router_ED.T)
     if bias_E is not None:
         score_ME += bias_E.astype(jnp.float32)
-    share_ME = jax.nn.softmax(score_ME, axis=-1) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)
+    share_ME = steady(jax.nn.softmax, score_ME) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)
     if correction_E is None and routing.num_groups == 1:
         share_MK, expert_MK = jax.lax.top_k(share_ME, routing.num_chosen)
     else:
@@ -280,7 +288,7 @@ def route(
         _, expert_MK = jax.lax.top_k(_in_best_groups(choice_ME, routing), routing.num_chosen)
         share_MK = jnp.take_along_axis(share_ME, expert_MK, axis=-1)
     if routing.renormalizes:
-        share_MK = share_MK / share_MK.sum(axis=-1, keepdims=True)
+        share_MK = share_MK / sum_last(share_MK)[..., None]
     return share_MK if routing.factor == 1 else share_MK * routing.factor, expert_MK
 
 

@@ -10,12 +10,14 @@ Legend: B batch, T tokens, S slots, G groups of heads, H heads of a group, N dim
 `c`), P dims of a head, C positions of a chunk (i of the reading one, j of the one that is read).
 """
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.chunks import ChunkMasks, into_chunks, read_masks
+from skyrl_tx.layers.steady import steady
 
 
 def state_space(
@@ -67,6 +69,13 @@ def state_space_step(
     c_SGN: jax.Array, b_SGN: jax.Array, x_SGHP: jax.Array, decay_SGH: jax.Array, state_SGHNP: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output of one token of each slot [S, G, H, P], and the state after it; all are float32."""
+    inputs = c_SGN, b_SGN, x_SGHP, decay_SGH, state_SGHNP
+    return steady(_state_space_step, *inputs, width=math.prod(x_SGHP.shape[1:]))
+
+
+def _state_space_step(
+    c_SGN: jax.Array, b_SGN: jax.Array, x_SGHP: jax.Array, decay_SGH: jax.Array, state_SGHNP: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     state_SGHNP = state_SGHNP * jnp.exp(decay_SGH)[..., None, None]
     state_SGHNP = state_SGHNP + b_SGN[:, :, None, :, None] * x_SGHP[..., None, :]
     return jnp.sum(state_SGHNP * c_SGN[:, :, None, :, None], axis=-2), state_SGHNP

@@ -23,7 +23,7 @@ from skyrl_tx.layers.remat import RematPolicy, with_remat
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.config import Block, Group, ModelConfig
 from skyrl_tx.models.layer_adapters import GroupAdapters
-from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, StackParams
+from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, StackParams, read_layer
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, Mixer, Place
 
 
@@ -271,7 +271,11 @@ def _apply_group(
     by_repeat: list[tuple[Any, ...]] = []
     for repeat in range(group.num_repeats):
         of_repeat = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)
-        own = tuple(each[repeat] for each in layers if isinstance(each, tuple))
+        own = tuple(
+            read_layer(stack.block, each[repeat])
+            for stack, each in zip(group.stacks, layers, strict=True)
+            if isinstance(each, tuple)
+        )
         state = tuple(each[repeat] if each else () for each in fixed)
         x, new = cycle(x, (own, of_repeat, state, repeat))
         by_repeat.append(new)

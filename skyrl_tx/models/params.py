@@ -15,7 +15,7 @@ from skyrl_tx.layers.held import Cache, Held, position_axes
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import WHOLE, Layout
-from skyrl_tx.models.config import ModelConfig, Stack
+from skyrl_tx.models.config import Block, ModelConfig, Stack
 from skyrl_tx.models.parts.base import LayerParams
 
 OUTPUT_NORMS = "attn_output_norm", "mlp_output_norm"
@@ -74,13 +74,32 @@ def _describe_stack(stack: Stack, hidden_size: int) -> Mapping[str, Parameter]:
 
 
 def by_layer(params: DecoderParams, config: ModelConfig) -> DecoderParams:
-    """Return the parameters with the layers out of their stacks: copies, for a loop that would copy them each time."""
+    """Return the parameters with the layers out of their stacks: copies, for a loop that would copy them each time.
+
+    Linear maps are [out, in], which `read_layer` undoes. XLA on CPU then sums the products of 2 to 256 rows in one
+    order, so that a row has the same bits in any of them.
+    """
 
     def apart(stack: Stack, own: StackParams) -> tuple[LayerParams, ...]:
         assert not isinstance(own, tuple), "the layers are separate already"
-        return tuple({name: leaf[place] for name, leaf in own.items()} for place in range(len(stack.layers)))
+        layers = ({name: leaf[place] for name, leaf in own.items()} for place in range(len(stack.layers)))
+        return tuple(read_layer(stack.block, layer) for layer in layers)
 
     return replace(params, layers=tuple(map(apart, config.stacks, params.layers)))
+
+
+def read_layer(block: Block, params: LayerParams) -> LayerParams:
+    """Return one layer's parameters with the linear maps transposed. Inside a program that copies nothing."""
+    maps = _linear_maps(block)
+    return {name: jnp.swapaxes(leaf, 0, 1) if name in maps else leaf for name, leaf in params.items()}
+
+
+def _linear_maps(block: Block) -> frozenset[str]:
+    """Return the names of the linear maps [in, out] of a block, without those of experts."""
+    adapted = {name for name, target in block.targets().items() if target.num_experts is None}
+    parts = [part for part in (block.mixer, block.feed_forward) if part is not None]
+    described = {name: each for part in parts for name, each in part.describe().items()}
+    return frozenset(adapted | {name for name, each in described.items() if each.axes == ("embed", "heads")})
 
 
 def empty_cache(params: DecoderParams, config: ModelConfig, num_rows: int, length: int) -> Cache:

@@ -182,7 +182,7 @@ class FakePrograms:
             for n in range(num_steps):
                 position = sample.position + n
                 if position >= length:  # only steps after the sample's end, which count for nothing
-                    assert n >= sample.num_left
+                    assert n >= sample.num_steps_left
                     break
                 self._cache[slot, position] = (token, weights, position, 1)
                 keys = self._cache[slot, : position + 1]

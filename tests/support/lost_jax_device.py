@@ -18,6 +18,7 @@ PROGRAMS = (
     (programs, "extend"),
     (programs, "first_logits"),
     (programs, "decode_slice"),
+    (programs, "run_rows"),
     (devices, "_sum"),
 )
 

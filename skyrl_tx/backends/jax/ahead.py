@@ -197,7 +197,7 @@ class _Shapes:
         """Return a decode slice of the most slots, with the base model."""
         layout, config = self._plan.samples.layout_for(1), self._config
         cache = models.cache_shapes(self._params, self._model, layout.num_slots, layout.length)
-        batch = slot_batch({}, layout.num_slots, [BASE] * len(tiles(layout.num_slots)))
+        batch = slot_batch({}, layout.num_slots, [BASE] * len(tiles(layout.num_slots)), config.decode_slice_tokens)
         lowered = programs.decode_slice.lower(
             self._params,
             self._model,

@@ -103,8 +103,11 @@ TILE = 4
 
 
 def tiles(num_slots: int) -> Sequence[range]:
-    """Return the tiles of neighbouring slots that share an adapter where possible."""
-    size = math.gcd(num_slots, TILE)
+    """Return the tiles of neighbouring slots, or rows, that share an adapter where possible.
+
+    There is never a single tile of several: XLA on CPU computes one group as a plain product, in another order of sums.
+    """
+    size = math.gcd(num_slots, TILE) if num_slots > TILE else 1
     return [range(first, first + size) for first in range(0, num_slots, size)]
 
 

@@ -18,6 +18,7 @@ from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.layers.short_conv import conv_step, last_inputs, short_conv
+from skyrl_tx.layers.steady import sum_last
 from skyrl_tx.models.parts.base import (
     LayerAdapters,
     LayerParams,
@@ -200,4 +201,4 @@ class DeltaNet:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _NORM_EPSILON)
+    return x * jax.lax.rsqrt(sum_last(jnp.square(x))[..., None] + _NORM_EPSILON)

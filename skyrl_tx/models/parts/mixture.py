@@ -11,6 +11,7 @@ from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, backward_bytes, mixture
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.layers.steady import sum_last
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target, UnsupportedModel
 from skyrl_tx.models.parts.dense import Dense, apply_dense
 
@@ -176,4 +177,4 @@ def _gate(x: jax.Array, weight_1D: jax.Array) -> jax.Array:
     CPU computes the last rows by other code.
     """
     product = x.astype(weight_1D.dtype).astype(jnp.float32) * weight_1D[0].astype(jnp.float32)
-    return jax.nn.sigmoid(product.sum(axis=-1, keepdims=True))
+    return jax.nn.sigmoid(sum_last(product)[..., None])

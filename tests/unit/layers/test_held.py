@@ -39,7 +39,10 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
     @fast_jit
     def slice_of_three(cache: Cache, start_S: jax.Array, new: list[KeyValues]) -> tuple[KeyValues, Cache]:
         """Return the past of layer 1, and the cache after a slice whose third token is not kept."""
-        opened = held.open_slice(cache, start_S, read_length=7, max_tokens=3, by_layer=by_layer)
+        if by_layer:
+            opened = held.open_rows(cache, jnp.arange(S), start_S, read_length=7, max_tokens=3)
+        else:
+            opened = held.open_slice(cache, start_S, read_length=7, max_tokens=3)
         (past,) = opened.layer(0, 1, ()).past
         assert opened.layer(1, 1, "state").fixed == "state"
         for n, each in enumerate(new):
@@ -49,7 +52,8 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
             ]
             first = tuple(layers) if by_layer else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
             opened = opened.replace(live=(first, jax.tree.map(lambda leaf: 2 * leaf, opened.live[1])))
-        return past, held.close_slice(cache, opened.replace(num_recent=jnp.int32(2)))
+        ended = opened.replace(num_recent=jnp.int32(2))
+        return past, held.close_slice(cache, ended, jnp.arange(S) if by_layer else None)
 
     past, (attention, linear) = slice_of_three(cache, start_S, new)
     before = cache[0].positions
@@ -63,6 +67,27 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
                     expected[:, slot, :, start + n] = getattr(new[n], name)[:, slot]
         np.testing.assert_array_equal(getattr(attention.positions, name), expected)
     np.testing.assert_array_equal(linear.fixed["state"], 8 * cache[1].fixed["state"])
+
+
+def test_rows_read_and_write_their_slots_and_no_other():
+    """Rows of slots 2 and 0, and one without a sample."""
+    cache, slot_S = hybrid(S), jnp.array([2, 0, S])
+
+    @fast_jit
+    def slice_of_one(cache: Cache) -> tuple[Segments, Cache]:
+        opened = held.open_rows(cache, slot_S, jnp.array([3, 5, 0]), read_length=7, max_tokens=2)
+        live = jax.tree.map(lambda leaf: leaf + 1, opened.live)
+        return opened.past[0][1], held.close_slice(cache, opened.replace(live=live, num_recent=jnp.int32(1)), slot_S)
+
+    (past,), (attention, linear) = slice_of_one(cache)
+    np.testing.assert_array_equal(past.v[:2], cache[0].positions.v[1, [2, 0], :, :7])
+    np.testing.assert_array_equal(past.k[:2], np.swapaxes(cache[0].positions.k[1, [2, 0], :, :7], 2, 3))
+    expected = np.array(cache[0].positions.v)
+    expected[:, 2, :, 3] = expected[:, 0, :, 5] = 1
+    np.testing.assert_array_equal(attention.positions.v, expected)
+    states = np.array(cache[1].fixed["state"])
+    states[:, [2, 0]] += 1
+    np.testing.assert_array_equal(linear.fixed["state"], states)
 
 
 def test_a_slot_gets_a_prompt_with_its_state_and_nothing_of_its_former_tenant():
@@ -128,7 +153,7 @@ def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
 
     @partial(jax.jit, static_argnames="read_length")
     def read(cache: Cache, q_SNH: jax.Array, recent: KeyValues, *, read_length: int) -> jax.Array:
-        opened = held.open_slice(cache, start_S, read_length=read_length, max_tokens=16, by_layer=True)
+        opened = held.open_rows(cache, jnp.arange(4), start_S, read_length=read_length, max_tokens=16)
         return cached_attention(q_SNH, opened.layer(0, 0, ()).past, recent, start_S, jnp.int32(5))
 
     short, *longer = (read(cache, q_SNH, recent, read_length=length) for length in (128, 256, 1024))

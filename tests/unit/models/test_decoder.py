@@ -30,7 +30,9 @@ def decode_step(
     """Decode a slice of one step."""
     if by_layer:
         params = models.by_layer(params, config)
-    opened = held.open_slice(cache, position, read_length=bucket, max_tokens=4, by_layer=by_layer)
+        opened = held.open_rows(cache, jnp.arange(token.shape[0]), position, read_length=bucket, max_tokens=4)
+    else:
+        opened = held.open_slice(cache, position, read_length=bucket, max_tokens=4)
     hidden, ended = models.decode_step(params, config, token, opened, adapter, rows)
     return hidden, held.close_slice(cache, ended)
 

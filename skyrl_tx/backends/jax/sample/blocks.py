@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from skyrl_tx.layers.steady import sum_exp, sum_last
+
 NO_TOKEN = np.int32(2**31 - 1)
 """An id above all token ids."""
 
@@ -55,9 +57,9 @@ class Blocks:
         """Summarize the logits of all rows by block."""
         logits_SNJ = by_block(logits_SV)
         highest_SN = logits_SNJ.max(axis=-1)
-        weight_SNJ = jnp.exp(scale(logits_SNJ, highest_SN.max(axis=-1), temperature_S))
+        scaled_SNJ = scale(logits_SNJ, highest_SN.max(axis=-1), temperature_S)
         # Without the barrier XLA computes the sum of these sums from all weights, and writes them to memory for that.
-        weight_SN = jax.lax.optimization_barrier(weight_SNJ.sum(axis=-1))
+        weight_SN = jax.lax.optimization_barrier(sum_exp(scaled_SNJ))
         return cls(logits_SNJ, jnp.arange(logits_SV.shape[0]), temperature_S, highest_SN, weight_SN)
 
     def rows(self, row_Z: jax.Array) -> "Blocks":
@@ -69,7 +71,7 @@ class Blocks:
     @property
     def total_S(self) -> jax.Array:
         """The sum of the weights of all tokens."""
-        return self.weight_SN.sum(axis=-1)
+        return sum_last(self.weight_SN)
 
     @property
     def log_total_S(self) -> jax.Array:
@@ -97,8 +99,8 @@ class Blocks:
     def before(self, mark: Mark) -> jax.Array:
         """Return the weight in each block of the tokens before the mark [S, N]. Reads the logits once."""
         logits_SNJ = self.logits_RNJ[self.row_S]
-        weight_SNJ = jnp.exp(scale(logits_SNJ, self.highest_S, self.temperature_S))
-        return jnp.where(mark.is_after(logits_SNJ, self.token_NJ), weight_SNJ, 0.0).sum(axis=-1)
+        scaled_SNJ = scale(logits_SNJ, self.highest_S, self.temperature_S)
+        return sum_exp(scaled_SNJ, mark.is_after(logits_SNJ, self.token_NJ))
 
     def most_likely(self) -> jax.Array:
         """Return each row's most likely token; of equal logits, the lowest id."""

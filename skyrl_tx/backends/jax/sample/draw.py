@@ -41,6 +41,10 @@ class Drawn:
         """Return the first `num_steps` tokens of one row of steps."""
         return jax.tree.map(lambda leaf: leaf[:num_steps, row], self)
 
+    def after(self, num_steps: int) -> "Drawn":
+        """Return the tokens of one row after the first `num_steps`."""
+        return jax.tree.map(lambda leaf: leaf[num_steps:], self)
+
 
 def draw(
     logits_SV: jax.Array, params: DrawParams, position_S: jax.Array, *, max_topk: int = 0, wants_topk: jax.Array

@@ -26,6 +26,7 @@ import numpy as np
 from flax import struct
 
 from skyrl_tx.backends.jax.sample.blocks import NO_TOKEN, Blocks, Mark, first_past, scale
+from skyrl_tx.layers.steady import sum_last
 
 FEW = (24, 64, 256)
 """A top-k up to one of these sizes is found in as many blocks."""
@@ -112,7 +113,7 @@ def _by_rounds(
     is_out_S = mark.is_after(end.logit_S, end.token_S) | (mark.token_S == end.token_S)
     # An upper bound of the weight before the token, from block sums: if it is low enough, the token is accepted.
     own_S = jnp.exp(scale(mark.logit_S, blocks.highest_S, blocks.temperature_S))
-    most_S = jnp.where(blocks.highest_SN >= mark.logit_S[:, None], blocks.weight_SN, 0.0).sum(axis=-1) - own_S
+    most_S = sum_last(jnp.where(blocks.highest_SN >= mark.logit_S[:, None], blocks.weight_SN, 0.0)) - own_S
     initial = _Drawing(
         token_S, is_out_S, requested_S & (is_out_S | ~(most_S < target_S)), jnp.ones(token_S.shape, jnp.uint32)
     )
@@ -123,7 +124,7 @@ def _by_rounds(
         drawn = rows.mark(drawing.token_S[row_Z])
         mark = jax.tree.map(lambda out, of_drawn: jnp.where(was_out_Z, out[row_Z], of_drawn), end, drawn)
         before_ZN = rows.before(mark)
-        is_refused_Z = drawing.is_open_S[row_Z] & (was_out_Z | (before_ZN.sum(axis=-1) >= target_S[row_Z]))
+        is_refused_Z = drawing.is_open_S[row_Z] & (was_out_Z | (sum_last(before_ZN) >= target_S[row_Z]))
         again_Z = rows.pick_before(mark, before_ZN, numbers(row_Z, drawing.round_S[row_Z]))
         return _Drawing(
             token_S=drawing.token_S.at[row_Z].set(jnp.where(is_refused_Z, again_Z, drawn.token_S)),
@@ -142,7 +143,7 @@ def _ends_of_many(blocks: Blocks, requested_S: jax.Array, top_k_S: jax.Array) ->
     def tile(row_Z: jax.Array, ends: tuple[Mark, jax.Array]) -> tuple[Mark, jax.Array]:
         rows = blocks.rows(row_Z)
         end = _end_of_top_k(rows, top_k_S[row_Z])
-        found = (end, rows.before(end).sum(axis=-1))
+        found = (end, sum_last(rows.before(end)))
         return jax.tree.map(lambda s, z: s.at[row_Z].set(jnp.where(requested_S[row_Z], z, s[row_Z])), ends, found)
 
     nowhere = Mark(jnp.full(S, -jnp.inf), jnp.full(S, NO_TOKEN))

@@ -6,6 +6,7 @@ Legend: S rows (KV cache slots, or first tokens of one prompt), T tokens of a ch
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
 from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, seed_words
 from skyrl_tx.backends.jax.sample.programs import SlotBatch
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
+from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows
 from skyrl_tx.backends.jax.sample.running import BASE, PromptKV, RunningSample
 from skyrl_tx.backends.jax.shapes import KVLayout, PrefillShapes, ascending, next_power, tiles
 from skyrl_tx.contract.arrays import Int32Array
@@ -27,8 +29,10 @@ from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers import held
-from skyrl_tx.layers.held import Cache
+from skyrl_tx.layers.held import Cache, SliceCache
 from skyrl_tx.layers.kv_cache import SEGMENT
+from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.layers.parameter import INITIAL_STD, pseudo_random
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
 
 MAX_INT32 = 2**31 - 1
@@ -39,7 +43,7 @@ TRANSFER = 256
 FIRST_ROWS = 8
 """First tokens that one call draws."""
 
-Rows = Mapping[int, RunningSample]
+ByRow = Mapping[int, RunningSample]
 """The sample of each row that has one."""
 
 
@@ -59,6 +63,8 @@ class JaxPrograms:
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         self._layout = self.memory.layout_for(1)
         self._transfer = min(TRANSFER, self._layout.length)  # every layout's slots are at least as long
+        self._shortest = min(SEGMENT, self._layout.length)
+        self._counts = RowCounts(config.sample_slots, self._bits_of)
         self._cache: Cache | None = None
 
     # Prompts
@@ -166,29 +172,72 @@ class JaxPrograms:
         for start, block in saved:
             self._cache = programs.write_positions(self.cache, block, np.int32(slot), np.int32(start))
 
-    def decode(self, samples: Rows, adapters: Sequence[int], num_steps: int) -> Drawn:
-        """Run `num_steps` decode steps of all slots.
+    def decode(self, samples: ByRow, adapters: Sequence[int], num_steps: int) -> Drawn:
+        """Run `num_steps` decode steps of these samples, or of all slots, and return the tokens by slot.
 
         `samples` are by slot. `adapters` are the adapter slots of each tile of slots, or of each slot. Raises
         BackendLost if the cache is lost.
         """
-        batch = slot_batch(samples, self._layout.num_slots, adapters)
-        longest = max(sample.position for sample in samples.values())
-        any_adapter = any(sample.adapter != BASE for sample in samples.values())
-        return self._run_slice(batch, adapters, num_steps, self._read_length(longest), any_adapter)
+        num_slots, any_adapter = self._layout.num_slots, any(sample.adapter != BASE for sample in samples.values())
+        read_length = self._read_length(max(sample.position for sample in samples.values()))
+        if not self._is_one_cpu:
+            batch = slot_batch(samples, num_slots, adapters, self._config.decode_slice_tokens)
+            return self._run_slice(batch, num_steps, read_length, any_adapter)
+        rows = Rows.arrange(samples, self._counts.least(len(samples), any_adapter=any_adapter))
+        drawn = self._run_rows(rows, samples, num_steps, read_length, any_adapter)
+        row_S = rows.of_slots(num_slots)
+        return jax.tree.map(lambda leaf: leaf[:, row_S], drawn)
 
-    def _run_slice(
-        self, batch: SlotBatch, adapters: Sequence[int], num_steps: int, read_length: int, any_adapter: bool
+    def _run_rows(
+        self, rows: Rows, samples: Mapping[int, RunningSample], num_steps: int, read_length: int, any_adapter: bool
     ) -> Drawn:
-        params, pool = self._params, self.pool.adapters(any_used=any_adapter)
-        if self._is_one_cpu:
-            self._by_layer = params = self._by_layer or programs.by_layer(params, self._model)
-            pool = self.pool.gathered(adapters) if any_adapter else None
+        """Decode on one CPU device: only the rows, with copies of weights and cache by layer."""
+        max_steps = self._config.decode_slice_tokens
+        batch = slot_batch(rows.by_row(samples), len(rows.slots), rows.adapters, max_steps)
+        pool = self.pool.gathered(rows.adapters) if any_adapter else None
+        slot_S = rows.index(self._layout.num_slots)
+        opened = programs.open_rows(self.cache, slot_S, batch.position_S, read_length=read_length, max_tokens=max_steps)
+        live, drawn = self._run_opened(pool, opened, batch, num_steps)
+        with self._detect_loss():
+            self._cache = programs.close_rows(self.cache, live, batch.position_S, np.int32(num_steps), slot_S)
+            return jax.device_get(drawn)
+
+    def _run_opened(
+        self, pool: Adapter | None, opened: SliceCache, batch: SlotBatch, num_steps: int
+    ) -> tuple[programs.Live, Drawn]:
+        self._by_layer = params = self._by_layer or programs.by_layer(self._params, self._model)
+        past, topk = replace(opened, live=()), self._config.max_topk_logprobs
+        return programs.run_rows(
+            params, self._model, pool, past, opened.live, batch, np.int32(num_steps), max_topk=topk
+        )
+
+    def _bits_of(self, count: int, any_adapter: bool) -> Any:
+        """Return what a slice computes of random rows, whose numbers depend on the row alone: leaves [count, ...]."""
+        max_steps = self._config.decode_slice_tokens
+        position_S = np.arange(count, dtype=np.int32) * 37 % self._shortest
+        open_rows = partial(held.open_rows, read_length=self._shortest, max_tokens=max_steps)
+        shapes = jax.eval_shape(open_rows, self.cache, position_S, position_S)
+        opened = replace(
+            shapes, past=noise(shapes.past), live=noise(shapes.live), start_S=position_S, num_recent=np.int32(0)
+        )
+        adapters, pool = [BASE] * len(tiles(count)), None
+        if any_adapter:
+            pool = self.pool.gathered(adapters)
+            one = noise(jax.tree.map(lambda leaf: leaf[:1], pool.rows))
+            same = jax.tree.map(lambda leaf, own: jnp.broadcast_to(own, leaf.shape), pool.rows, one)
+            pool = pool.replace(rows=same)  # type: ignore[attr-defined]
+        batch = slot_batch({}, count, adapters, max_steps)
+        batch = replace(batch, position_S=position_S, token_S=position_S % self._model.vocab_size)
+        live, drawn = jax.device_get(self._run_opened(pool, opened, batch, max_steps))
+        return live, np.swapaxes(drawn.logprobs, 0, 1), np.swapaxes(drawn.tokens, 0, 1)
+
+    def _run_slice(self, batch: SlotBatch, num_steps: int, read_length: int, any_adapter: bool) -> Drawn:
+        """Decode all slots."""
         with self._detect_loss():
             self._cache, drawn = programs.decode_slice(
-                params,
+                self._params,
                 self._model,
-                pool,
+                self.pool.adapters(any_used=any_adapter),
                 self.cache,
                 batch,
                 np.int32(num_steps),
@@ -241,15 +290,21 @@ class JaxPrograms:
 
     def _compile_decode(self, length: int) -> None:
         num_slots = self._layout.num_slots
-        by_tile, by_slot = [BASE] * len(tiles(num_slots)), [BASE] * num_slots
-        batch = slot_batch({}, num_slots, by_tile)
         for read_length in ascending(self._read_length, length):
-            for adapters, any_adapter in ((by_tile, False), (by_tile, True), (by_slot, True)):
-                each = replace(batch, adapter_G=jnp.asarray(adapters, jnp.int32))
-                self._run_slice(each, adapters, 1, read_length, any_adapter)
+            for is_by_tile, any_adapter in ((True, False), (True, True), (False, True)):
+                counts = [num_slots]
+                if self._is_one_cpu:
+                    counts = {self._counts.least(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
+                for count in sorted(counts):
+                    adapters = (BASE,) * (len(tiles(count)) if is_by_tile else count)
+                    if self._is_one_cpu:
+                        self._run_rows(Rows((None,) * count, adapters), {}, 1, read_length, any_adapter)
+                    else:
+                        batch = slot_batch({}, count, adapters, self._config.decode_slice_tokens)
+                        self._run_slice(batch, 1, read_length, any_adapter)
 
 
-def draw_params(samples: Rows, num_rows: int) -> DrawParams:
+def draw_params(samples: ByRow, num_rows: int) -> DrawParams:
     """Return the sampling parameters of each row; rows without a sample are greedy and unfiltered."""
     seed_S2 = np.zeros((num_rows, 2), np.uint32)
     for row, sample in samples.items():
@@ -263,12 +318,26 @@ def draw_params(samples: Rows, num_rows: int) -> DrawParams:
     )
 
 
-def slot_batch(samples: Rows, num_slots: int, adapters: Sequence[int]) -> SlotBatch:
-    """Return the inputs of the next decode slice."""
+def noise(shapes: Any) -> Any:
+    """Return numbers of deviation 1 in the shapes. They depend on the leaf and their index in it, not on its size."""
+    leaves, tree = jax.tree.flatten(shapes)
+    found = (
+        (pseudo_random(leaf.shape, n, jnp.float32) / INITIAL_STD).astype(leaf.dtype) for n, leaf in enumerate(leaves)
+    )
+    return jax.tree.unflatten(tree, found)
+
+
+def slot_batch(samples: ByRow, num_slots: int, adapters: Sequence[int], max_steps: int) -> SlotBatch:
+    """Return the inputs of the next decode slice, of up to `max_steps`."""
+    given_SN = np.full((num_slots, max_steps), -1, np.int32)
+    for row, sample in samples.items():
+        given = sample.tokens_again()[:max_steps]
+        given_SN[row, : given.size] = given
     return SlotBatch(
         token_S=_column(samples, num_slots, np.int32, 0, lambda sample: sample.last_token),
         position_S=_column(samples, num_slots, np.int32, 0, lambda sample: sample.position),
-        num_drawn_S=_column(samples, num_slots, np.int32, 0, lambda sample: sample.num_drawn),
+        num_drawn_S=_column(samples, num_slots, np.int32, 0, lambda sample: sample.num_drawn - sample.num_again),
+        given_SN=jnp.asarray(given_SN),
         adapter_G=jnp.asarray(adapters, jnp.int32),
         draws=draw_params(samples, num_slots),
         wants_topk=jnp.asarray(any(sample.request.options.sample_topk > 0 for sample in samples.values())),
@@ -276,7 +345,7 @@ def slot_batch(samples: Rows, num_slots: int, adapters: Sequence[int]) -> SlotBa
 
 
 def _column(
-    samples: Rows, num_rows: int, dtype: type[np.generic], fill: float, value: Callable[[RunningSample], float]
+    samples: ByRow, num_rows: int, dtype: type[np.generic], fill: float, value: Callable[[RunningSample], float]
 ) -> jax.Array:
     column = np.full(num_rows, fill, dtype)
     for row, sample in samples.items():

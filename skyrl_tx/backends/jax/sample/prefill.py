@@ -22,7 +22,7 @@ class Prefill:
 
     request: SampleRequest
     preempted: RunningSample | None = None
-    """The sample that is recomputed: the prompt is all that it had in the KV cache, and its rest is to be sampled."""
+    """The sample whose prompt is recomputed."""
     kv: PromptKV = field(default_factory=lambda: PromptKV(None, 0))
     """Empty before the prefill begins."""
     num_done: int = 0
@@ -36,15 +36,8 @@ class Prefill:
 
     @classmethod
     def of_preempted(cls, sample: RunningSample) -> "Prefill":
-        """Return the prefill that recomputes the keys of a preempted sample."""
-        request = replace(
-            sample.request,
-            prompt=sample.cached_tokens(),
-            first_index=sample.index,
-            num_samples=1,
-            params=replace(sample.request.params, max_tokens=sample.num_left),
-            options=PromptOptions(),
-        )
+        """Return the prefill that recomputes the prompt of a preempted sample."""
+        request = replace(sample.request, first_index=sample.index, num_samples=1, options=PromptOptions())
         return cls(request=request, preempted=sample)
 
     @property
@@ -53,7 +46,9 @@ class Prefill:
         return self.num_done == self.request.prompt.size
 
     def kv_length(self, slice_tokens: int) -> int:
-        """Return how many KV positions each sample needs to the end of its first slice."""
+        """Return how many KV positions each sample needs to the end of its first slice of new tokens."""
+        if self.preempted is not None:
+            return self.preempted.kv_length(slice_tokens)
         return self.request.prompt.size + min(slice_tokens, max_tokens(self.request))
 
 
@@ -143,5 +138,5 @@ class Prefiller:
 
 
 def _is_cached(prefill: Prefill) -> bool:
-    """Return whether later prompts may use this one. No other repeats the drawn tokens of a preempted sample."""
+    """Return whether later prompts may use this one. A preempted sample alone needs its prompt again."""
     return prefill.preempted is None and not prefill.request.options.wants_prompt

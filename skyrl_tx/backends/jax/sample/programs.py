@@ -18,7 +18,7 @@ from flax import struct
 from skyrl_tx import models
 from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
 from skyrl_tx.layers import held
-from skyrl_tx.layers.held import Cache, Held
+from skyrl_tx.layers.held import Cache, Held, SliceCache
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig
 
@@ -27,11 +27,12 @@ Live = tuple[Held | tuple[Held, ...], ...]
 
 @struct.dataclass
 class SlotBatch:
-    """The inputs of a decode slice by slot; free slots run too, at position 0."""
+    """The inputs of a decode slice by row; rows without a sample run too, at position 0."""
 
     token_S: jax.Array  # int32: drawn, and not yet in the KV cache
     position_S: jax.Array  # int32: where its key is written
-    num_drawn_S: jax.Array  # int32: tokens of the sample so far
+    num_drawn_S: jax.Array  # int32: tokens of the sample before
+    given_SN: jax.Array  # int32: the tokens that the steps drew before, -1 for those to draw
     adapter_G: jax.Array  # int32: adapter slot
     draws: DrawParams
     wants_topk: jax.Array  # bool scalar
@@ -113,6 +114,31 @@ def write_positions(cache: Cache, piece: Cache, slot: jax.Array, start: jax.Arra
     return held.write_piece(cache, piece, slot, start)
 
 
+open_rows = jax.jit(held.open_rows, static_argnames=("read_length", "max_tokens"))
+
+
+@partial(jax.jit, donate_argnames="cache")
+def close_rows(cache: Cache, live: Live, start_S: jax.Array, num_steps: jax.Array, slot_S: jax.Array) -> Cache:
+    """Write what the steps of a slice changed into the slots of its rows."""
+    return held.close_slice(cache, SliceCache((), live, start_S, num_steps, 0), slot_S)
+
+
+@partial(jax.jit, static_argnames=("config", "max_topk"), donate_argnames="live")
+def run_rows(
+    params: DecoderParams,
+    config: ModelConfig,
+    pool: Adapter | None,
+    opened: SliceCache,
+    live: Live,
+    batch: SlotBatch,
+    num_steps: jax.Array,
+    *,
+    max_topk: int,
+) -> tuple[Live, Drawn]:
+    """Run decode steps of the rows of an opened slice, whose shape does not depend on the cache's."""
+    return _run_steps(params, config, pool, replace(opened, live=live), batch, num_steps, max_topk=max_topk)
+
+
 @partial(jax.jit, static_argnames=("config", "read_length", "max_steps", "max_topk"), donate_argnames="cache")
 def decode_slice(
     params: DecoderParams,
@@ -129,16 +155,28 @@ def decode_slice(
     """Run `num_steps` <= `max_steps` decode steps of every slot.
 
     `read_length` must be at least the position of every live slot. A slot that runs past its own end, or the cache's,
-    affects only itself. With `params` split by layer the positions read are split by layer once per slice rather than
-    in each step: a larger program and more memory, but much less copying on CPU.
+    affects only itself. On CPU `open_rows`, `run_rows` and `close_rows` do the same by layer.
 
     Returns:
         The cache, and the tokens drawn with a leading axis N of `max_steps`, filled up to `num_steps`.
     """
-    is_by_layer = isinstance(params.layers[0], tuple)
-    opened = held.open_slice(
-        cache, batch.position_S, read_length=read_length, max_tokens=max_steps, by_layer=is_by_layer
-    )
+    opened = held.open_slice(cache, batch.position_S, read_length=read_length, max_tokens=max_steps)
+    live, drawn = _run_steps(params, config, pool, opened, batch, num_steps, max_topk=max_topk)
+    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_steps))
+    return models.constrain_cache(params.layout, config, cache), drawn
+
+
+def _run_steps(
+    params: DecoderParams,
+    config: ModelConfig,
+    pool: Adapter | None,
+    opened: SliceCache,
+    batch: SlotBatch,
+    num_steps: jax.Array,
+    *,
+    max_topk: int,
+) -> tuple[Live, Drawn]:
+    """Return what the steps change of the cache, and the tokens that they draw or are given, [N, S]."""
 
     def step(n: jax.Array, carry: tuple[Live, jax.Array, Drawn]) -> tuple[Live, jax.Array, Drawn]:
         live, token_S, kept = carry
@@ -146,9 +184,11 @@ def decode_slice(
         hidden_SD, now = models.decode_step(params, config, token_S, now, pool, batch.adapter_G)
         logits_SV = models.logits(params, hidden_SD, pool, batch.adapter_G)
         drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
-        return now.live, drawn.tokens, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
+        given_S = batch.given_SN[:, n]
+        token_S = jnp.where(given_S >= 0, given_S, drawn.tokens)
+        return now.live, token_S, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
 
-    S, K = batch.token_S.shape[0], min(max_topk, config.vocab_size)
+    (S, max_steps), K = batch.given_SN.shape, min(max_topk, config.vocab_size)
     kept = Drawn(
         tokens=jnp.zeros((max_steps, S), jnp.int32),
         logprobs=jnp.zeros((max_steps, S), jnp.float32),
@@ -156,5 +196,4 @@ def decode_slice(
         topk_logprobs=jnp.zeros((max_steps, S, K), jnp.float32),
     )
     live, _, kept = jax.lax.fori_loop(0, num_steps, step, (opened.live, batch.token_S, kept))
-    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_steps))
-    return models.constrain_cache(params.layout, config, cache), kept
+    return live, kept

@@ -39,26 +39,49 @@ def max_kv_length(request: SampleRequest) -> int:
 class RunningSample(OpenSample):
     """One sample that has its first token.
 
-    `last_token` was drawn and is not in the KV cache yet; its key will be written at `position`.
+    `last_token` was drawn and is not in the KV cache yet; its key will be written at `position`. After a preemption the
+    drawn tokens are computed again in the same steps, because chunks of a prompt would round otherwise.
     """
 
     adapter: int  # adapter slot
+    num_again: int = 0
+    """How many of the next tokens were drawn before."""
 
     @property
     def position(self) -> int:
-        """The KV positions in use: the prompt and all drawn tokens but the last."""
-        return self.request.prompt.size + self.num_drawn - 1
+        """The KV positions in use: the prompt and all drawn tokens before `last_token`."""
+        return self.request.prompt.size + self.num_drawn - 1 - self.num_again
 
-    def cached_tokens(self) -> Int32Array:
-        """Return the tokens whose keys the KV cache holds."""
-        return np.concatenate([self.request.prompt, *self.drawn])[: self.position]
+    @property
+    def last_token(self) -> int:
+        """The token from which the next one is computed."""
+        return int(np.concatenate(self.drawn)[self.num_drawn - 1 - self.num_again])
+
+    @property
+    def num_steps_left(self) -> int:
+        """How many steps the sample takes at most."""
+        return self.num_left + self.num_again
+
+    def tokens_again(self) -> Int32Array:
+        """Return the next tokens as far as they were drawn before."""
+        return np.concatenate(self.drawn)[self.num_drawn - self.num_again :]
+
+    def preempt(self) -> None:
+        """Note that the KV cache no longer has anything of the sample: after its prompt, its tokens come again."""
+        self.num_again = self.num_drawn - 1
 
     def kv_length(self, slice_tokens: int) -> int:
-        """Return how many KV positions the sample needs to the end of the next slice."""
-        return self.position + min(slice_tokens, self.num_left)
+        """Return how many KV positions the sample needs to the end of the next slice that draws new tokens."""
+        return self.request.prompt.size + self.num_drawn - 1 + min(slice_tokens, self.num_left)
 
-    def take_drawn(self, drawn: Drawn, prompt: PromptResult | None = None) -> SampleDelta:
-        """Append the tokens that a program drew, see `take`."""
+    def take_drawn(self, drawn: Drawn, prompt: PromptResult | None = None) -> SampleDelta | None:
+        """Append the tokens that a program drew, see `take`. Returns None if all were drawn before."""
+        if self.num_again:
+            num_again = min(self.num_again, drawn.tokens.size)
+            self.num_again -= num_again
+            drawn = drawn.after(num_again)
+            if not drawn.tokens.size:
+                return None
         k = self.request.options.sample_topk
         topk = TopK(token_ids=drawn.topk_tokens[:, :k], logprobs=drawn.topk_logprobs[:, :k]) if k else None
         return self.take(drawn.tokens, drawn.logprobs, topk, prompt)

@@ -1,8 +1,8 @@
 """Continuous batching on the host: admit, prefill, insert, decode a slice, retire.
 
-A step computes some prefill chunks, then decodes one slice of all slots; requests join and leave in between. Programs
-depend on shapes alone, and the numbers of a sample on its own request alone: a decode step always runs all slots, free
-ones included.
+A step computes some prefill chunks, then decodes one slice; requests join and leave in between. Programs depend on
+shapes alone, and the numbers of a sample on its own request alone: a slice has a row count at which rows have the same
+bits as at any other.
 
 A sample that needs a longer KV cache slot than there is waits until the running samples fit into fewer and longer
 slots, or until the starvation bound is reached; then running samples are preempted and recomputed later.
@@ -59,6 +59,7 @@ class PrefillQueue:
 
     def preempt(self, sample: RunningSample) -> None:
         """Append a preempted sample."""
+        sample.preempt()
         self.preempted[sample.request.request_id, sample.index] = Prefill.of_preempted(sample)
 
     def remove(self, waiting: Prefill) -> None:
@@ -328,7 +329,9 @@ class SampleScheduler:
         deltas: list[SampleDelta] = []
         drawn = self._programs.draw_first(prefill.last_hidden, samples)
         for row, sample in enumerate(samples):
-            deltas.append(sample.take_drawn(drawn.row(row, 1), prompt_result if sample.index == 0 else None))
+            delta = sample.take_drawn(drawn.row(row, 1), prompt_result if sample.index == 0 else None)
+            assert delta is not None, "the first token is new"
+            deltas.append(delta)
         prefill.samples.extend(sample for sample in samples if sample.stop_reason is None)
         prefill.scores = None  # which may be large, and the samples may wait for slots
         return deltas
@@ -343,19 +346,22 @@ class SampleScheduler:
             self._prefilled.popleft()
 
     def _decode(self) -> list[SampleDelta]:
-        """Decode one slice of all slots and free the slots of samples that have ended."""
+        """Decode one slice and free the slots of samples that have ended."""
         slots = self._cache.slots
         live = slots.live
         if not live:
             return []
-        num_steps = min(self._slice, max(sample.num_left for sample in live.values()))
+        num_steps = min(self._slice, max(sample.num_steps_left for sample in live.values()))
         drawn = self._programs.decode(live, slots.adapters, num_steps)
         deltas: list[SampleDelta] = []
         for slot, sample in live.items():
-            deltas.append(sample.take_drawn(drawn.row(slot, num_steps)))
+            delta = sample.take_drawn(drawn.row(slot, num_steps))
+            if delta is not None:
+                deltas.append(delta)
             if sample.stop_reason is not None:
                 slots.release(slot)
-        return deltas
+        sample = next(iter(live.values()))
+        return deltas or [_empty_delta(sample.request, index=sample.index)]
 
     def meters(self) -> Meters:
         """Return the use of the KV cache and of the prefix cache."""

@@ -131,21 +131,17 @@ def test_trainer_and_sampler_agree_across_reallocation_with_filters_and_topk(tin
             if request.sampler == BLUE:
                 assert (sequence.logprobs >= best[:, 2] * (1 + 1e-5) - 1e-5).all()
             else:
-                reported = np.concatenate([part.topk.logprobs for part in results.parts["red", index]])
+                reported = np.concatenate([part.topk.logprobs for part in results.parts["red", index] if part.topk])
                 np.testing.assert_allclose(reported, best[:, :2], rtol=1e-5, atol=1e-5)
 
 
-def test_preempted_samples_are_recomputed_with_the_same_tokens(scheduler):
+def test_preempted_samples_are_recomputed_with_the_same_bits(scheduler):
     # 12 samples outgrow slots of 64 positions; eight slots of 128 follow, which hold each half of the samples.
     request = ask("many", prompt_of(5), sampler=RED, samples=12, max_tokens=70)
     results, ample = run(scheduler, request), Results()
     for first in (0, 6):
         run(scheduler, replace(request, first_index=first, num_samples=6), into=ample)
-    assert results.tokens == ample.tokens and len(ample.tokens) == 12
-    for index in range(12):
-        np.testing.assert_allclose(
-            results.sequence("many", index).logprobs, ample.sequence("many", index).logprobs, atol=1e-5
-        )
+    assert results.bits == ample.bits and len(ample.bits) == 12
 
 
 @pytest.mark.parametrize("adapter", [None, RED])
@@ -244,15 +240,12 @@ def test_prefill_between_slices_changes_no_bit(tiny):
     assert results.tokens == expected
 
 
-def test_a_longer_sample_in_the_batch_changes_rounding_only(scheduler):
-    """A longer KV read length may be another program."""
+def test_a_longer_sample_in_the_batch_changes_no_bit(scheduler):
+    """It changes the KV read length and the layout."""
     request = ask("mine", prompt_of(9), sampler=RED, samples=3)
     alone = run(scheduler, request)
     results = run(scheduler, ask("long", prompt_of(130, seed=1), sampler=RED, max_tokens=20), request)
-    for index in range(3):
-        assert results.tokens["mine", index] == alone.tokens["mine", index]
-        mine, theirs = alone.sequence("mine", index), results.sequence("mine", index)
-        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+    assert {key: results.bits[key] for key in alone.bits} == alone.bits
 
 
 def test_loading_copies_the_adapter(tiny, scheduler):

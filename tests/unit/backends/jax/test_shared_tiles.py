@@ -1,4 +1,4 @@
-"""Samples of two tenants are batch-invariant while no tile of slots holds both; a shared tile changes rounding only."""
+"""Samples of two tenants are batch-invariant, whether or not they share a tile of rows."""
 
 import numpy as np
 import pytest
@@ -71,13 +71,6 @@ def test_batch_invariance_of_two_tenants(num_slots):
     backend = backend_with(num_slots)
     tokens, logprobs = drawn(backend, "ab")
     assert len(tokens) == 4
-    largest = 0.0
     for names, late in (("ab", ""), ("abcd", ""), ("cadb", ""), ("ab", "cd"), ("ca", "b")):
-        same, near = drawn(backend, names, late)
-        assert same == tokens, (names, late)
-        largest = max(largest, *(np.abs(np.subtract(near[key], logprobs[key])).max() for key in logprobs))
+        assert drawn(backend, names, late) == (tokens, logprobs), (names, late)
     backend.close()
-    if num_slots == 8:
-        assert largest == 0.0, "each tenant has a tile of four slots"
-    else:
-        assert 0.0 < largest < 1e-5, "with a shared tile each slot looks up its adapter, which is another program"

@@ -1,0 +1,78 @@
+"""The bits of a request are those that it has alone, whatever else is sampled: with any row count and neighbours."""
+
+import pytest
+
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.requests import PromptOptions
+from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
+from tests.support.tiny import (
+    GLM_LATENTS,
+    HYBRID,
+    LATENTS,
+    MAMBA,
+    MOE,
+    OUTPUT_NORMS,
+    SINKS,
+    TINY_CONFIG,
+    TinyModel,
+    load_model,
+    tiny_directory,
+)
+
+SLOTS = {"sample_slots": 32, "max_sample_tokens": 32 * 64}
+"""Row counts of 2, 8, 16 and 32. Slots of 64 positions, so that samples outgrow them and some are preempted."""
+
+
+def start(model: TinyModel) -> SampleScheduler:
+    config = TINY_CONFIG.model_copy(update=SLOTS)
+    device = JaxPrograms(model.params, model.config, config)
+    scheduler = SampleScheduler(device, config, device.memory, ())
+    scheduler.load(RED, model.adapter(1))
+    scheduler.load(BLUE, model.adapter(2))
+    return scheduler
+
+
+def other_requests(size: int) -> list[SampleRequest]:
+    """Return requests of `size` samples: of three adapters, short and long ones, with filters and reported top-k."""
+    kinds = (
+        {"temperature": 0.0, "max_tokens": 3},
+        {"sampler": RED, "top_k": 3, "max_tokens": 70},
+        {"sampler": BLUE, "top_p": 0.5, "options": PromptOptions(sample_topk=2)},
+    )
+    return [ask(f"c{n}", prompt_of(5 + 7 * (n % 9), seed=n + 1), **kinds[n % 3]) for n in range(size)]
+
+
+def check(model: TinyModel) -> None:
+    mine = [
+        ask("base", prompt_of(9), samples=2, temperature=0.9, max_tokens=70),
+        ask("red", prompt_of(40), sampler=RED, temperature=0.9, max_tokens=30, top_p=0.8),
+    ]
+    scheduler, alone = start(model), Results()
+    for request in mine:
+        run(scheduler, request, into=alone)
+    assert len(alone.bits) == 3
+    for size in (1, 3, 17, 61):
+        scheduler, results, others = start(model), Results(), other_requests(size)
+        begin(scheduler, *others[::2])
+        results.add(scheduler.step())
+        begin(scheduler, mine[0])
+        results.add(scheduler.step())
+        begin(scheduler, *others[1::2], mine[1])
+        run(scheduler, into=results)
+        assert {key: results.bits[key] for key in alone.bits} == alone.bits, f"with {size} other samples"
+        again = run(scheduler, mine[1])  # a hit of the prefix cache
+        assert again.bits["red", 0] == alone.bits["red", 0]
+
+
+@pytest.mark.slow
+def test_other_requests_change_no_bit(tiny: TinyModel) -> None:
+    check(tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [MOE, HYBRID, SINKS, LATENTS, GLM_LATENTS, MAMBA, OUTPUT_NORMS])
+def test_other_requests_change_no_bit_of_any_family(family: str) -> None:
+    check(load_model(tiny_directory(family)))
