@@ -28,6 +28,8 @@ from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.draw import DrawParams
 from skyrl_tx.contract.requests import LoraSpec
+from skyrl_tx.layers.held import Table
+from skyrl_tx.layers.kv_cache import PAGE
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 
@@ -89,11 +91,11 @@ def trainer(model: Model) -> Callable[[], None]:
 
 
 def decoder(model: Model, position: int) -> Callable[[], None]:
-    """Return a function that decodes a slice of every slot, each of which has `position` tokens."""
+    """Return a function that decodes a slice of all rows, each of which has `position` tokens."""
     length = 1 << (position + STEPS).bit_length()
     params = models.by_layer(model.params, model.config)
     zeros = jnp.zeros(SLOTS, jnp.int32)
-    batch = programs.SlotBatch(
+    batch = programs.RowBatch(
         token_S=zeros,
         position_S=jnp.full(SLOTS, position, jnp.int32),
         num_drawn_S=zeros,
@@ -108,13 +110,15 @@ def decoder(model: Model, position: int) -> Callable[[], None]:
         ),
         wants_topk=jnp.asarray(False),
     )
-    cache, slot_S = [models.empty_cache(model.params, model.config, SLOTS, length)], jnp.arange(SLOTS)
+    num_pages, row_S = length // PAGE, jnp.arange(SLOTS, dtype=jnp.int32)
+    table = Table(1 + row_S[:, None] * num_pages + jnp.arange(num_pages, dtype=jnp.int32), 1 + row_S)
+    cache = [models.empty_cache(model.params, model.config, 1 + SLOTS * num_pages, 1 + SLOTS)]
 
     def run() -> None:
-        opened = programs.open_rows(cache[0], slot_S, batch.position_S, read_length=length, max_tokens=STEPS)
+        opened = programs.open_rows(cache[0], table, batch.position_S, read_length=length, max_tokens=STEPS)
         past, steps = replace(opened, live=()), np.int32(STEPS)
         live, drawn = programs.run_rows(params, model.config, None, past, opened.live, batch, steps, max_topk=0)
-        cache[0] = programs.close_rows(cache[0], live, batch.position_S, steps, slot_S)
+        cache[0] = programs.close_rows(cache[0], live, batch.position_S, steps, table)
         jax.block_until_ready(drawn)
 
     return run

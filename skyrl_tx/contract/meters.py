@@ -21,7 +21,7 @@ class Meters:
     device_memory: tuple[DeviceMemory, ...] = ()
     """One entry per device, in the order of `Capabilities.devices`; empty if devices do not report their memory."""
     decode_slots: int | None = None
-    """Samples that can decode at once with the present layout of the KV cache."""
+    """Samples that can decode at once."""
     decode_slots_used: int | None = None
     kv_cache_tokens: int | None = None
     """Positions of the KV cache."""
@@ -33,7 +33,7 @@ class Meters:
     sampler_servers_lost: int | None = None
     """Those of them that do not respond."""
     prefix_cache_tokens: int | None = None
-    """Positions of the cached prompts, padding included."""
+    """Positions of the pages of cached prompts, and of their states at their size."""
 
     fallback_samples: int | None = None
     """Samples that the trainer drew because all these servers were lost."""

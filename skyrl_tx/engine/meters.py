@@ -44,11 +44,11 @@ class _BackendMeters(Collector):
     """The last `Meters` of the backend as metrics. What the backend does not tell has no sample."""
 
     _GAUGES: Mapping[str, str] = {
-        "decode_slots": "Samples that can decode at once with the present layout of the KV cache.",
+        "decode_slots": "Samples that can decode at once.",
         "decode_slots_used": "Samples that decode.",
         "kv_cache_tokens": "Positions of the KV cache.",
-        "kv_cache_tokens_used": "Positions of the KV cache that hold keys of running samples.",
-        "prefix_cache_tokens": "Positions of the cached prompts, padding included, and of their states at their size.",
+        "kv_cache_tokens_used": "Positions of the pages that prompts and samples have, shared ones once.",
+        "prefix_cache_tokens": "Positions of the pages of cached prompts, and of their states at their size.",
         "sampler_servers": "Servers that draw samples for the backend.",
         "sampler_servers_lost": "Servers that draw samples for the backend and do not respond.",
         "trainer_gap_max_nats": "The largest difference that a comparison of sampler and trainer has found.",

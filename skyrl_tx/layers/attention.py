@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.apart import exp_apart
 from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold, no_keys
-from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers.kv_cache import KeyValues, Pages
 from skyrl_tx.layers.steady import sum_last
 
 DENSE_LENGTH = 64
@@ -76,51 +76,47 @@ def dense_attention(
     return jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v_BKUH.dtype), v_BKUH, preferred_element_type=jnp.float32)
 
 
-def extending_attention(
+def paged_attention(
     q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array | None,
-    past: KeyValues,
-    layer: jax.Array,
-    start: jax.Array,
+    position_BT: jax.Array,
+    past: Pages,
+    start_B: jax.Array,
+    new: KeyValues,
+    seen_TU: jax.Array,
     sinks_N: jax.Array | None = None,
     *,
     window: int | None = None,
 ) -> jax.Array:
-    """Return attention of the positions from `start` on over themselves and all earlier ones, float32 [B, T, N, H].
+    """Return attention of new tokens at `position_BT` over the past of their rows and over new keys, [B, T, N, H].
 
-    `past` is a stack of layers [n, B, K, C, H], of which positions < `start` are visible; the keys and values of
-    the tokens are passed separately. The past is read in blocks up to `start`, without copies, whatever C is, and from
-    the block of the first position that is in the window of any token. Windows and sinks are as in `causal_attention`.
-    Without values, the keys are the values too.
+    Row b attends to its positions < `start_B[b]`, and token t to the new keys [B, K, U, H] that `seen_TU` names. The
+    past is read in blocks up to the longest, whatever the number of pages is, and from the first block that is in the
+    window of any token. A block that a row does not attend to changes none of its bits. Windows and sinks are as in
+    `causal_attention`; a window must be in `seen_TU` too.
     """
     B, T, N, H = q_BTNH.shape
-    K = k_BTKH.shape[2]
+    K, (*_, page_size, _) = new.k.shape[1], past.stack.k.shape
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
-    size = math.gcd(past.k.shape[3], PAST_BLOCK)
+    num_pages = math.gcd(past.page_BM.shape[1], max(PAST_BLOCK // page_size, 1))
+    size = num_pages * page_size
 
-    def scores(k_BKUH: jax.Array, visible_TU: jax.Array) -> jax.Array:
-        return jnp.where(visible_TU, _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH), LOWEST)
+    def scores(k_BKUH: jax.Array, visible: jax.Array) -> jax.Array:
+        return jnp.where(visible, _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH), LOWEST)
 
     def past_block(j: jax.Array, carry: Stats) -> Stats:
-        k_BKUH, v_BKUH = (
-            jax.lax.dynamic_slice(x, (layer, 0, 0, j * size, 0), (1, B, K, size, H))[0] for x in (past.k, past.values)
-        )
-        seen_U = j * size + jnp.arange(size) < start
-        visible_TU = seen_U[None]
+        block, position_U = past.block(j, num_pages), j * size + jnp.arange(size)
+        seen_BU = position_U < start_B[:, None]
+        visible_BTU = seen_BU[:, None]
         if window is not None:
-            visible_TU &= j * size + jnp.arange(size) > start + jnp.arange(T)[:, None] - window
+            visible_BTU &= position_U > position_BT[:, :, None] - window
         # Positions that were never written may hold NaN, and 0 * NaN is NaN.
-        return fold(carry, scores(k_BKUH, visible_TU), jnp.where(seen_U[:, None], v_BKUH, 0))
+        v_BKUH = jnp.where(seen_BU[:, None, :, None], block.values, 0)
+        return fold(carry, scores(block.k, visible_BTU[:, None, None]), v_BKUH)
 
-    first = 0 if window is None else jnp.maximum(start - (window - 1), 0) // size
+    first = 0 if window is None else jnp.maximum(position_BT.min() - (window - 1), 0) // size
     carry = no_keys(q_BKGTH, H, _by_group(sinks_N, K))
-    carry = jax.lax.fori_loop(first, (start + size - 1) // size, past_block, carry)
-    k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, k_BTKH if v_BTKH is None else v_BTKH))
-    visible_TT = jnp.tri(T, dtype=jnp.bool_)
-    if window is not None:
-        visible_TT &= ~jnp.tri(T, k=-window, dtype=jnp.bool_)
-    _, total, out = fold(carry, scores(k_BKTH, visible_TT), v_BKTH)
+    carry = jax.lax.fori_loop(first, (start_B.max() + size - 1) // size, past_block, carry)
+    _, total, out = fold(carry, scores(new.k, seen_TU), new.values)
     return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 

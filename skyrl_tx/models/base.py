@@ -10,15 +10,16 @@ slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, log
     target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, logprob_gradient, inputs)
                                                                          -> log p, d hidden, d unembedding pair
     logits(params, hidden, adapter, adapter_B)                           -> [B, ..., V]
-    extend(params, config, inputs, start, past, adapter, adapter_B)      -> hidden [B, T, D], Cache
+    extend(params, config, inputs, start, cache, table, adapter, adapter_B)
+                                                                         -> hidden [B, T, D], Cache
     decode_step(params, config, token_S, cache, adapter, adapter_S)      -> hidden [S, D], SliceCache
     by_layer(params, config)                                             -> DecoderParams, each layer by itself
     describe_params(config)                                              -> DecoderParams of Parameter
     adapter_shapes(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
 
-`inputs` are tokens or embeddings. Prompts and slots are a `Cache` (see `layers.held`), empty at first (`empty_cache`);
-`held.insert(cache, prompt, size, ...)` copies a prompt. Steps of decoding lie between
-`held.open_slice(cache, ...)` and `held.close_slice(cache, ...)`.
+`inputs` are tokens or embeddings. Prompts and samples are in a `Cache` (see `layers.held`), empty at first
+(`empty_cache`), and a `Table` says where. Steps of decoding lie between `held.open_slice(cache, table, ...)` and
+`held.close_slice(cache, ..., table)`.
 Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
 """
 

@@ -1,6 +1,6 @@
 """The decoder that all families share; what differs between them is data in `ModelConfig`.
 
-Legend: B batch, T tokens, D embed, V vocab, n layers of a stack, S slots, C cache positions.
+Legend: B batch, T tokens, D embed, V vocab, n layers of a stack, S rows of a decode step.
 The interface is described in `skyrl_tx.models.base`.
 """
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from skyrl_tx.layers import logprobs
 from skyrl_tx.layers.apart import add_apart
-from skyrl_tx.layers.held import Cache, ChunkHeld, Held, SliceCache, position_axes, write_chunk
+from skyrl_tx.layers.held import Cache, ChunkHeld, Held, SliceCache, Table, position_axes, read_states, write
+from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, select_rows
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
@@ -63,17 +64,18 @@ def extend(
     config: ModelConfig,
     inputs: jax.Array,
     start: jax.Array,
-    past: Cache,
+    cache: Cache,
+    table: Table,
     adapter: Adapter | None = None,
     adapter_B: jax.Array | None = None,
     *,
     size: jax.Array | None = None,
     position_T: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Run the tokens, or embeddings, from index `start` (a scalar) on, which attend to what `past` has of prompts.
+    """Run the tokens, or embeddings, from index `start` (a scalar) on, which attend to what the cache has of prompts.
 
-    The first `size` inputs are tokens of the prompts, all others padding; None is all. `position_T` is as in `forward`.
-    Return the hidden states [B, T, D], and `past` with what is kept of the tokens; it must have C >= `start` + T.
+    `table` says where that is. The first `size` inputs are tokens of the prompts, all others padding; None is all.
+    `position_T` is as in `forward`. Return the hidden states [B, T, D], and the cache with what is kept of the tokens.
     """
     if position_T is None:
         position_T = start + jnp.arange(inputs.shape[1])
@@ -83,13 +85,14 @@ def extend(
         return mixer.extend(x_BTD, params, adapters, held, at)
 
     def before(stack: int, layer: Any, fixed: Any) -> ChunkHeld:
-        return ChunkHeld(past[stack].positions, layer, fixed, start)
+        return ChunkHeld(Pages(cache[stack].positions, layer, table.page_BM), fixed, start)
 
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, before)
     own = GroupAdapters.of_all(config, adapter, adapter_B)
-    fixed = tuple(held.fixed for held in past)
+    fixed, (num_rows, num_tokens) = read_states(cache, table.state_B), inputs.shape[:2]
     x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params.layers, own, fixed)
-    grown = tuple(write_chunk(held, new, start) for held, new in zip(past, kept, strict=True))
+    num_new = jnp.int32(num_tokens) if size is None else size
+    grown = write(cache, kept, table, jnp.broadcast_to(start, (num_rows,)), num_new)
     return _finish(params, config, x_BTD), constrain_cache(at.layout, config, grown)
 
 
@@ -103,9 +106,9 @@ def decode_step(
     *,
     position_S: jax.Array | None = None,
 ) -> tuple[jax.Array, SliceCache]:
-    """Run one token per slot: return hidden states [S, D] and the cache with the token appended.
+    """Run one token per row: return hidden states [S, D] and the cache with the token appended.
 
-    Slot s attends to its past and its token. `position_S` is as in `forward`. If the cache has separate layers,
+    Row s attends to its past and its token. `position_S` is as in `forward`. If the cache has separate layers,
     `params` must have them too.
     """
     at = _place(params, config, cache.start_S + cache.num_recent if position_S is None else position_S)

@@ -1,6 +1,6 @@
 """The base weights of a decoder: descriptions, stacked arrays, and separate layers for decoding.
 
-Legend: D embed, V vocab, n layers of a stack, K kv heads, C cache positions, H head dim.
+Legend: D embed, V vocab, n layers of a stack.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from flax import struct
 
 from skyrl_tx.layers.held import Cache, Held, position_axes
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels
+from skyrl_tx.layers.kv_cache import PAGE
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models.config import Block, ModelConfig, Stack
@@ -102,13 +103,15 @@ def _linear_maps(block: Block) -> frozenset[str]:
     return frozenset(adapted | {name for name, each in described.items() if each.axes == ("embed", "heads")})
 
 
-def empty_cache(params: DecoderParams, config: ModelConfig, num_rows: int, length: int) -> Cache:
-    """Return an empty cache of `num_rows` slots or prompts on the devices of the weights, sharded as programs do."""
-    shapes = cache_shapes(params, config, num_rows, length)
+def empty_cache(params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE) -> Cache:
+    """Return an empty cache on the devices of the weights, sharded as programs do."""
+    shapes = cache_shapes(params, config, num_pages, num_states, page)
     return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), shapes)
 
 
-def cache_shapes(params: DecoderParams, config: ModelConfig, num_rows: int, length: int) -> Cache:
+def cache_shapes(
+    params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE
+) -> Cache:
     """Return the arrays of `empty_cache` as `jax.ShapeDtypeStruct`s with shardings; so may the weights be."""
     layout, dtype = params.layout, params.embed.dtype
 
@@ -117,14 +120,14 @@ def cache_shapes(params: DecoderParams, config: ModelConfig, num_rows: int, leng
         return jax.ShapeDtypeStruct(dims, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
 
     def held(stack: Stack) -> Held:
-        room, leading = stack.block.room(), (len(stack.layers), num_rows)
+        room, num_layers = stack.block.room(), len(stack.layers)
 
         def positions(each: Parameter) -> jax.ShapeDtypeStruct:
             num_heads, dim = each.shape
-            return array(each, (*leading, num_heads, length, dim), position_axes(each))
+            return array(each, (num_layers, num_pages, num_heads, page, dim), position_axes(each))
 
         def fixed(each: Parameter) -> jax.ShapeDtypeStruct:
-            return array(each, (*leading, *each.shape), ("layers", "batch", *each.axes))
+            return array(each, (num_layers, num_states, *each.shape), ("layers", "batch", *each.axes))
 
         return Held(positions=jax.tree.map(positions, room.positions), fixed=jax.tree.map(fixed, room.fixed))
 

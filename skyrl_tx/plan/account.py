@@ -106,7 +106,7 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         items=tuple(_items(plan, config)),
         rates=tuple(_rates(model, devices, chosen.mesh, plan, dtype.itemsize)),
         num_active=frozen_macs(model),
-        samples_at_context=plan.samples.layout_for(plan.samples.max_length).num_slots,
+        samples_at_context=plan.samples.samples_of(plan.samples.max_length),
     )
     return replace(account, warnings=tuple(_warnings(account, config)))
 
@@ -132,8 +132,8 @@ def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     remat = "layers rematerialized" if plan.passes.remat else "results of matrix products kept"
     yield Item("base weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters in {plan.dtype}, on all devices")
     yield Item("sampler adapters", plan.pool_bytes, f"{plan.num_adapter_slots} slots of the lowest rank, at the start")
-    yield Item("KV cache", plan.kv_bytes, f"{samples.tokens} tokens, on all devices")
-    yield Item("prompts", samples.prompt_bytes, f"{samples.prompt_tokens} tokens, with the prefix cache")
+    detail = f"{samples.tokens} tokens, and {samples.prefix_tokens} of the prefix cache, on all devices"
+    yield Item("KV cache", plan.kv_bytes, detail)
     yield Item("adapters in training", models_bytes // 2, f"weights and gradients of {training}")
     yield Item("optimizer", models_bytes // 2, f"two moments of {training}")
     yield Item("temporary", plan.pass_bytes, f"micro-batch of {plan.passes.micro_batch_tokens} tokens, {remat}")
@@ -143,21 +143,21 @@ def _rates(
     model: models.ModelConfig, devices: Devices, chosen: MeshConfig, plan: StartPlan, itemsize: int
 ) -> Iterator[Rate]:
     samples, passes = plan.samples, plan.passes
-    layout = samples.layout_for(1)  # that with the most slots
+    num_slots, length = samples.num_slots, samples.length_of_all
     work = Work(
         micro_batch_tokens=passes.micro_batch_tokens,
         sequence_tokens=min(passes.micro_batch_tokens, samples.max_length),
         is_remat=passes.remat,
         rank=RANK,
-        num_slots=layout.num_slots,
-        sample_tokens=layout.length,
+        num_slots=num_slots,
+        sample_tokens=length,
     )
     size = {"num_parameters": plan.num_parameters, "itemsize": itemsize}
-    cache_bytes = plan.kv_bytes * layout.num_slots * layout.length // samples.tokens
+    cache_bytes = plan.kv_bytes * num_slots * (length + samples.state_tokens) // samples.all_tokens
     trained = training(model, devices, chosen, work, **size)
     yield _rate("training", trained, f"rank {RANK}, sequences of {work.sequence_tokens} tokens")
     decoded = decoding(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
-    yield _rate("sampling", decoded, f"{layout.num_slots} samples of {layout.length} tokens, base model")
+    yield _rate("sampling", decoded, f"{num_slots} samples of {length} tokens, base model")
 
 
 def _rate(work: str, bound: Bound, detail: str) -> Rate:

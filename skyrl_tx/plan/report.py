@@ -46,7 +46,7 @@ def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Reco
         "limits": {
             "context_tokens": samples.max_length,
             "kv_tokens": samples.tokens,
-            "sample_slots": samples.layout_for(1).num_slots,
+            "sample_slots": samples.num_slots,
             "samples_of_longest_context": account.samples_at_context,
             "models": plan.max_models,
             "row_tokens": plan.longest_row,
@@ -76,8 +76,8 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     yield from table(rows)
     yield from ("", "What fits:")
     yield f"  context       {samples.max_length} tokens, prompt and new ones"
-    slots = samples.layout_for(1)
-    at_most = f"{slots.num_slots} of {slots.length} tokens, {account.samples_at_context} of {samples.max_length}"
+    at_context = f"{account.samples_at_context} of {samples.max_length}"
+    at_most = f"{samples.num_slots} of {samples.length_of_all} tokens, {at_context}"
     yield f"  samples       {at_most}"
     yield f"  models        {plan.max_models} in training at the same time; others are evicted to disk"
     yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"

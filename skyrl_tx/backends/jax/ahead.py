@@ -22,7 +22,7 @@ from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.memory import adapter_bytes, is_exhausted
 from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.jax_programs import slot_batch
+from skyrl_tx.backends.jax.sample.jax_programs import row_batch
 from skyrl_tx.backends.jax.sample.running import BASE
 from skyrl_tx.backends.jax.shapes import PrefillShapes, tiles
 from skyrl_tx.backends.jax.start_plan import StartPlan
@@ -31,6 +31,7 @@ from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.backends.jax.warmup import NAME, training_batch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
+from skyrl_tx.layers.held import Cache, Table
 from skyrl_tx.layers.lora import Adapter, LoraPair
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
@@ -184,33 +185,39 @@ class _Shapes:
         return self._replicated(packing.fill(first, examples)), detail
 
     def prefill(self) -> _Lowered:
-        """Return one chunk of the longest prompt, with the base model."""
+        """Return one chunk of a prompt, with the base model."""
         samples = self._plan.samples
-        shapes = PrefillShapes.of(self._config, samples.max_length)
-        prompt = models.cache_shapes(self._params, self._model, 1, shapes.longest)
-        number, tokens = self._replicated(np.int32(0)), self._replicated(np.zeros(shapes.chunk_size, np.int32))
-        lowered = programs.extend.lower(self._params, self._model, None, number, tokens, number, number, prompt)
-        planned = self._plan.weight_bytes + samples.prompt_bytes // samples.prompt_tokens * shapes.longest
-        return lowered, f"{shapes.chunk_size} tokens of {shapes.longest}", planned
+        size = PrefillShapes.of(self._config, samples.max_length).chunk_size
+        number, tokens = self._replicated(np.int32(0)), self._replicated(np.zeros(size, np.int32))
+        lowered = programs.extend.lower(
+            self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(1)
+        )
+        return lowered, f"{size} tokens", self._plan.weight_bytes + self._plan.kv_bytes
 
     def decode(self) -> _Lowered:
-        """Return a decode slice of the most slots, with the base model."""
-        layout, config = self._plan.samples.layout_for(1), self._config
-        cache = models.cache_shapes(self._params, self._model, layout.num_slots, layout.length)
-        batch = slot_batch({}, layout.num_slots, [BASE] * len(tiles(layout.num_slots)), config.decode_slice_tokens)
+        """Return a decode slice of the most samples, with the base model."""
+        samples, config = self._plan.samples, self._config
+        adapters = [BASE] * len(tiles(samples.num_slots))
         lowered = programs.decode_slice.lower(
             self._params,
             self._model,
             None,
-            cache,
-            self._replicated(batch),
+            self._cache(),
+            self._table(samples.num_slots),
+            self._replicated(row_batch({}, samples.num_slots, adapters, config.decode_slice_tokens)),
             self._replicated(np.int32(0)),
-            read_length=layout.length,
             max_steps=config.decode_slice_tokens,
             max_topk=config.max_topk_logprobs,
         )
-        cached = self._plan.kv_bytes * layout.num_slots * layout.length // self._plan.samples.tokens
-        return lowered, f"{layout.num_slots} slots of {layout.length} tokens", self._plan.weight_bytes + cached
+        return lowered, f"{samples.num_slots} samples", self._plan.weight_bytes + self._plan.kv_bytes
+
+    def _cache(self) -> Cache:
+        samples = self._plan.samples
+        return models.cache_shapes(self._params, self._model, samples.num_pages, samples.num_states, samples.page)
+
+    def _table(self, num_rows: int) -> Table:
+        page_BM = np.zeros((num_rows, self._plan.samples.table_pages), np.int32)
+        return self._replicated(Table(page_BM, np.zeros(num_rows, np.int32)))  # type: ignore[arg-type]
 
     def _adapter(self, rank: int) -> Adapter:
         shapes, axes = models.adapter_shapes(self._model, rank), models.adapter_axes(self._model)

@@ -95,15 +95,12 @@ class JaxBackend(AbstractBackend):
         programs = JaxPrograms(self._params, self._model, config)
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
-        reserved = programs.memory.prompt_bytes
         costs = training_costs(self._training_params, self._model)
-        self._memory = Memory(
-            plan_training_memory(config, self._training_params, self._model, costs, reserved=reserved)
-        )
+        self._memory = Memory(plan_training_memory(config, self._training_params, self._model, costs))
         self._max_training_length = longest_example(
-            config, self._training_params, self._model, costs, self._memory.plan, reserved=reserved
+            config, self._training_params, self._model, costs, self._memory.plan
         )
-        self._max_models = max_models(config, self._params, self._model, reserved=reserved)
+        self._max_models = max_models(config, self._params, self._model)
         self._pool = AdapterPool(self._max_models)
         self._dispatch_limit = DispatchLimit()
         self.check_devices()  # compiles its program, which must exist when a device is lost

@@ -94,7 +94,7 @@ class JaxConfig(BaseModel):
     sample_slots: int = Field(default=32, gt=0)
     """KV cache slots: samples that are decoded at the same time."""
     max_sample_tokens: int | None = Field(default=None, gt=0)
-    """Prompt and new tokens in the KV cache, over all slots.
+    """Prompt and new tokens in the KV cache, over all samples.
     Unset: what fits, at most 65536 on CPU. Changing this value compiles other programs."""
     prefix_cache_tokens: int | None = Field(default=None, ge=0)
     """Tokens in the prefix cache, which stores recent prompts for later ones with an equal beginning; 0: none.

@@ -13,7 +13,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK, Costs, costs_of
 from skyrl_tx.backends.jax.distributed import agreed, is_distributed, own_devices
-from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
+from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
 from skyrl_tx.contract.meters import DeviceMemory
@@ -22,17 +22,17 @@ from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
 from skyrl_tx.layers.sharding import WHOLE, Layout
 
 TRAINING_SHARE = 0.5
-"""Share of the memory left by weights, KV cache and prompts that a micro-batch may take; models need the rest."""
+"""Share of the memory left by weights and KV cache that a micro-batch may take; models need the rest."""
 ROW_SHARE = 0.9
 """Share of that memory that one example may take which is longer than a micro-batch."""
 HOST_SHARE = 0.5
 """Share of a host's memory that the inputs of layers of one example may take."""
 SAMPLE_SHARE = 0.5
-"""Share of the memory left by weights that keys and values of samples and prompts may take."""
+"""Share of the memory left by weights that the cache of samples and prompts may take."""
 POOL_SHARE = 0.05
 """Share of the memory left by weights that the adapter pool takes at start-up; it grows when more samplers are used."""
 MODEL_SHARE = 0.4
-"""Share of the memory left by weights, KV cache and prompts for the state of models in training."""
+"""Share of the memory left by weights and KV cache for the state of models in training."""
 
 MIN_ADAPTER_SLOTS = 4
 """Adapter slots for sampling at start-up, at least; one of them is the base model's."""
@@ -160,17 +160,12 @@ def training_costs(params: models.DecoderParams, model: models.ModelConfig) -> C
 
 
 def plan_training_memory(
-    config: JaxConfig,
-    params: models.DecoderParams,
-    model: models.ModelConfig,
-    costs: Costs | None,
-    *,
-    reserved: int = 0,
+    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, costs: Costs | None
 ) -> MemoryPlan:
     """Return the memory plan for this device, and log its reason. Configured values take precedence.
 
-    Call it when weights and KV cache are on the device, with the `training_costs`. `reserved` bytes of each device are
-    kept free. Raises UserError for `offload` where devices cannot copy to the host's memory.
+    Call it when weights and KV cache are on the device, with the `training_costs`. Raises UserError for `offload` where
+    devices cannot copy to the host's memory.
     """
     if not can_offload(params):
         if config.offload:
@@ -180,7 +175,7 @@ def plan_training_memory(
         reason = "the device does not report its memory"
         plan = plan_without_memory(config)
     else:
-        free = _reported_free(params) - reserved
+        free = _reported_free(params)
         num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
         plan = plan_for(free, costs, config, num_shards=num_shards)
         plan = with_long_rows(plan, free - model_bytes(config, params, model), costs, config, num_shards=num_shards)
@@ -206,8 +201,6 @@ def longest_example(
     model: models.ModelConfig,
     costs: Costs | None,
     plan: MemoryPlan,
-    *,
-    reserved: int = 0,
 ) -> int:
     """Return the most tokens of an example: the model's limit, or what fits on the devices that share its row.
 
@@ -216,7 +209,7 @@ def longest_example(
     """
     if costs is None:
         return model.max_context_length
-    free = _reported_free(params) - reserved - model_bytes(config, params, model)
+    free = _reported_free(params) - model_bytes(config, params, model)
     return min(model.max_context_length, longest_row(free, costs, plan, params.layout, _host_bytes(params)))
 
 
@@ -313,31 +306,30 @@ def free_bytes(params: models.DecoderParams) -> int | None:
 
 
 def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:
-    """Return the memory for keys and values, and log its reason. Configured values take precedence.
+    """Return the memory of the cache of samples and prompts, and log its reason. Configured values take precedence.
 
-    Call it when the weights are on the device. The KV cache is never larger than all slots can use.
+    Call it when the weights are on the device. There are never more pages than all slots can use.
     """
     layout, dtype = params.layout, params.embed.dtype
-    room = RoomBytes.of(model, layout, dtype.itemsize)
-    shards = layout.num_shards("batch")  # of the KV cache; a prompt is a single row, which is not sharded
-    free = free_bytes(params)
+    room, shards = RoomBytes.of(model, layout, dtype.itemsize), layout.num_shards("batch")
+    free, memories = free_bytes(params), shards
     most = config.sample_slots * (config.max_context_length or model.max_context_length)
     if free is None:
         free = _free_on_host(params)
         most = min(most, DEFAULT_SAMPLE_TOKENS)
-        room, shards = RoomBytes.of(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
-    fitting = int((SAMPLE_SHARE * max(free, 0) - room.state * -(-config.sample_slots // shards)) / room.position)
-    memory = _largest_sample_memory(fitting, shards, most, config, model, room)
+        room, memories = RoomBytes.of(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
+    fitting = int(SAMPLE_SHARE * max(free, 0)) // room.position * memories
+    memory = _largest_sample_memory(fitting, most, config, model, room, shards)
     log.info(
-        "KV cache of %d tokens%s, and prompts of %d: %.1f GiB are free, a token takes %.1f KiB%s",
+        "KV cache of %d tokens%s, and of %d for prefixes: %.1f GiB are free, a token takes %.1f KiB%s",
         memory.tokens,
         " (configured)" if config.max_sample_tokens else "",
-        memory.prompt_tokens,
+        memory.prefix_tokens,
         free / 2**30,
         room.position / 2**10,
         f", and the state of a sample {room.state / 2**20:.1f} MiB" if room.state else "",
     )
-    return replace(memory, prompt_bytes=memory.prompt_tokens * room.position)
+    return memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,38 +363,39 @@ class RoomBytes:
 
 
 def _largest_sample_memory(
-    fitting: int, shards: int, most: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes
+    fitting: int, most: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes, shards: int
 ) -> SampleMemory:
-    """Return the largest memory for `fitting` positions of a device, which has one of `shards` shards of the cache."""
+    """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together."""
+
+    def of(tokens: int) -> SampleMemory:
+        context = model.max_context_length
+        return SampleMemory(
+            num_slots=config.sample_slots,
+            tokens=tokens,
+            prefix_tokens=tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
+            max_length=min(context, config.max_context_length or context, tokens),
+            state_tokens=room.state_tokens,
+            shards=shards,
+        )
+
     if config.max_sample_tokens:
-        return _sample_memory(config.max_sample_tokens, config, model, room)
-    memory = _sample_memory(max(min(_rounded_down(fitting * shards), most), 1), config, model, room)
-    while memory.tokens > 1 and memory.tokens / shards + memory.prompt_tokens > fitting:
-        memory = _sample_memory(_rounded_down(memory.tokens - 1), config, model, room)
+        return of(config.max_sample_tokens)
+    memory = of(max(min(_rounded_down(fitting), most), 1))
+    while memory.tokens > 1 and memory.all_tokens > fitting:
+        memory = of(_rounded_down(memory.tokens - 1))
     return memory
 
 
-def _sample_memory(tokens: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes) -> SampleMemory:
-    """Return the memory of a KV cache of `tokens` positions, with prompt buffers of a suitable size."""
-    context = model.max_context_length
-    max_length = min(context, config.max_context_length or context, tokens)
-    shapes = PrefillShapes.of(config, max_length)
-    prefix_tokens = tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens
-    found = SampleMemory(config.sample_slots, tokens, 0, prefix_tokens, max_length, state_tokens=room.state_tokens)
-    together = shapes.longest, shapes.buffer_length(min(config.prefill_tokens, max_length))
-    return replace(found, prompt_tokens=max(prefix_tokens, sum(map(found.positions, together))))
-
-
-def max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, *, reserved: int = 0) -> int:
+def max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
     """Return how many models may be in training at the same time, and log the reason.
 
-    A configured number takes precedence. Call it when weights and KV cache are on the device. `reserved` bytes of each
-    device are kept free. A model takes memory when it is created, for its own rank: weights, gradient and two moments.
-    This estimate assumes the highest rank that a client may ask for.
+    A configured number takes precedence. Call it when weights and KV cache are on the device. A model takes memory when
+    it is created, for its own rank: weights, gradient and two moments. This estimate assumes the highest rank that a
+    client may ask for.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free, cost = max(_free(params) - reserved, 0), model_bytes(config, params, model)
+    free, cost = max(_free(params), 0), model_bytes(config, params, model)
     fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, needs the new and the old state of one model
     found = max(1, min(fitting, MAX_MODELS))
     log.info(

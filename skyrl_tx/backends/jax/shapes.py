@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.layers.attention import PAST_BLOCK
+from skyrl_tx.layers.kv_cache import PAGE
 
 SHORTEST_CHUNK = 32
 """Tokens to which the last chunk of a prompt is padded, at least."""
@@ -49,20 +51,14 @@ def padded_chunk(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillShapes:
-    """The sizes of prefill chunks and prompt buffers.
-
-    A chunk has up to `chunk_size` tokens, a power of two. A prompt buffer holds the keys of one prompt; it has up to
-    `longest` positions, a multiple of `chunk_size`.
-    """
+    """The sizes of prefill chunks, which have up to `chunk_size` tokens, a power of two."""
 
     chunk_size: int
-    longest: int
 
     @classmethod
     def of(cls, config: JaxConfig, max_length: int) -> "PrefillShapes":
         """Return the sizes for prompts of up to `max_length` tokens."""
-        chunk_size = min(config.prefill_chunk_tokens, next_power(max(max_length, SHORTEST_CHUNK)))
-        return cls(chunk_size, -(-max_length // chunk_size) * chunk_size)
+        return cls(min(config.prefill_chunk_tokens, next_power(max(max_length, SHORTEST_CHUNK))))
 
     def chunk_end(self, start: int) -> int:
         """Return the end of the full chunk that begins at position `start`."""
@@ -86,17 +82,6 @@ class PrefillShapes:
         for size in self.padded_sizes():
             yield min(size if size <= FIRST_CHUNK else 2 * size, max_length)
 
-    def buffer_length(self, num_tokens: int) -> int:
-        """Return the positions of the buffer for a prompt of `num_tokens`: a whole number of chunks."""
-        length = self.chunk_size
-        while length < num_tokens:
-            length *= 4
-        return min(length, self.longest)
-
-    def buffer_lengths(self) -> Iterator[int]:
-        """Yield every length of a prompt buffer."""
-        return ascending(self.buffer_length, self.longest)
-
 
 TILE = 4
 """Slots that share an adapter. Measured on CPU, in tokens/s: one slot per adapter 540, four 760, eight 820."""
@@ -111,48 +96,71 @@ def tiles(num_slots: int) -> Sequence[range]:
     return [range(first, first + size) for first in range(0, num_slots, size)]
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The shape of the KV cache: `num_slots` slots of `length` positions each."""
+PROMPTS = 4
+"""Prompts that are computed or have waiting samples, at most: of each queue a partly computed one and another."""
 
-    num_slots: int
-    length: int
+STATE_SHARE = 0.75
+"""Share of the prefix cache for states. A prompt keeps up to three, each as large as many positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """The memory for keys, values and states, in positions of all devices together.
-
-    The KV cache is allocated at start-up. Prompt buffers are allocated on demand; the least recently used entries of
-    the prefix cache are evicted to make space for them.
-    """
+    """The memory of the cache for samples, prompts and cached prefixes, on all devices together."""
 
     num_slots: int
-    """The most KV cache slots."""
+    """The most samples that run at the same time."""
     tokens: int
-    """Positions of the KV cache, over all slots."""
-    prompt_tokens: int
-    """Positions of all prompt buffers; at least the longest prompt and the prompts that one step computes."""
+    """Positions for prompts and samples."""
     prefix_tokens: int
-    """Positions of the prefix cache, a part of `prompt_tokens`."""
+    """Positions that cached prefixes count as, at most, and for which there are further pages."""
     max_length: int
     """Prompt and new tokens of one sample."""
-    prompt_bytes: int = 0
-    """Bytes of all prompt buffers on each device."""
     state_tokens: int = 0
-    """Positions that take as many bytes as the state of fixed size of a prompt; 0 for models without."""
+    """Positions that take as many bytes as the state of fixed size of a prompt or sample; 0 for models without."""
+    page: int = PAGE
+    """Positions of a page."""
+    shards: int = 1
+    """The shards of pages, and of states."""
 
-    def positions(self, length: int, *, num_kept: int = 0) -> int:
-        """Return what a prompt buffer of `length` counts as, with its state and `num_kept` others."""
-        return length + (1 + num_kept) * self.state_tokens
+    def pages_for(self, num_tokens: int) -> int:
+        """Return the pages of a row of `num_tokens`."""
+        return -(-num_tokens // self.page)
 
-    def layout_for(self, needed: int) -> KVLayout:
-        """Return the layout with the most slots whose KV length is at least `needed`.
+    @property
+    def num_pages(self) -> int:
+        """All pages: with the empty one, and as many as there are samples, whose last is partly filled."""
+        of_samples = self.pages_for(self.tokens)
+        of_prefixes = self.pages_for(self.prefix_tokens - self._prefix_states * self.state_tokens)
+        return self._sharded(1 + of_samples + min(of_samples, self.num_slots) + of_prefixes)
 
-        All layouts have at most `tokens` positions: each doubling of the length, up to `max_length`, halves the slots.
-        """
-        assert 0 < needed <= self.max_length <= self.tokens
-        length = min(max(self.tokens // self.num_slots, 1), self.max_length)
-        while length < needed:
-            length = min(2 * length, self.max_length)
-        return KVLayout(num_slots=min(self.num_slots, self.tokens // length), length=length)
+    @property
+    def num_states(self) -> int:
+        """All state slots: with the empty one, and those of samples, of prompts and of cached prefixes."""
+        return self._sharded(1 + self.num_slots + PROMPTS + self._prefix_states)
+
+    @property
+    def table_pages(self) -> int:
+        """The width of a block table: pages for the longest sample, in whole blocks of attention."""
+        block = max(PAST_BLOCK // self.page, 1)
+        return -(-self.pages_for(self.max_length) // block) * block
+
+    @property
+    def all_tokens(self) -> int:
+        """The positions that take as many bytes as the whole cache."""
+        return self.num_pages * self.page + self.num_states * self.state_tokens
+
+    @property
+    def length_of_all(self) -> int:
+        """The positions of each sample if as many run as may, and all are equally long."""
+        return min(max(self.tokens // self.num_slots, 1), self.max_length)
+
+    def samples_of(self, length: int) -> int:
+        """Return how many samples of that length run at the same time."""
+        return min(self.num_slots, self.tokens // length)
+
+    @property
+    def _prefix_states(self) -> int:
+        return int(STATE_SHARE * self.prefix_tokens) // self.state_tokens if self.state_tokens else 0
+
+    def _sharded(self, number: int) -> int:
+        return -(-number // self.shards) * self.shards

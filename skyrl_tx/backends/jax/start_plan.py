@@ -53,7 +53,7 @@ class StartPlan:
     pool_bytes: int
     samples: SampleMemory
     kv_bytes: int
-    """The KV cache, without prompts."""
+    """The KV cache: pages and states."""
     costs: Costs | None
     """None if devices do not report their memory."""
     passes: MemoryPlan
@@ -105,7 +105,8 @@ def plan_start(
     params = params_after(weight_bytes + pool_bytes)
     samples = plan_sample_memory(config, params, model)
     room = RoomBytes.of(model, memory_layout(params), dtype.itemsize)
-    kv_bytes = (samples.tokens * room.position + config.sample_slots * room.state) // layout.num_shards("batch")
+    positions = samples.num_pages * samples.page
+    kv_bytes = (positions * room.position + samples.num_states * room.state) // layout.num_shards("batch")
     params = params_after(weight_bytes + pool_bytes + kv_bytes)
     costs, pass_bytes, longest, offloaded_bytes = None, 0, None, 0
     if (left := free_bytes(params)) is None:
@@ -115,12 +116,12 @@ def plan_start(
         num_shards = in_training.num_shards("batch") * in_training.num_shards("tokens")
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         costs = costs_of(replace(shapes, layout=in_training), model, platform)
-        passes = plan_for(left - samples.prompt_bytes, costs, config, num_shards=num_shards)
-        reserved = samples.prompt_bytes + model_bytes(config, params, model)
-        passes = with_long_rows(passes, left - reserved, costs, config, num_shards=num_shards)
+        passes = plan_for(left, costs, config, num_shards=num_shards)
+        for_row = left - model_bytes(config, params, model)
+        passes = with_long_rows(passes, for_row, costs, config, num_shards=num_shards)
         tokens = -(-passes.micro_batch_tokens // num_shards)
         pass_bytes = costs.of_pass(tokens, remat=passes.policy(tokens))
-        longest = longest_row(left - reserved, costs, passes, in_training)
+        longest = longest_row(for_row, costs, passes, in_training)
         if passes.policy_of_longest is RematPolicy.OFFLOAD:
             tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
             offloaded_bytes = costs.host_token * tokens if tokens > (passes.offload_above or 0) else 0
@@ -139,7 +140,7 @@ def plan_start(
         pass_bytes=pass_bytes,
         longest_row=longest,
         offloaded_bytes=offloaded_bytes,
-        max_models=max_models(config, params, model, reserved=samples.prompt_bytes),
+        max_models=max_models(config, params, model),
         model_bytes=model_bytes(config, params, model),
     )
 

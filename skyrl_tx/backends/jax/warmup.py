@@ -1,8 +1,8 @@
 """Warm-up: runs every common shape once at start-up, so that no request waits for the compiler.
 
 In training these are passes with one target per position, the SDK's default rank, and every length of a micro-batch.
-In sampling these are every prefill chunk, KV cache layout and KV read length, from the base model, from an
-adapter and from both together, with every score of prompts.
+In sampling these are every prefill chunk, row count and KV read length, from the base model, from an adapter and from
+both together, with every score of prompts.
 
 Three cases are still compiled on first use: the first sampler of a rank above the default, the first sampler beyond the
 adapter pool's initial slots, and more than 31 targets per position of a prompt.

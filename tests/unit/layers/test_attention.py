@@ -11,15 +11,15 @@ import pytest
 
 from skyrl_tx.layers.attention import (
     DENSE_LENGTH,
-    cached_attention,
     causal_attention,
     dense_attention,
-    extending_attention,
 )
 from skyrl_tx.layers.flash_attention import flash_attention
-from skyrl_tx.layers.kv_cache import KeyValues, read_segments
+from skyrl_tx.layers.held import ChunkHeld, StepHeld
+from skyrl_tx.layers.kv_cache import KeyValues, Pages, read_segments
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from tests.support.fast_jit import fast_jit
+from tests.support.paged import in_pages, table_of
 
 
 def heads(T, N=4, K=2, H=8, B=2, seed=0):
@@ -133,33 +133,52 @@ def test_a_window_hides_what_is_further_back(window):
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [*WINDOWS, None])
 def test_chunks_and_steps_have_the_same_windows_and_sinks(window, has_sinks):
-    """Positions that are not written hold NaN; one slot is at the end of a chunk, one within."""
+    """Positions that are not written hold NaN; one row is at the end of a chunk, one within."""
     length, chunk, held = 230, 64, 192  # positions, tokens of a chunk, positions in the cache
     q, k, v = heads(T=length, B=2)
     sinks = SINKS if has_sinks else None
     whole = by_definition(q, k, v, window, sinks)
-    nothing = np.full((1, 2, 2, 512, 8), np.nan, np.float32)
-    past = KeyValues(k=nothing.copy(), v=nothing.copy())
-    extend = fast_jit(extending_attention, static_argnames="window")
     for start in range(0, held, chunk):
         here = slice(start, start + chunk)
-        got = extend(q[:, here], k[:, here], v[:, here], past, np.int32(0), np.int32(start), sinks, window=window)
+        new = (x[:, here] for x in (q, k, v))
+        got = chunk_after(*new, past_of(k, v, start), np.int32(start), sinks, window=window)
         np.testing.assert_allclose(got, whole[:, here], atol=1e-5)
-        past.k[0, :, :, here], past.v[0, :, :, here] = (x[:, here].swapaxes(1, 2) for x in (k, v))
 
-    start_S, recent = np.array([held, held - 20], np.int32), 7  # the last tokens of each slot lie apart
+    start_S, recent = np.array([held, held - 20], np.int32), 7  # the last tokens of each row lie apart
     row_S1, token_ST = np.arange(2)[:, None], start_S[:, None] + np.arange(recent)
     newest = KeyValues(k=k[row_S1, token_ST].swapaxes(1, 2), v=v[row_S1, token_ST].swapaxes(1, 2))
     position_S = start_S + recent - 1
+    new = [x[np.arange(2), position_S] for x in (q, k, v)]
+    for in_segments in (False, True):
+        past = past_of(k, v, held, unwritten=0.0 if in_segments else np.nan)
+        got = step_after(*new, past, newest, start_S, sinks, window=window, in_segments=in_segments)
+        np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
 
-    @partial(fast_jit, static_argnames="window")
-    def step(q, k, v, newest, *, window):
-        segments = read_segments(KeyValues(k=k[None], v=v[None]), 0, 200)
-        return cached_attention(q, segments, newest, start_S, np.int32(recent), sinks, window=window)
 
-    kept = [np.pad(x, ((0, 0), (0, 26), (0, 0), (0, 0))).swapaxes(1, 2) for x in (k, v)]
-    got = step(q[np.arange(2), position_S], *kept, newest, window=window)
-    np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
+def past_of(k: np.ndarray, v: np.ndarray | None, size: int, *, unwritten: float = np.nan) -> KeyValues:
+    """Return the first `size` positions of keys and values [B, T, K, H] in pages of 64, of 256 positions."""
+
+    def put(x: np.ndarray) -> np.ndarray:
+        rows = np.full((1, x.shape[0], x.shape[2], 256, x.shape[3]), unwritten, np.float32)
+        rows[0, :, :, :size] = x[:, :size].swapaxes(1, 2)
+        return in_pages(rows, 64)
+
+    return KeyValues(k=put(k), v=None if v is None else put(v))
+
+
+@partial(fast_jit, static_argnames="window")
+def chunk_after(q, k, v, past, start, sinks=None, *, window=None):
+    pages = Pages(past, np.int32(0), table_of(2, 4).page_BM)
+    return ChunkHeld(pages, (), start).attend(q, k, v, sinks, window=window)[0]
+
+
+@partial(fast_jit, static_argnames=("window", "in_segments"))
+def step_after(q, k, v, past, newest, start_S, sinks=None, *, window=None, in_segments):
+    """Decode the last of the new tokens [S, ...]; the others are in `newest`."""
+    pages, num_before = Pages(past, 0, table_of(2, 4).page_BM), jnp.int32(newest.k.shape[2] - 1)
+    before = jax.tree.map(lambda leaf: leaf.at[:, :, -1].set(jnp.nan), jax.tree.map(jnp.asarray, newest))
+    held = StepHeld(read_segments(pages, 256) if in_segments else pages, before, (), start_S, num_before)
+    return held.attend(q, k, v, sinks, window=window)[0]
 
 
 @pytest.mark.parametrize("length", [50, 150])
@@ -186,25 +205,20 @@ def test_keys_may_be_the_values_too():
     length, chunk, held, recent = 150, 64, 128, 7
     q, k, _ = heads(T=length, B=2, K=1)
     whole = by_definition(q, k, k)
-    past = KeyValues(k=np.full((1, 2, 1, 256, 8), np.nan, np.float32), v=None)
-    extend = fast_jit(lambda q, k, past, start: extending_attention(q, k, None, past, np.int32(0), start))
     for start in range(0, held, chunk):
         here = slice(start, start + chunk)
-        np.testing.assert_allclose(extend(q[:, here], k[:, here], past, np.int32(start)), whole[:, here], atol=1e-5)
-        past.k[0, :, :, here] = k[:, here].swapaxes(1, 2)
+        got = chunk_after(q[:, here], k[:, here], None, past_of(k, None, start), np.int32(start))
+        np.testing.assert_allclose(got, whole[:, here], atol=1e-5)
 
     start_S = np.array([held, held - 20], np.int32)
     row_S1, token_ST = np.arange(2)[:, None], start_S[:, None] + np.arange(recent)
     newest = KeyValues(k=k[row_S1, token_ST].swapaxes(1, 2), v=None)
-    past.k[:, :, :, held:] = 0  # what is not written in a slot is 0
-
-    @fast_jit
-    def step(q, past, newest):
-        return cached_attention(q, read_segments(past, 0, 200), newest, start_S, np.int32(recent))
-
     position_S = start_S + recent - 1
-    got = step(q[np.arange(2), position_S], past, newest)
-    np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
+    new = [x[np.arange(2), position_S] for x in (q, k)]
+    for in_segments in (False, True):
+        past = past_of(k, None, held, unwritten=0.0 if in_segments else np.nan)
+        got = step_after(*new, None, past, newest, start_S, in_segments=in_segments)
+        np.testing.assert_allclose(got, whole[np.arange(2), position_S], atol=1e-5)
 
 
 def test_long_rows_stay_within_memory():

@@ -9,11 +9,14 @@ import pytest
 
 from skyrl_tx.layers import held
 from skyrl_tx.layers.attention import cached_attention
-from skyrl_tx.layers.held import Cache, Held
-from skyrl_tx.layers.kv_cache import KeyValues, Segments, append
+from skyrl_tx.layers.held import Cache, Held, Table
+from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append
 from tests.support.fast_jit import fast_jit
+from tests.support.paged import in_pages, positions_of, rows_of, table_of
 
-L, S, K, C, H = 2, 3, 2, 8, 4
+L, S, K, C, P, H = 2, 3, 2, 8, 4, 4
+"""Layers, rows, kv heads, positions of a row, and of a page, dims."""
+TABLE = table_of(S, C // P)
 
 
 def some(*shape: int, seed: int = 0) -> np.ndarray:
@@ -24,15 +27,17 @@ def keys_and_values(*shape: int, seed: int = 0) -> KeyValues:
     return KeyValues(k=some(*shape, seed=seed), v=some(*shape, seed=seed + 1))
 
 
-def hybrid(rows: int, length: int = C, seed: int = 0) -> Cache:
+def hybrid(seed: int = 0) -> Cache:
     """Return the cache of two stacks: one of attention, and one that only has a state."""
-    state = {"state": some(3, rows, 5, seed=seed + 2)}
-    return Held(positions=keys_and_values(L, rows, K, length, H, seed=seed)), Held(fixed=state)
+    state = {"state": some(3, 1 + S, 5, seed=seed + 2)}
+    positions = in_pages(keys_and_values(L, S, K, C, H, seed=seed), P)
+    return Held(positions=positions), Held(fixed=state)
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
-    cache = hybrid(S)
+    """The second row has no page for what it writes from position 4 on."""
+    cache, table = hybrid(), TABLE.replace(page_BM=TABLE.page_BM.at[1, 1].set(0))
     start_S = np.array([0, 4, 7])
     new = [keys_and_values(L, S, K, H, seed=20 + n) for n in range(3)]
 
@@ -40,10 +45,11 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
     def slice_of_three(cache: Cache, start_S: jax.Array, new: list[KeyValues]) -> tuple[KeyValues, Cache]:
         """Return the past of layer 1, and the cache after a slice whose third token is not kept."""
         if by_layer:
-            opened = held.open_rows(cache, jnp.arange(S), start_S, read_length=7, max_tokens=3)
+            opened = held.open_rows(cache, table, start_S, read_length=C, max_tokens=3)
         else:
-            opened = held.open_slice(cache, start_S, read_length=7, max_tokens=3)
-        (past,) = opened.layer(0, 1, ()).past
+            opened = held.open_slice(cache, table, start_S, max_tokens=3)
+        past = opened.layer(0, 1, ()).past
+        read = past.block(0, 2) if isinstance(past, Pages) else past[0]
         assert opened.layer(1, 1, "state").fixed == "state"
         for n, each in enumerate(new):
             layers = [
@@ -52,91 +58,79 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
             ]
             first = tuple(layers) if by_layer else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
             opened = opened.replace(live=(first, jax.tree.map(lambda leaf: 2 * leaf, opened.live[1])))
-        ended = opened.replace(num_recent=jnp.int32(2))
-        return past, held.close_slice(cache, ended, jnp.arange(S) if by_layer else None)
+        return read, held.close_slice(cache, opened.replace(num_recent=jnp.int32(2)), table)
 
-    past, (attention, linear) = slice_of_three(cache, start_S, new)
-    before = cache[0].positions
-    np.testing.assert_array_equal(past.k, np.swapaxes(before.k[1, :, :, :7], 2, 3))
-    np.testing.assert_array_equal(past.v, before.v[1, :, :, :7])
+    past, after = slice_of_three(cache, start_S, new)
+    before = rows_of(cache[0].positions, table)
+    np.testing.assert_array_equal(past.k, np.swapaxes(before.k[1], 2, 3) if by_layer else before.k[1])
+    np.testing.assert_array_equal(past.v, before.v[1])
     for name in ("k", "v"):
         expected = np.array(getattr(before, name))
         for n in range(2):
-            for slot, start in enumerate(start_S.tolist()):
+            for row, start in ((0, 0), (2, 7)):
                 if start + n < C:  # beyond, nothing is written
-                    expected[:, slot, :, start + n] = getattr(new[n], name)[:, slot]
-        np.testing.assert_array_equal(getattr(attention.positions, name), expected)
-    np.testing.assert_array_equal(linear.fixed["state"], 8 * cache[1].fixed["state"])
+                    expected[:, row, :, start + n] = getattr(new[n], name)[:, row]
+        np.testing.assert_array_equal(getattr(positions_of(after, table)[0], name), expected)
+        assert not np.asarray(getattr(after[0].positions, name))[:, 0].any(), "the empty page"
+        np.testing.assert_array_equal(getattr(after[0].positions, name)[:, 5], getattr(cache[0].positions, name)[:, 5])
+    states = np.array(cache[1].fixed["state"])
+    states[:, 1:] *= 8
+    np.testing.assert_array_equal(after[1].fixed["state"], states)
 
 
-def test_rows_read_and_write_their_slots_and_no_other():
-    """Rows of slots 2 and 0, and one without a sample."""
-    cache, slot_S = hybrid(S), jnp.array([2, 0, S])
+def test_rows_read_and_write_their_pages_and_states_and_no_other():
+    """Rows of the third sample and of the first, and one without a sample."""
+    cache = hybrid()
+    table = Table(TABLE.page_BM[jnp.array([2, 0, 0])].at[2].set(0), jnp.array([3, 1, 0]))
 
     @fast_jit
     def slice_of_one(cache: Cache) -> tuple[Segments, Cache]:
-        opened = held.open_rows(cache, slot_S, jnp.array([3, 5, 0]), read_length=7, max_tokens=2)
+        opened = held.open_rows(cache, table, jnp.array([3, 5, 0]), read_length=C, max_tokens=2)
         live = jax.tree.map(lambda leaf: leaf + 1, opened.live)
-        return opened.past[0][1], held.close_slice(cache, opened.replace(live=live, num_recent=jnp.int32(1)), slot_S)
+        return opened.past[0][1], held.close_slice(cache, opened.replace(live=live, num_recent=jnp.int32(1)), table)
 
-    (past,), (attention, linear) = slice_of_one(cache)
-    np.testing.assert_array_equal(past.v[:2], cache[0].positions.v[1, [2, 0], :, :7])
-    np.testing.assert_array_equal(past.k[:2], np.swapaxes(cache[0].positions.k[1, [2, 0], :, :7], 2, 3))
-    expected = np.array(cache[0].positions.v)
+    (past,), after = slice_of_one(cache)
+    before = rows_of(cache[0].positions, TABLE)
+    np.testing.assert_array_equal(past.v[:2], before.v[1, [2, 0]])
+    np.testing.assert_array_equal(past.k[:2], np.swapaxes(before.k[1, [2, 0]], 2, 3))
+    assert not np.asarray(past.v[2]).any()
+    expected = np.array(before.v)
     expected[:, 2, :, 3] = expected[:, 0, :, 5] = 1
-    np.testing.assert_array_equal(attention.positions.v, expected)
+    np.testing.assert_array_equal(positions_of(after, TABLE)[0].v, expected)
     states = np.array(cache[1].fixed["state"])
-    states[:, [2, 0]] += 1
-    np.testing.assert_array_equal(linear.fixed["state"], states)
+    states[:, [3, 1]] += 1
+    np.testing.assert_array_equal(after[1].fixed["state"], states)
 
 
-def test_a_slot_gets_a_prompt_with_its_state_and_nothing_of_its_former_tenant():
-    cache = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), hybrid(S))
-    prompt = hybrid(1, length=4)
-    inserted = jax.tree.map(np.asarray, fast_jit(held.insert)(cache, prompt, np.int32(3), np.int32(1)))
-    for got, given in zip(jax.tree.leaves(inserted[0]), jax.tree.leaves(prompt[0]), strict=True):
-        np.testing.assert_array_equal(got[:, 1, :, :3], given[:, 0, :, :3])
-        assert not got[:, 1, :, 3:].any()
-        assert np.isnan(got[:, [0, 2]]).all()
-    state = inserted[1].fixed["state"]
-    np.testing.assert_array_equal(state[:, 1], prompt[1].fixed["state"][:, 0])
-    assert np.isnan(state[:, [0, 2]]).all()
-
-
-def test_a_slot_moves_to_another_cache_in_pieces():
-    cache, other = hybrid(S), hybrid(2, length=6, seed=5)
-    moved = other
-    for start in (0, 2):
-        piece = held.read_piece(cache, jnp.int32(2), jnp.int32(start), 2)
-        moved = held.write_piece(moved, piece, jnp.int32(0), jnp.int32(start))
-    for got, source, before in zip(*(jax.tree.leaves(each[0]) for each in (moved, cache, other)), strict=True):
-        np.testing.assert_array_equal(got[:, 0, :, :4], source[:, 2, :, :4])
-        np.testing.assert_array_equal(got[:, 0, :, 4:], before[:, 0, :, 4:])
-        np.testing.assert_array_equal(got[:, 1], before[:, 1])
-    np.testing.assert_array_equal(moved[1].fixed["state"][:, 0], cache[1].fixed["state"][:, 2])
-    np.testing.assert_array_equal(moved[1].fixed["state"][:, 1], other[1].fixed["state"][:, 1])
-
-
-@pytest.mark.parametrize("length", [5, 11])
-def test_a_copy_of_a_prompt_is_cut_or_padded(length):
-    prompt = hybrid(1)
-    attention, linear = held.resize(prompt, length)
-    for got, given in zip(jax.tree.leaves(attention), jax.tree.leaves(prompt[0]), strict=True):
-        kept = min(length, C)
-        np.testing.assert_array_equal(got[:, :, :, :kept], given[:, :, :, :kept])
-        assert got.shape[3] == length and not np.asarray(got)[:, :, :, kept:].any()
-    np.testing.assert_array_equal(linear.fixed["state"], prompt[1].fixed["state"])
+def test_pages_and_states_are_copied_and_cleared():
+    cache = hybrid()
+    cache = jax.tree.map(lambda leaf: np.concatenate([leaf, np.full_like(leaf[:, :2], np.nan)], axis=1), cache)
+    num_pages, num_states = (leaf.shape[1] for leaf in (cache[0].positions.k, cache[1].fixed["state"]))
+    cache[1].fixed["state"][:, 0] = 0
+    pages, states = (np.zeros((4, 2), np.int32) for _ in range(2))
+    pages[:2], states[:2] = [(3, num_pages - 2), (0, num_pages - 1)], [(2, num_states - 1), (0, 2)]
+    pages[2:] = states[2:] = -1  # beyond the count
+    copied = fast_jit(held.copy)(cache, pages, np.int32(2), states, np.int32(2))
+    for got, given in zip(jax.tree.leaves(copied[0]), jax.tree.leaves(cache[0]), strict=True):
+        np.testing.assert_array_equal(got[:, :-2], given[:, :-2])
+        np.testing.assert_array_equal(got[:, -2], given[:, 3])
+        assert not np.asarray(got[:, -1]).any()
+    got, given = copied[1].fixed["state"], cache[1].fixed["state"]
+    np.testing.assert_array_equal(got[:, -1], given[:, 2])
+    assert not np.asarray(got[:, 2]).any() and np.isnan(got[:, -2]).all()
+    np.testing.assert_array_equal(got[:, [1, 3]], given[:, [1, 3]])
 
 
 def test_segments_double():
-    cache = (Held(positions=keys_and_values(1, 1, 1, 700, 2)),)
+    given = keys_and_values(1, 1, 1, 704, 2)
+    cache, table = (Held(positions=in_pages(given, 64)),), table_of(1, 11)
 
     @fast_jit
     def segments(cache: Cache) -> Segments:
-        return held.open_slice(cache, jnp.array([600]), read_length=700, max_tokens=3).layer(0, 0, ()).past
+        return held.open_rows(cache, table, jnp.array([600]), read_length=704, max_tokens=3).layer(0, 0, ()).past
 
-    past, given = segments(cache), cache[0].positions
-    assert [each.v.shape[2] for each in past] == [128, 128, 256, 188]
+    past = segments(cache)
+    assert [each.v.shape[2] for each in past] == [128, 128, 256, 192]
     np.testing.assert_array_equal(np.concatenate([each.v for each in past], 2), given.v[0])
     np.testing.assert_array_equal(np.concatenate([each.k for each in past], 3), np.swapaxes(given.k[0], 2, 3))
 
@@ -146,16 +140,34 @@ def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
     """The KV read length follows the longest row."""
     shape = (1, 4, kv_heads, 1024, head_dim)
     written = (np.arange(1024) < 120)[:, None].astype(np.float32)
-    cache = (Held(positions=KeyValues(k=written * some(*shape), v=written * some(*shape, seed=1))),)
+    rows = KeyValues(k=written * some(*shape), v=written * some(*shape, seed=1))
+    cache, table = (Held(positions=in_pages(rows, 64)),), table_of(4, 16)
     q_SNH, start_S = some(4, 2 * kv_heads, head_dim, seed=2), np.array([60, 1, 33, 120])
 
     recent = KeyValues(k=some(4, kv_heads, 16, head_dim, seed=3), v=some(4, kv_heads, 16, head_dim, seed=4))
 
     @partial(jax.jit, static_argnames="read_length")
     def read(cache: Cache, q_SNH: jax.Array, recent: KeyValues, *, read_length: int) -> jax.Array:
-        opened = held.open_rows(cache, jnp.arange(4), start_S, read_length=read_length, max_tokens=16)
+        opened = held.open_rows(cache, table, start_S, read_length=read_length, max_tokens=16)
         return cached_attention(q_SNH, opened.layer(0, 0, ()).past, recent, start_S, jnp.int32(5))
 
     short, *longer = (read(cache, q_SNH, recent, read_length=length) for length in (128, 256, 1024))
     for each in longer:
         np.testing.assert_array_equal(each, short)
+
+
+def test_longer_rows_change_no_bit_of_attention_over_pages():
+    """The loop ends with the longest row."""
+    rows = keys_and_values(1, 4, 2, 1024, 16)
+    cache, table = (Held(positions=in_pages(rows, 64)),), table_of(4, 16)
+    new = some(4, 4, 16, seed=2), some(4, 2, 16, seed=3), some(4, 2, 16, seed=4)
+
+    @fast_jit
+    def attend(cache: Cache, start_S: jax.Array, new: tuple[jax.Array, ...]) -> jax.Array:
+        opened = held.open_slice(cache, table, start_S, max_tokens=4)
+        return opened.layer(0, 0, ()).attend(*new)[0]
+
+    short = attend(cache, np.array([0, 60, 200, 256], np.int32), new)
+    long = attend(cache, np.array([0, 60, 200, 1000], np.int32), new)
+    np.testing.assert_array_equal(short[:3], long[:3])
+    assert np.abs(np.asarray(short[3] - long[3])).max() > 1e-3

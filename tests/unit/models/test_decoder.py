@@ -1,5 +1,6 @@
 """The three paths through a model - whole rows, slots of adapters, one token at a time - give the same numbers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,60 +15,73 @@ from skyrl_tx.layers.attention import DENSE_LENGTH
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.models.config import Group, Stack, group_blocks
 from tests.support.fast_jit import fast_jit
+from tests.support.paged import positions_of, table_of
 
-# Tests share the shapes of these programs: three rows of 40 tokens, three adapters, prompts and caches of 96 positions.
-LENGTH, PROMPT = 40, 96
+# Tests share the shapes of these programs: three rows of 40 tokens, three adapters, and two pages of each row.
+LENGTH, ROWS, PAGES = 40, 3, 2
+PROMPTS = table_of(ROWS, PAGES)
+SAMPLES = jax.tree.map(lambda leaf: leaf + leaf.max(), PROMPTS)
+"""The rows of the cache: three prompts, and three samples after them."""
 forward = fast_jit(models.forward, static_argnames=("config", "remat"))
 extend = fast_jit(models.extend, static_argnames="config")
 target_logprobs = fast_jit(models.target_logprobs)
-insert = fast_jit(held.insert)
+copy = fast_jit(held.copy)
 
 
-@partial(fast_jit, static_argnames=("config", "bucket", "by_layer"))
-def decode_step(
-    params, config, token, position, cache, adapter=None, rows=None, *, bucket: int = 16, by_layer: bool = False
-):
-    """Decode a slice of one step."""
+@partial(fast_jit, static_argnames=("config", "by_layer"))
+def decode_step(params, config, token, position, cache, adapter=None, rows=None, *, by_layer: bool = False):
+    """Decode a slice of one step of the samples."""
     if by_layer:
         params = models.by_layer(params, config)
-        opened = held.open_rows(cache, jnp.arange(token.shape[0]), position, read_length=bucket, max_tokens=4)
+        opened = held.open_rows(cache, SAMPLES, position, read_length=128, max_tokens=4)
     else:
-        opened = held.open_slice(cache, position, read_length=bucket, max_tokens=4)
+        opened = held.open_slice(cache, SAMPLES, position, max_tokens=4)
     hidden, ended = models.decode_step(params, config, token, opened, adapter, rows)
-    return hidden, held.close_slice(cache, ended)
+    return hidden, held.close_slice(cache, ended, SAMPLES)
 
 
 def tokens(rows: int = 3, length: int = LENGTH, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (rows, length), dtype=np.int32)
 
 
-def filled_cache(params, config, value: float, rows: int = 3) -> held.Cache:
-    """Return a cache of three rows, all of which is `value`."""
-    empty = models.empty_cache(jax.tree.map(jnp.asarray, params), config, rows, PROMPT)
-    return jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), empty)
-
-
 def unwritten(params, config) -> held.Cache:
-    """Return the cache of three prompts before the first chunk: positions are not seen, and states are empty."""
-    empty = filled_cache(params, config, 0.0)
-    return jax.tree_util.tree_map(
-        lambda each: held.Held(
-            positions=jax.tree.map(lambda leaf: jnp.full_like(leaf, np.nan), each.positions), fixed=each.fixed
-        ),
-        empty,
-        is_leaf=lambda each: isinstance(each, held.Held),
+    """Return a cache of NaN, but for the empty page and the states of prompts, which are empty."""
+
+    def nothing(leaf, num_empty: int):
+        return np.concatenate([np.zeros_like(leaf[:, :num_empty]), np.full_like(leaf[:, num_empty:], np.nan)], axis=1)
+
+    cache = models.empty_cache(jax.tree.map(jnp.asarray, params), config, 1 + 2 * ROWS * PAGES, 1 + 2 * ROWS)
+    return tuple(
+        held.Held(
+            jax.tree.map(partial(nothing, num_empty=1), each.positions),
+            jax.tree.map(partial(nothing, num_empty=1 + ROWS), each.fixed),
+        )
+        for each in cache
     )
 
 
 def prefill(params, config, x, adapter=None, rows=None):
-    """Run whole rows, in one chunk of 32, into prompts in which nothing was written."""
+    """Run whole prompts, in one chunk of 32, into pages that are cleared as the backend does."""
     chunk, size = np.pad(x, ((0, 0), (0, 32 - x.shape[1]))), np.int32(x.shape[1])
-    return extend(params, config, chunk, np.int32(0), unwritten(params, config), adapter, rows, size=size)
+    pages = np.asarray(PROMPTS.page_BM).reshape(-1)
+    cache = copied(unwritten(params, config), [(0, page) for page in pages], [])
+    return extend(params, config, chunk, np.int32(0), cache, PROMPTS, adapter, rows, size=size)
 
 
-def prompt_of(keys, row: int):
-    """Return one row of the keys of several prompts."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:, row : row + 1], keys)
+def copied(cache: held.Cache, *pairs) -> held.Cache:
+    """Return the cache after copies of pages and of states."""
+    page_N2, state_N2 = (
+        np.pad(np.array(each, np.int32).reshape(-1, 2), ((0, 8 - len(each)), (0, 0))) for each in pairs
+    )
+    return copy(cache, page_N2, np.int32(len(pairs[0])), state_N2, np.int32(len(pairs[1])))
+
+
+def started(cache: held.Cache, prompts: Sequence[int]) -> held.Cache:
+    """Return the cache with a sample after each of these prompts, which have less than a page."""
+    first = [(PROMPTS.page_BM[prompt, 0], SAMPLES.page_BM[row, 0]) for row, prompt in enumerate(prompts)]
+    empty = [(0, page) for page in SAMPLES.page_BM[:, 1]]
+    states = [(PROMPTS.state_B[prompt], SAMPLES.state_B[row]) for row, prompt in enumerate(prompts)]
+    return copied(cache, [*first, *empty], states)
 
 
 def stack(*adapters):
@@ -149,22 +163,20 @@ def test_decoding_equals_the_full_forward(each_family, by_layer):
     whole = evaluate(each_family.params, config, x, slots, rows)
 
     _, prefilled = prefill(each_family.params, config, x[:, :6], slots, rows)
-    cache = filled_cache(each_family.params, config, np.nan)
-    for row, slot in ((0, 2), (1, 0), (0, 1)):
-        cache = insert(cache, prompt_of(prefilled, row), np.int32(6), np.int32(slot))
-    in_slot = np.array([1, 0, 0])
+    prompts = np.array([1, 0, 0])
+    cache = started(prefilled, prompts)
     for position in range(6, 14):
         hidden, cache = decode_step(
             each_family.params,
             config,
-            x[in_slot, position],
+            x[prompts, position],
             np.full(3, position),
             cache,
             slots,
-            rows[in_slot],
+            rows[prompts],
             by_layer=by_layer,
         )
-        np.testing.assert_allclose(hidden, whole[in_slot, position], atol=1e-5)
+        np.testing.assert_allclose(hidden, whole[prompts, position], atol=1e-5)
 
 
 @pytest.mark.parametrize("chunks", [(20, 20), (16, 3, 21), (1, 32, 7)])
@@ -179,19 +191,17 @@ def test_chunked_prefill_equals_the_full_forward(each_family, chunks):
     for size in chunks:
         chunk = np.pad(x[:, start : start + size], ((0, 0), (0, 32 - size)))
         at = np.int32(start)
-        hidden, past = extend(each_family.params, config, chunk, at, past, slots, rows, size=np.int32(size))
+        hidden, past = extend(each_family.params, config, chunk, at, past, PROMPTS, slots, rows, size=np.int32(size))
         np.testing.assert_allclose(np.asarray(hidden)[:, :size], whole[:, start : start + size], atol=1e-5)
         start += size
 
 
-def test_slots_decode_at_separate_positions(loaded):
+def test_samples_decode_at_separate_positions(loaded):
     config = loaded.config
     x = tokens()
     whole = evaluate(loaded.params, config, x)
-    _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a slot's position must not be seen
-    cache = filled_cache(loaded.params, config, 0)
-    for row in range(3):
-        cache = insert(cache, prompt_of(prefilled, row), np.int32(10), np.int32(row))
+    _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a sample's position must not be seen
+    cache = started(prefilled, range(3))
     rows, positions = np.arange(3), np.array([3, 7, 9])
     hidden, cache = decode_step(loaded.params, config, x[rows, positions], positions, cache)
     np.testing.assert_allclose(hidden, whole[rows, positions], atol=1e-5)
@@ -275,9 +285,7 @@ def test_bfloat16_weights_keep_float32_results(loaded):
     error = np.abs(hidden[:, :10] - expected).max() / np.abs(expected).max()
     assert 0 < error < 0.03  # activations are rounded to 8 bits of mantissa at each product, sums are not
 
-    cache = filled_cache(low, loaded.config, 0)
-    for row in range(3):
-        cache = insert(cache, prompt_of(prefilled, row), np.int32(10), np.int32(row))
+    cache = started(prefilled, range(3))
     decoded, cache = decode_step(low, loaded.config, x[:, 9], np.full(3, 9), cache, adapter)
     assert decoded.dtype == jnp.float32 and cache[0].positions.k.dtype == jnp.bfloat16
     assert np.abs(decoded - expected[:, 9]).max() / np.abs(expected).max() < 0.03
@@ -294,8 +302,8 @@ def test_embeddings_and_positions_may_be_given(loaded):
     np.testing.assert_allclose(evaluate(params, config, x, start_BT=start, position_BT=later), whole, atol=1e-5)
     assert np.abs(evaluate(params, config, x, start_BT=start, position_BT=2 * later) - whole).max() > 1e-2
 
-    hidden, past = extend(params, config, embedded[:, :32], np.int32(0), filled_cache(params, config, np.nan))
-    expected, same = extend(params, config, x[:, :32], np.int32(0), filled_cache(params, config, np.nan))
+    hidden, past = extend(params, config, embedded[:, :32], np.int32(0), unwritten(params, config), PROMPTS)
+    expected, same = extend(params, config, x[:, :32], np.int32(0), unwritten(params, config), PROMPTS)
     np.testing.assert_array_equal(hidden, expected)
     jax.tree.map(np.testing.assert_array_equal, past, same)
 
@@ -323,10 +331,10 @@ def one_by_one(params, config):
 
 
 def in_layer_order(cache, config) -> list:
-    """Return the positions of each layer."""
+    """Return the positions of each layer of the prompts."""
     found = {
-        layer: jax.tree.map(lambda leaf, place=place: np.asarray(leaf)[place], each.positions)
-        for stack, each in zip(config.stacks, cache, strict=True)
+        layer: jax.tree.map(lambda leaf, place=place: leaf[place], each)
+        for stack, each in zip(config.stacks, positions_of(cache, PROMPTS), strict=True)
         for place, layer in enumerate(stack.layers)
     }
     return [found[layer] for layer in range(config.num_layers)]

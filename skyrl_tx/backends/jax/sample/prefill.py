@@ -4,18 +4,20 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
-from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache, PromptSource
+from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PromptSource
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.running import PromptKV, RunningSample, max_tokens
-from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, padded_chunk
+from skyrl_tx.backends.jax.sample.running import RunningSample, max_tokens
+from skyrl_tx.backends.jax.shapes import PrefillShapes, padded_chunk
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions
 
 
 @dataclass(slots=True, kw_only=True)
 class Prefill:
-    """One prompt, from its arrival until all its samples have KV cache slots.
+    """One prompt, from its arrival until all its samples run.
 
     The first `num_done` tokens have keys; the first `num_cached` of these came from the prefix cache.
     """
@@ -23,16 +25,16 @@ class Prefill:
     request: SampleRequest
     preempted: RunningSample | None = None
     """The sample whose prompt is recomputed."""
-    kv: PromptKV = field(default_factory=lambda: PromptKV(None, 0))
-    """Empty before the prefill begins."""
+    table: KVTable | None = None
+    """Its pages and its state; None before the prefill begins and after its end."""
     num_done: int = 0
     num_cached: int = 0
     last_hidden: Any = None
     scores: PromptScores | None = None
-    states: dict[int, Any] = field(default_factory=dict[int, Any])
-    """The states to keep for later prompts, by the chunk ends at which they are taken; None before that."""
+    states: dict[int, int] = field(default_factory=dict[int, int])
+    """The states to keep for later prompts, by the chunk ends at which they are taken; 0 before that."""
     samples: deque[RunningSample] = field(default_factory=deque[RunningSample])
-    """After the prefill, the samples that wait for a slot."""
+    """After the prefill, the samples that wait until they can run."""
 
     @classmethod
     def of_preempted(cls, sample: RunningSample) -> "Prefill":
@@ -40,65 +42,74 @@ class Prefill:
         request = replace(sample.request, first_index=sample.index, num_samples=1, options=PromptOptions())
         return cls(request=request, preempted=sample)
 
+    def again(self) -> "Prefill":
+        """Return the same prefill before its beginning."""
+        return Prefill(request=self.request, preempted=self.preempted)
+
     @property
     def is_done(self) -> bool:
         """Whether every token of the prompt has keys."""
         return self.num_done == self.request.prompt.size
 
     def kv_length(self, slice_tokens: int) -> int:
-        """Return how many KV positions each sample needs to the end of its first slice of new tokens."""
+        """Return how many KV positions its first sample needs to the end of a slice of new tokens."""
         if self.preempted is not None:
             return self.preempted.kv_length(slice_tokens)
-        return self.request.prompt.size + min(slice_tokens, max_tokens(self.request))
+        size, num_tokens = self.request.prompt.size, max_tokens(self.request)
+        return size if num_tokens == 1 else size + min(slice_tokens, num_tokens - 1)
 
 
 class Prefiller:
-    """Computes prompts and caches their keys in the prefix cache."""
+    """Computes prompts and caches them in the prefix cache."""
 
-    def __init__(self, programs: JaxPrograms, shapes: PrefillShapes, memory: SampleMemory) -> None:
+    def __init__(self, programs: JaxPrograms, shapes: PrefillShapes, cache: KVCache) -> None:
         self._programs = programs
         self._shapes = shapes
-        self._memory = memory
-        self.prefixes = PrefixCache(memory.prefix_tokens, shapes, state_tokens=memory.state_tokens)
+        self._cache = cache
+        self._memory = cache.memory
 
-    def fits(self, num_tokens: int, *, in_use: int) -> bool:
-        """Return whether a prompt's buffer fits when `in_use` positions cannot be evicted."""
-        needed = self._memory.positions(self._shapes.buffer_length(num_tokens))
-        return in_use + needed <= self._memory.prompt_tokens
+    def fits(self, prefill: Prefill, num_tokens: int, *, spare: int) -> bool:
+        """Return whether a prompt and `num_tokens` positions of its first sample fit, with `spare` more pages."""
+        size, page = prefill.request.prompt.size, self._memory.page
+        of_sample = self._memory.pages_for(num_tokens) - size // page if num_tokens > size else 0
+        found = self._find(prefill)
+        if found is None:
+            return self._cache.fits(self._memory.pages_for(size) + of_sample + spare, 2)
+        hit, num_done = found
+        own = 0 if num_done == size else self._memory.pages_for(size) - num_done // page
+        used = hit.table.pages[: self._memory.pages_for(num_done)]
+        return self._cache.fits(own + of_sample + spare, 2, keep=used)
 
-    def in_use(self, prefill: Prefill) -> int:
-        """Return what a prompt with a buffer counts as, in positions."""
-        return self._memory.positions(prefill.kv.length, num_kept=len(prefill.states))
+    def _find(self, prefill: Prefill) -> tuple[ComputedPrompt, int] | None:
+        """Scores of a prompt need the hidden states of all its tokens, so they use no cached prefix."""
+        request = prefill.request
+        if request.options.wants_prompt:
+            return None
+        return self._cache.prefixes.find(PromptSource.of(request), request.prompt)
 
-    def begin(self, prefill: Prefill, *, in_use: int) -> None:
-        """Allocate a prompt's buffer, evicting cached prompts for it, and fill it from the prefix cache.
-
-        Scores of a prompt need the hidden states of all its tokens, so they use no cached prefix.
-        """
-        request, wants_scores = prefill.request, prefill.request.options.wants_prompt
-        length = self._shapes.buffer_length(request.prompt.size)
-        found = None if wants_scores else self.prefixes.find(PromptSource.of(request), request.prompt)
-        if found is not None and found[1] == request.prompt.size:
+    def begin(self, prefill: Prefill) -> None:
+        """Take a prompt's pages, of which the first may come from the prefix cache. They must fit."""
+        request, found = prefill.request, self._find(prefill)
+        size = request.prompt.size
+        if found is not None and found[1] == size:
             hit, prefill.num_done = found
-            prefill.kv, prefill.last_hidden = hit.kv, hit.last_hidden
+            prefill.table, prefill.last_hidden = self._cache.share(hit.table), hit.last_hidden
         else:
-            free = self._memory.prompt_tokens - in_use
             if _is_cached(prefill):
-                prefill.states = dict.fromkeys(self._ends_to_keep(request, found, free))
-            self.prefixes.shrink(free - self._memory.positions(length, num_kept=len(prefill.states)))
-            if found is not None and found[0] in self.prefixes:
+                prefill.states = dict.fromkeys(self._ends_to_keep(request, found), 0)
+            if found is None:
+                prefill.scores = self._programs.scores(request) if request.options.wants_prompt else None
+                prefill.table = self._cache.begin(size)
+            else:
                 hit, prefill.num_done = found
                 state = hit.states.get(prefill.num_done)
-                if prefill.num_done in prefill.states:
+                if state is not None and prefill.num_done in prefill.states:
+                    self._cache.states.hold([state])
                     prefill.states[prefill.num_done] = state
-                prefill.kv = self._programs.copy_prompt(hit.kv, length, state)
-            else:
-                found = None  # an evicted prompt's buffer is freed before the next is allocated
-                prefill.scores = self._programs.scores(request) if wants_scores else None
-                prefill.kv = self._programs.allocate_prompt(length)
+                (prefill.table,) = self._cache.fork(hit.table, prefill.num_done, [size], state)
         prefill.num_cached = prefill.num_done
 
-    def _ends_to_keep(self, request: SampleRequest, found: tuple[ComputedPrompt, int] | None, free: int) -> list[int]:
+    def _ends_to_keep(self, request: SampleRequest, found: tuple[ComputedPrompt, int] | None) -> list[int]:
         """Return the chunk ends at which a prompt's states are kept, as far as they fit; none for a model without.
 
         The last end is where the next turn of a conversation continues. At the end before the parting from a cached
@@ -108,19 +119,20 @@ class Prefiller:
         if not self._memory.state_tokens:
             return []
         tokens = request.prompt
-        parting = self.prefixes.find_parting(PromptSource.of(request), tokens)
+        parting = self._cache.prefixes.find_parting(PromptSource.of(request), tokens)
         ends = {self._shapes.full_chunks(tokens.size), parting, found[1] if found else 0} - {0}
-        length = self._shapes.buffer_length(tokens.size)
-        rest = min(free, self._memory.prefix_tokens) - self._memory.positions(length)
+        own = self._memory.pages_for(tokens.size) * self._memory.page + self._memory.state_tokens
+        rest = self._memory.prefix_tokens - own
         return sorted(ends, reverse=True)[: max(rest // self._memory.state_tokens, 0)]
 
     def advance(self, prefill: Prefill) -> int:
         """Compute the next chunk and return its number of tokens, padding included."""
+        assert prefill.table is not None
         request, start = prefill.request, prefill.num_done
         tokens = request.prompt[start : self._shapes.chunk_end(start)]
         padded = padded_chunk(tokens.size)
         prefill.last_hidden = self._programs.extend(
-            prefill.kv,
+            prefill.table,
             tokens,
             start,
             padded=padded,
@@ -128,13 +140,21 @@ class Prefiller:
             scores=prefill.scores,
         )
         prefill.num_done += tokens.size
-        if prefill.num_done in prefill.states:
-            prefill.states[prefill.num_done] = self._programs.copy_state(prefill.kv)
+        if prefill.num_done in prefill.states and self._cache.fits(0, 2):  # one for the sample that waits for this
+            prefill.states[prefill.num_done] = self._cache.copy_state(prefill.table.state)
         if prefill.is_done and _is_cached(prefill):
-            computed = ComputedPrompt(request.prompt, prefill.kv, prefill.last_hidden, prefill.states)
-            self.prefixes.add(PromptSource.of(request), computed)
-            prefill.states = {}  # they belong to the cache now
+            states = {end: state for end, state in prefill.states.items() if state}
+            table = KVTable([*prefill.table.pages], prefill.table.state)
+            computed = ComputedPrompt(request.prompt, table, prefill.last_hidden, states)
+            self._cache.prefixes.add(PromptSource.of(request), computed)
         return padded
+
+    def drop(self, prefill: Prefill) -> None:
+        """Free what a prompt has; of what is cached, the prefix cache is another holder. Idempotent."""
+        if prefill.table is not None:
+            self._cache.release(prefill.table)
+            self._cache.states.release(prefill.states.values())
+            prefill.table, prefill.states, prefill.scores, prefill.last_hidden = None, {}, None, None
 
 
 def _is_cached(prefill: Prefill) -> bool:

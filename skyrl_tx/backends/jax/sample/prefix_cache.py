@@ -1,4 +1,4 @@
-"""The prefix cache: keys and values of recent prompts, so that equal beginnings are computed once.
+"""The prefix cache: which pages have recent prompts, so that equal beginnings are computed once.
 
 Prompts of different cache scopes never meet, so that neither a hit nor its latency tells anything about another scope.
 
@@ -8,15 +8,15 @@ A model with state of fixed size also needs the state at the end of these chunks
 chooses them.
 """
 
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.running import PromptKV
-from skyrl_tx.backends.jax.shapes import PrefillShapes
+from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import SamplerId
@@ -36,37 +36,43 @@ class PromptSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComputedPrompt:
-    """A prompt, its keys and values, and the hidden state of its last token."""
+    """A prompt, its pages and its state, and the hidden state of its last token."""
 
     tokens: Int32Array
-    kv: PromptKV
+    table: KVTable
     last_hidden: Any
-    states: Mapping[int, Any] = field(default_factory=dict[int, Any])
+    states: Mapping[int, int] = field(default_factory=dict[int, int])
     """The kept states by the number of tokens that they have seen, which are whole chunks."""
+
+    @property
+    def all_states(self) -> set[int]:
+        """The kept states and the last one."""
+        return {self.table.state, *self.states.values()}
 
 
 class PrefixCache:
-    """Computed prompts by sampler and cache scope. The least recently used are evicted first."""
+    """Computed prompts by sampler and cache scope. The least recently used are evicted first.
 
-    def __init__(self, max_tokens: int, shapes: PrefillShapes, *, state_tokens: int = 0) -> None:
-        """Create an empty cache. A state counts as `state_tokens` positions; 0 for models without state."""
-        self._max_tokens = max_tokens
+    It holds the pages and states of its prompts, also while samples read them.
+    """
+
+    def __init__(self, pages: FreeList, states: FreeList, memory: SampleMemory, shapes: PrefillShapes) -> None:
+        self._pages = pages
+        self._states = states
+        self._memory = memory
         self._shapes = shapes
-        self._state_tokens = state_tokens
         self._prompts: OrderedDict[tuple[PromptSource, bytes], ComputedPrompt] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
-        """The positions of all cached buffers, padding included, and what their states count as."""
+        """The positions of the pages of cached prompts, and of as many bytes as their states have."""
         return self._size(self._prompts.values())
 
     def _size(self, prompts: Collection[ComputedPrompt]) -> int:
-        """Return what prompts count as; they may have kept states in common. Each also has the state after its end."""
-        kept = {id(state) for prompt in prompts for state in prompt.states.values()}
-        return sum(prompt.kv.length for prompt in prompts) + self._state_tokens * (len(prompts) + len(kept))
-
-    def __contains__(self, prompt: ComputedPrompt) -> bool:
-        return any(cached is prompt for cached in self._prompts.values())
+        """Return what prompts count as; they may have pages and states in common."""
+        pages = {page for prompt in prompts for page in prompt.table.pages}
+        states = {state for prompt in prompts for state in prompt.all_states} - {0}
+        return len(pages) * self._memory.page + len(states) * self._memory.state_tokens
 
     def find(self, source: PromptSource, tokens: Int32Array) -> tuple[ComputedPrompt, int] | None:
         """Return the cached prompt with the longest usable prefix, and that prefix's length in tokens."""
@@ -90,7 +96,7 @@ class PrefixCache:
     def _usable(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
         """Return how many of the first tokens need not be computed."""
         common = self._common(prompt, tokens)
-        if self._state_tokens:
+        if self._memory.state_tokens:
             return max((end for end in prompt.states if end <= common), default=0)
         return common
 
@@ -103,20 +109,45 @@ class PrefixCache:
 
     def add(self, source: PromptSource, prompt: ComputedPrompt) -> None:
         """Cache a prompt in place of those that it serves as well, its prefixes, and evict others until all fit."""
-        if self._size([prompt]) > self._max_tokens:
+        if self._size([prompt]) > self._memory.prefix_tokens:
             return
+        self._pages.hold(prompt.table.pages)
+        self._states.hold(prompt.all_states)
         for key, other in list(self._prompts.items()):
             if key[0] == source and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
-                del self._prompts[key]
+                self._remove(key)
         self._prompts[source, prompt.tokens.tobytes()] = prompt
-        self.shrink(self._max_tokens)
+        while self.num_tokens > self._memory.prefix_tokens:
+            self._remove(next(iter(self._prompts)))
 
-    def shrink(self, max_tokens: int) -> None:
-        """Evict prompts with their states until the rest counts as at most `max_tokens` positions."""
-        while self._prompts and self.num_tokens > max_tokens:
-            self._prompts.popitem(last=False)
+    def spare_pages(self) -> set[int]:
+        """Return the pages that evictions would free: those that no prompt or sample reads."""
+        return _held_alone(self._pages, (prompt.table.pages for prompt in self._prompts.values()))
+
+    def spare_states(self) -> set[int]:
+        """Return the states that evictions would free."""
+        return _held_alone(self._states, (prompt.all_states for prompt in self._prompts.values()))
+
+    def make_free(self, num_pages: int, num_states: int) -> None:
+        """Evict the least recently used of the prompts whose pages, or states, are wanted, until as many are free."""
+        while self._pages.num_free < num_pages:
+            spare = self.spare_pages()
+            self._remove(next(key for key, each in self._prompts.items() if not spare.isdisjoint(each.table.pages)))
+        while self._states.num_free < num_states:
+            spare = self.spare_states()
+            self._remove(next(key for key, each in self._prompts.items() if not spare.isdisjoint(each.all_states)))
 
     def drop(self, sampler: SamplerId | None) -> None:
         """Evict all prompts of a sampler."""
         for key in [key for key in self._prompts if key[0].sampler == sampler]:
-            del self._prompts[key]
+            self._remove(key)
+
+    def _remove(self, key: tuple[PromptSource, bytes]) -> None:
+        prompt = self._prompts.pop(key)
+        self._pages.release(prompt.table.pages)
+        self._states.release(prompt.all_states)
+
+
+def _held_alone(free_list: FreeList, numbers: Iterable[Collection[int]]) -> set[int]:
+    own = Counter(number for each in numbers for number in each)
+    return {number for number, holders in own.items() if number and free_list.holders(number) == holders}

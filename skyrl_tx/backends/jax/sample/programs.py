@@ -1,15 +1,14 @@
-"""The jitted programs of sampling: extend a prompt by a chunk, insert it into slots, decode a slice.
+"""The jitted programs of sampling: extend a prompt by a chunk, copy pages and states, decode a slice.
 
-Legend: S KV cache slots, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, G adapters
-(one for each tile of slots, or one for each slot).
+Legend: S rows, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, G adapters (one for
+each tile of rows, or one for each row).
 
-Shapes depend on the configuration and on the sizes in shapes.py: of a chunk, of a prompt buffer, of the KV cache layout
-and of the KV read length. All else is data.
+Shapes depend on the configuration and on the size of a chunk; on one CPU device also on the number of rows and on the
+KV read length. All else is data.
 """
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from flax import struct
 from skyrl_tx import models
 from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
 from skyrl_tx.layers import held
-from skyrl_tx.layers.held import Cache, Held, SliceCache
+from skyrl_tx.layers.held import Cache, Held, SliceCache, Table
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig
 
@@ -26,7 +25,7 @@ Live = tuple[Held | tuple[Held, ...], ...]
 
 
 @struct.dataclass
-class SlotBatch:
+class RowBatch:
     """The inputs of a decode slice by row; rows without a sample run too, at position 0."""
 
     token_S: jax.Array  # int32: drawn, and not yet in the KV cache
@@ -46,7 +45,7 @@ def take_adapter(pool: Adapter | None, adapter: jax.Array) -> Adapter | None:
 by_layer = jax.jit(models.by_layer, static_argnames="config")
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="prompt")
+@partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def extend(
     params: DecoderParams,
     config: ModelConfig,
@@ -55,27 +54,19 @@ def extend(
     token_T: jax.Array,
     start: jax.Array,
     last: jax.Array,
-    prompt: Cache,
+    cache: Cache,
+    table: Table,
 ) -> tuple[jax.Array, jax.Array, Cache]:
-    """Compute a chunk of one prompt, padded on the right, after the first `start` positions of `prompt`.
+    """Compute a chunk of one prompt, padded on the right, after its first `start` positions.
 
-    Returns the chunk's hidden states [T, D], the one at index `last` [1, D], and the prompt with the chunk.
+    Returns the chunk's hidden states [T, D], the one at index `last` [1, D], and the cache with the chunk.
     """
     own = take_adapter(pool, adapter)
-    hidden_1TD, prompt = models.extend(params, config, token_T[None], start, prompt, own, size=last + 1)
-    return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), prompt
+    hidden_1TD, cache = models.extend(params, config, token_T[None], start, cache, table, own, size=last + 1)
+    return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), cache
 
 
-@partial(jax.jit, static_argnames="length")
-def copy_prompt(prompt: Cache, *, length: int) -> Cache:
-    """Return a copy of a prompt, cut or padded to `length` positions."""
-    return held.resize(prompt, length)
-
-
-@jax.jit
-def copy_state(state: Any) -> Any:
-    """Return a copy of a prompt's state of fixed size: `extend` replaces the prompt's own in place."""
-    return jax.tree.map(jnp.copy, state)
+copy = jax.jit(held.copy, donate_argnames="cache")
 
 
 @jax.jit
@@ -92,35 +83,13 @@ def draw_first(logits_1V: jax.Array, draws: DrawParams, wants_topk: jax.Array, *
     return draw(logits_MV, draws, jnp.zeros(M, jnp.int32), max_topk=max_topk, wants_topk=wants_topk)
 
 
-@partial(jax.jit, donate_argnames="cache")
-def insert(cache: Cache, prompt: Cache, size: jax.Array, slot_S: jax.Array, count: jax.Array) -> Cache:
-    """Copy a prompt of `size` tokens into the first `count` of `slot_S`, one by one, so that no second cache exists."""
-
-    def one(i: jax.Array, cache: Cache) -> Cache:
-        return held.insert(cache, prompt, size, slot_S[i])
-
-    return jax.lax.fori_loop(0, count, one, cache)
-
-
-@partial(jax.jit, static_argnames="size")
-def read_positions(cache: Cache, slot: jax.Array, start: jax.Array, *, size: int) -> Cache:
-    """Return a copy of `size` positions of one slot; the slot must have all of them."""
-    return held.read_piece(cache, slot, start, size)
-
-
-@partial(jax.jit, donate_argnames="cache")
-def write_positions(cache: Cache, piece: Cache, slot: jax.Array, start: jax.Array) -> Cache:
-    """Write what `read_positions` returned into a slot."""
-    return held.write_piece(cache, piece, slot, start)
-
-
 open_rows = jax.jit(held.open_rows, static_argnames=("read_length", "max_tokens"))
 
 
 @partial(jax.jit, donate_argnames="cache")
-def close_rows(cache: Cache, live: Live, start_S: jax.Array, num_steps: jax.Array, slot_S: jax.Array) -> Cache:
-    """Write what the steps of a slice changed into the slots of its rows."""
-    return held.close_slice(cache, SliceCache((), live, start_S, num_steps, 0), slot_S)
+def close_rows(cache: Cache, live: Live, start_S: jax.Array, num_steps: jax.Array, table: Table) -> Cache:
+    """Write what the steps of a slice changed."""
+    return held.close_slice(cache, SliceCache((), live, table.page_BM, start_S, num_steps), table)
 
 
 @partial(jax.jit, static_argnames=("config", "max_topk"), donate_argnames="live")
@@ -130,7 +99,7 @@ def run_rows(
     pool: Adapter | None,
     opened: SliceCache,
     live: Live,
-    batch: SlotBatch,
+    batch: RowBatch,
     num_steps: jax.Array,
     *,
     max_topk: int,
@@ -139,30 +108,30 @@ def run_rows(
     return _run_steps(params, config, pool, replace(opened, live=live), batch, num_steps, max_topk=max_topk)
 
 
-@partial(jax.jit, static_argnames=("config", "read_length", "max_steps", "max_topk"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("config", "max_steps", "max_topk"), donate_argnames="cache")
 def decode_slice(
     params: DecoderParams,
     config: ModelConfig,
     pool: Adapter | None,
     cache: Cache,
-    batch: SlotBatch,
+    table: Table,
+    batch: RowBatch,
     num_steps: jax.Array,
     *,
-    read_length: int,
     max_steps: int,
     max_topk: int,
 ) -> tuple[Cache, Drawn]:
-    """Run `num_steps` <= `max_steps` decode steps of every slot.
+    """Run `num_steps` <= `max_steps` decode steps of every row.
 
-    `read_length` must be at least the position of every live slot. A slot that runs past its own end, or the cache's,
-    affects only itself. On CPU `open_rows`, `run_rows` and `close_rows` do the same by layer.
+    A row that runs past its own end affects only itself. On CPU `open_rows`, `run_rows` and `close_rows` do the same by
+    layer.
 
     Returns:
         The cache, and the tokens drawn with a leading axis N of `max_steps`, filled up to `num_steps`.
     """
-    opened = held.open_slice(cache, batch.position_S, read_length=read_length, max_tokens=max_steps)
+    opened = held.open_slice(cache, table, batch.position_S, max_tokens=max_steps)
     live, drawn = _run_steps(params, config, pool, opened, batch, num_steps, max_topk=max_topk)
-    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_steps))
+    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_steps), table)
     return models.constrain_cache(params.layout, config, cache), drawn
 
 
@@ -171,7 +140,7 @@ def _run_steps(
     config: ModelConfig,
     pool: Adapter | None,
     opened: SliceCache,
-    batch: SlotBatch,
+    batch: RowBatch,
     num_steps: jax.Array,
     *,
     max_topk: int,

@@ -5,7 +5,7 @@ A row has the same bits for any count in use: the order of sums is tried at the 
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,44 +57,52 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The slot of each row, and the adapters of the rows."""
+    """The sample of each row, and the adapters of the rows."""
 
-    slots: tuple[int | None, ...]
+    samples: tuple[RunningSample | None, ...]
     """None: a row without a sample."""
     adapters: tuple[int, ...]
     """Adapter slots: of each tile of rows, or of each row."""
 
     @classmethod
-    def arrange(cls, samples: Mapping[int, RunningSample], count: int) -> "Rows":
-        """Return rows for the samples by slot, such that tiles share an adapter if there are rows enough for that."""
-        by_adapter: dict[int, list[int]] = {}
-        for slot, sample in samples.items():
-            by_adapter.setdefault(sample.adapter, []).append(slot)
-        size = len(tiles(count)[0])
-        padded = [_padded(slots, -(-len(slots) // size) * size) for _, slots in sorted(by_adapter.items())]
+    def arrange(cls, samples: Iterable[RunningSample], count: int) -> "Rows":
+        """Return rows for the samples, such that tiles share an adapter if there are rows enough for that."""
+        by_adapter: dict[int, list[RunningSample]] = {}
+        for sample in samples:
+            by_adapter.setdefault(sample.adapter, []).append(sample)
+        groups, size = [group for _, group in sorted(by_adapter.items())], len(tiles(count)[0])
+        padded = [_padded(group, -(-len(group) // size) * size) for group in groups]
         if sum(map(len, padded)) <= count:
-            slots = _padded([slot for group in padded for slot in group], count)
-            firsts = (slots[tile[0]] for tile in tiles(count))
-            return cls(tuple(slots), tuple(BASE if slot is None else samples[slot].adapter for slot in firsts))
-        slots = _padded([slot for _, group in sorted(by_adapter.items()) for slot in group], count)
-        return cls(tuple(slots), tuple(BASE if slot is None else samples[slot].adapter for slot in slots))
+            rows = _padded([sample for group in padded for sample in group], count)
+            firsts = [rows[tile[0]] for tile in tiles(count)]
+        else:
+            rows = firsts = _padded([sample for group in groups for sample in group], count)
+        return cls(tuple(rows), tuple(BASE if sample is None else sample.adapter for sample in firsts))
 
-    def by_row(self, samples: Mapping[int, RunningSample]) -> dict[int, RunningSample]:
+    @property
+    def any_adapter(self) -> bool:
+        """Whether a row has another adapter than the base model."""
+        return any(adapter != BASE for adapter in self.adapters)
+
+    def by_row(self) -> dict[int, RunningSample]:
         """Return the sample of each row that has one."""
-        return {row: samples[slot] for row, slot in enumerate(self.slots) if slot is not None}
-
-    def index(self, num_slots: int) -> np.ndarray:
-        """Return the slots as an array; rows without a sample have one that does not exist."""
-        return np.array([num_slots if slot is None else slot for slot in self.slots], np.int32)
-
-    def of_slots(self, num_slots: int) -> np.ndarray:
-        """Return the row of each slot; 0 for a slot that has none."""
-        found = np.zeros(num_slots, np.int32)
-        for row, slot in enumerate(self.slots):
-            if slot is not None:
-                found[slot] = row
-        return found
+        return {row: sample for row, sample in enumerate(self.samples) if sample is not None}
 
 
-def _padded(slots: Collection[int | None], size: int) -> list[int | None]:
-    return [*slots, *[None] * (size - len(slots))]
+def groups_of(
+    samples: Iterable[RunningSample], counts: Iterable[int], read_length: Callable[[int], int], most: int
+) -> Iterator[list[RunningSample]]:
+    """Cut samples into groups of like length, the longest first, that read at most `most` positions together.
+
+    All rows of a group read as much as its longest. The fewest rows may read more.
+    """
+    rest, counts = sorted(samples, key=lambda sample: sample.position, reverse=True), sorted(counts)
+    while rest:
+        length = read_length(rest[0].position)
+        size = max([counts[0], *(count for count in counts if count * length <= most)])
+        yield rest[:size]
+        rest = rest[size:]
+
+
+def _padded(samples: Collection[RunningSample | None], size: int) -> list[RunningSample | None]:
+    return [*samples, *[None] * (size - len(samples))]

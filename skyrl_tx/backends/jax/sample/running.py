@@ -1,11 +1,11 @@
-"""Records of the samples that run, and of the keys and values of their prompts."""
+"""Records of the samples that run."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from skyrl_tx.backends.jax.sample.draw import Drawn
+from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.results import PromptResult, SampleDelta, TopK
@@ -13,15 +13,6 @@ from skyrl_tx.contract.samples import OpenSample
 
 BASE = 0
 """The adapter slot of the base model."""
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class PromptKV:
-    """The keys and values of one prompt, in a buffer of `length` positions."""
-
-    data: Any
-    """Belongs to the programs. `JaxPrograms.extend` replaces it."""
-    length: int
 
 
 def max_tokens(request: SampleRequest) -> int:
@@ -46,6 +37,8 @@ class RunningSample(OpenSample):
     adapter: int  # adapter slot
     num_again: int = 0
     """How many of the next tokens were drawn before."""
+    table: KVTable = field(default_factory=lambda: KVTable([]))
+    """Its pages and its state; empty while it waits."""
 
     @property
     def position(self) -> int:
@@ -70,9 +63,13 @@ class RunningSample(OpenSample):
         """Note that the KV cache no longer has anything of the sample: after its prompt, its tokens come again."""
         self.num_again = self.num_drawn - 1
 
+    def length_after(self, num_steps: int) -> int:
+        """Return how many KV positions the sample has after its next steps, up to `num_steps`."""
+        return self.position + min(num_steps, self.num_steps_left)
+
     def kv_length(self, slice_tokens: int) -> int:
         """Return how many KV positions the sample needs to the end of the next slice that draws new tokens."""
-        return self.request.prompt.size + self.num_drawn - 1 + min(slice_tokens, self.num_left)
+        return self.length_after(self.num_again + slice_tokens)
 
     def take_drawn(self, drawn: Drawn, prompt: PromptResult | None = None) -> SampleDelta | None:
         """Append the tokens that a program drew, see `take`. Returns None if all were drawn before."""

@@ -4,41 +4,48 @@ A step computes some prefill chunks, then decodes one slice; requests join and l
 shapes alone, and the numbers of a sample on its own request alone: a slice has a row count at which rows have the same
 bits as at any other.
 
-A sample that needs a longer KV cache slot than there is waits until the running samples fit into fewer and longer
-slots, or until the starvation bound is reached; then running samples are preempted and recomputed later.
+A sample takes pages of the cache for the next slice when it needs them. If there are none, cached prefixes are evicted,
+then the sample with the fewest tokens is preempted and recomputed later. Prompts begin in order of arrival, when there
+are pages for them and for some slices of all running samples.
 """
 
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
-from skyrl_tx.backends.jax.sample.kv_slots import KVCache
 from skyrl_tx.backends.jax.sample.prefill import Prefill, Prefiller
 from skyrl_tx.backends.jax.sample.running import RunningSample, max_kv_length, max_tokens
-from skyrl_tx.backends.jax.shapes import KVLayout, PrefillShapes, SampleMemory
-from skyrl_tx.contract.batches import STARVATION_BOUND, PreparedSampleBatch, SampleRequest
-from skyrl_tx.contract.errors import UserError
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
+from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import PromptResult, SampleDelta
 
 log = logging.getLogger(__name__)
 
-FIT_SLICES = 4
-"""Slices that all running samples must fit into shorter slots before these are allocated."""
+SPARE_SLICES = 4
+"""Slices of all running samples for which there must be pages before another sample begins.
+
+With fewer, samples would be preempted soon after their start."""
+
+SampleKey = tuple[RequestId, int]
+"""A request, and the index of a sample in it."""
 
 
 @dataclass(slots=True)
 class PrefillQueue:
     """Preempted samples, then new requests, each in order of arrival; at most one prompt is partly computed."""
 
-    preempted: dict[tuple[RequestId, int], Prefill] = field(default_factory=dict[tuple[RequestId, int], Prefill])
+    preempted: dict[SampleKey, Prefill] = field(default_factory=dict[SampleKey, Prefill])
     new: dict[RequestId, Prefill] = field(default_factory=dict[RequestId, Prefill])
     current: Prefill | None = None
     """The prompt that is partly computed."""
@@ -51,16 +58,25 @@ class PrefillQueue:
     def add(self, request: SampleRequest) -> None:
         """Append a request. A later part of a waiting request joins the earlier part, so that both share a prompt."""
         before = self.new.get(request.request_id)
-        if before is not None:
-            earlier = before.request
-            assert request.first_index == earlier.first_index + earlier.num_samples
-            request = replace(earlier, num_samples=earlier.num_samples + request.num_samples)
-        self.new[request.request_id] = Prefill(request=request)
+        self.new[request.request_id] = Prefill(request=request if before is None else _joined(before.request, request))
 
     def preempt(self, sample: RunningSample) -> None:
         """Append a preempted sample."""
         sample.preempt()
         self.preempted[sample.request.request_id, sample.index] = Prefill.of_preempted(sample)
+
+    def put_back(self) -> Prefill:
+        """Let the prompt that is partly computed wait again, before all others, and return what was computed."""
+        current = self.take_current()
+        again, request = current.again(), current.request
+        if again.preempted is not None:
+            self.preempted = {(request.request_id, request.first_index): again, **self.preempted}
+        else:
+            later = self.new.pop(request.request_id, None)
+            if later is not None:
+                again.request = _joined(request, later.request)
+            self.new = {request.request_id: again, **self.new}
+        return current
 
     def remove(self, waiting: Prefill) -> None:
         """Remove a waiting prompt."""
@@ -70,29 +86,29 @@ class PrefillQueue:
             del self.preempted[waiting.request.request_id, waiting.request.first_index]
 
     def take_current(self) -> Prefill:
-        """Remove and return the prompt that is partly computed. Its buffer lives for as long as the caller has it."""
+        """Remove and return the prompt that is partly computed."""
         assert self.current is not None
         current, self.current = self.current, None
         return current
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Remove a request with all its samples. Does nothing when the request is unknown."""
+    def cancel(self, request_id: RequestId) -> list[Prefill]:
+        """Remove a request with all its samples, and return what was partly computed. It may be unknown."""
         self.new.pop(request_id, None)
         for key in [key for key in self.preempted if key[0] == request_id]:
             del self.preempted[key]
-        if self.current is not None and self.current.request.request_id == request_id:
-            self.current = None
+        is_current = self.current is not None and self.current.request.request_id == request_id
+        return [self.take_current()] if is_current else []
 
-    def cancel_sample(self, request_id: RequestId, index: int) -> None:
-        """Remove a preempted sample. Does nothing when the sample is unknown."""
+    def cancel_sample(self, request_id: RequestId, index: int) -> list[Prefill]:
+        """Remove a preempted sample, and return what was partly computed. It may be unknown."""
         self.preempted.pop((request_id, index), None)
         sample = None if self.current is None else self.current.preempted
-        if sample is not None and (sample.request.request_id, sample.index) == (request_id, index):
-            self.current = None
+        is_current = sample is not None and (sample.request.request_id, sample.index) == (request_id, index)
+        return [self.take_current()] if is_current else []
 
 
 class SampleScheduler:
-    """Schedules all samples of the backend over the KV cache slots."""
+    """Schedules all samples of the backend over the pages of the cache."""
 
     def __init__(
         self, programs: JaxPrograms, config: JaxConfig, memory: SampleMemory, eos_token_ids: Collection[int]
@@ -102,13 +118,14 @@ class SampleScheduler:
         self._memory = memory
         self._slice = config.decode_slice_tokens
         self._eos = frozenset(eos_token_ids)
-        self._prefiller = Prefiller(programs, PrefillShapes.of(config, memory.max_length), memory)
-        self._cache = KVCache(programs, memory.layout_for(1))
-        self._num_passed = 0  # samples that got a slot before one that waits for longer slots
-        self._blocked: PrefillQueue | None = None  # its next prompt's buffer did not fit, in this or the last step
-        self._score_queue = PrefillQueue()  # requests for one token: they need no slot and do not wait for one
+        shapes = PrefillShapes.of(config, memory.max_length)
+        self._cache = KVCache(programs, memory, shapes)
+        self._prefiller = Prefiller(programs, shapes, self._cache)
+        self._blocked: PrefillQueue | None = None  # its next prompt did not fit, in this or the last step
+        self._score_queue = PrefillQueue()  # requests for one token: they are done after their prefill
         self._sample_queue = PrefillQueue()
         self._prefilled: deque[Prefill] = deque()
+        self._running: dict[SampleKey, RunningSample] = {}
 
     def load(self, sampler: SamplerId, adapter: Any) -> None:
         """Copy an adapter of any padded rank to the device. Does nothing when it is loaded. Raises CapacityError."""
@@ -117,7 +134,7 @@ class SampleScheduler:
     def drop(self, sampler: SamplerId) -> None:
         """Free an adapter's slot. Idempotent."""
         assert not any(request.sampler == sampler for request in self._requests()), f"{sampler} is in use"
-        self._prefiller.prefixes.drop(sampler)
+        self._cache.prefixes.drop(sampler)
         self._programs.pool.drop(sampler)
 
     def begin(self, batch: PreparedSampleBatch) -> None:
@@ -136,23 +153,26 @@ class SampleScheduler:
         """Remove requests in any state. Unknown ids are ignored."""
         gone = frozenset(request_ids)
         for request_id in sorted(gone):  # the order of a set differs between hosts
-            self._score_queue.cancel(request_id)
-            self._sample_queue.cancel(request_id)
-        self._prefilled = deque(prompt for prompt in self._prefilled if prompt.request.request_id not in gone)
-        for slot, sample in self._cache.slots.live.items():
-            if sample.request.request_id in gone:
-                self._cache.slots.release(slot)
+            for queue in self._queues():
+                for prompt in queue.cancel(request_id):
+                    self._prefiller.drop(prompt)
+        for prompt in self._prefilled:
+            if prompt.request.request_id in gone:
+                prompt.samples.clear()
+        self._drop_inserted()
+        for key in [key for key in self._running if key[0] in gone]:
+            self._remove(key)
 
     def end(self, request_id: RequestId, index: int) -> None:
-        """Remove one sample, running or waiting for a slot. An unknown sample is ignored."""
+        """Remove one sample, running or waiting. An unknown sample is ignored."""
         for prompt in self._prefilled:
             if prompt.request.request_id == request_id:
                 prompt.samples = deque(sample for sample in prompt.samples if sample.index != index)
-        self._prefilled = deque(prompt for prompt in self._prefilled if prompt.samples)
-        self._sample_queue.cancel_sample(request_id, index)
-        for slot, sample in self._cache.slots.live.items():
-            if (sample.request.request_id, sample.index) == (request_id, index):
-                self._cache.slots.release(slot)
+        self._drop_inserted()
+        for prompt in self._sample_queue.cancel_sample(request_id, index):
+            self._prefiller.drop(prompt)
+        if (request_id, index) in self._running:
+            self._remove((request_id, index))
 
     def step(self) -> list[SampleDelta]:
         """Compute prefill chunks within a budget, then decode one slice. Returns no delta when nothing is left to do.
@@ -163,7 +183,7 @@ class SampleScheduler:
 
         Raises BackendLost when a failure destroyed the KV cache.
         """
-        was_idle = not self._cache.slots.live
+        was_idle = not self._running
         deltas = self._admit()
         if not (was_idle and deltas):
             deltas += self._decode()
@@ -183,7 +203,7 @@ class SampleScheduler:
                 yield queue.current.request
         for prompt in self._prefilled:
             yield prompt.request
-        for sample in self._cache.slots.live.values():
+        for sample in self._running.values():
             yield sample.request
 
     def _admit(self) -> list[SampleDelta]:
@@ -192,8 +212,8 @@ class SampleScheduler:
         A prompt that takes several steps leaves half of the budget to later prompts that fit into the rest.
         """
         deltas: list[SampleDelta] = []
-        self._make_space_for_next_slice()
-        self._fill_slots()
+        self._take_pages_for_next_slice()
+        self._insert()
         first, self._blocked = self._blocked, None
         for queue in sorted(self._queues(), key=lambda queue: queue is not first):
             budget = self._config.prefill_tokens
@@ -206,87 +226,61 @@ class SampleScheduler:
         return deltas
 
     def _next(self, queue: PrefillQueue, budget: int) -> Prefill | None:
-        """Return the next prompt to compute: the oldest, or the oldest short one while another is partly computed.
-
-        Prompts that fit into the present slots pass one that needs longer slots, up to the starvation bound.
-        """
-        is_passing = False
+        """Return the next prompt to compute: the oldest, or the oldest short one while another is partly computed."""
         for waiting in queue.waiting():
             if queue.current is not None and waiting.request.prompt.size > budget:
                 continue
-            if queue is self._score_queue:
-                return waiting if self._buffer_fits(queue, waiting) else None
-            if self._prefilled:
+            if queue is self._sample_queue and (self._prefilled or len(self._running) == self._memory.num_slots):
                 return None
-            needed = waiting.kv_length(self._slice)
-            self._choose_layout(needed)
-            if needed <= self._cache.layout.length:
-                if not self._cache.slots.free or not self._buffer_fits(queue, waiting):
-                    return None
-                self._num_passed += waiting.request.num_samples if is_passing else 0
-                return waiting
-            if self._num_passed >= STARVATION_BOUND:
-                return None
-            is_passing = True
+            return waiting if self._fits(queue, waiting) else None
         return None
 
-    def _buffer_fits(self, queue: PrefillQueue, waiting: Prefill) -> bool:
-        """Return whether a prompt's buffer fits. If not, its queue is first in the next step and blocks the other."""
-        num_tokens = waiting.request.prompt.size
-        if self._blocked is None and not self._prefiller.fits(num_tokens, in_use=self._prompt_tokens()):
+    def _fits(self, queue: PrefillQueue, waiting: Prefill) -> bool:
+        """Return whether a prompt and its first sample fit. If not, its queue is first in the next step.
+
+        Until then it blocks the other queue, so that neither waits permanently.
+        """
+        length = waiting.kv_length(self._slice)
+        if self._blocked is None and not self._prefiller.fits(waiting, length, spare=self._pages_soon()):
             self._blocked = queue
         return self._blocked is None
 
-    def _prompt_tokens(self) -> int:
-        """Return what prompts in use count as: partly computed, or with samples that wait for slots."""
-        partial = [queue.current for queue in self._queues() if queue.current is not None]
-        return sum(map(self._prefiller.in_use, (*partial, *self._prefilled)))
+    def _pages_soon(self) -> int:
+        """Return how many pages the running samples take within some slices."""
+        num_steps = SPARE_SLICES * self._slice
+        return sum(self._cache.missing(each.table, each.length_after(num_steps)) for each in self._running.values())
 
-    def _choose_layout(self, needed: int) -> None:
-        """Reallocate the KV cache for one more sample of that KV length, if that is possible now."""
-        cache, live = self._cache, self._cache.slots.live
-        wanted = self._memory.layout_for(needed)
-        if wanted.length > cache.layout.length:
-            if len(live) < wanted.num_slots or self._num_passed >= STARVATION_BOUND:
-                longest_first = sorted(live, key=lambda slot: live[slot].num_drawn, reverse=True)
-                self._reallocate(wanted, longest_first[: wanted.num_slots - 1])
-        elif not live or not cache.slots.free:  # prefer more slots, unless they would soon be too short
-            partial = self._sample_queue.current
-            lengths = [needed, *(sample.kv_length(FIT_SLICES * self._slice) for sample in live.values())]
-            if partial is not None:
-                lengths.append(partial.kv_length(self._slice))
-            wanted = self._memory.layout_for(max(lengths))
-            if wanted.length < cache.layout.length:
-                self._reallocate(wanted, live)
+    def _take_pages_for_next_slice(self) -> None:
+        """Take the pages of running samples, of which the one with the fewest tokens is preempted until they fit."""
+        while True:
+            wanted = [(sample.table, sample.length_after(self._slice)) for sample in self._running.values()]
+            if self._cache.fits(sum(self._cache.missing(*each) for each in wanted)):
+                return self._cache.grow(wanted)
+            self._preempt()
 
-    def _make_space_for_next_slice(self) -> None:
-        """Reallocate the cache for samples whose next slice exceeds their slot, or preempt them."""
-        cache, live = self._cache, self._cache.slots.live
-        full = [slot for slot, sample in live.items() if sample.kv_length(self._slice) > cache.layout.length]
-        if not full:
-            return
-        others = [slot for slot in live if slot not in full]
-        wanted = self._memory.layout_for(max(live[slot].kv_length(self._slice) for slot in full))
-        if self._num_passed >= STARVATION_BOUND:
-            self._reallocate(wanted, [*full, *others][: wanted.num_slots])
-        elif len(others) < wanted.num_slots:
-            self._reallocate(wanted, [*others, *full][: wanted.num_slots])
+    def _preempt(self, keep: Prefill | None = None) -> None:
+        """Let what has the fewest tokens wait and free what it has of the cache: a partly computed prompt first.
+
+        The last running sample, or the prompt `keep`, goes on when all others have been preempted.
+        """
+        samples, others = self._running.values(), [each for each in self._prefilled if each is not keep]
+        if self._sample_queue.current is not None:
+            self._prefiller.drop(self._sample_queue.put_back())
+        elif len(samples) > 1:
+            sample = min(samples, key=lambda sample: sample.num_drawn)
+            self._remove((sample.request.request_id, sample.index))
+            self._sample_queue.preempt(sample)
+        elif others:
+            for sample in others[-1].samples:
+                self._sample_queue.preempt(sample)
+            others[-1].samples.clear()
+            self._drop_inserted()
         else:
-            for slot in full:
-                self._preempt(slot)
+            self._prefiller.drop(self._score_queue.put_back())
 
-    def _reallocate(self, layout: KVLayout, keep: Collection[int]) -> None:
-        """Change the cache's layout and preempt the samples of all slots that are not in `keep`."""
-        for slot in self._cache.slots.live:
-            if slot not in keep:
-                self._preempt(slot)
-        if layout.length > self._cache.layout.length:
-            self._num_passed = 0
-        self._cache.reallocate(layout, keep)
-
-    def _preempt(self, slot: int) -> None:
-        self._sample_queue.preempt(self._cache.slots.live[slot])
-        self._cache.slots.release(slot)
+    def _remove(self, key: SampleKey) -> None:
+        """Remove a running sample and free what it has of the cache."""
+        self._cache.release(self._running.pop(key).table)
 
     def _compute(self, prefill: Prefill, budget: int, queue: PrefillQueue, deltas: list[SampleDelta]) -> int:
         """Compute at least a chunk of a prompt, up to the budget, and return the number of tokens computed.
@@ -296,8 +290,8 @@ class SampleScheduler:
         num_tokens = 0
         request = prefill.request
         try:
-            if prefill.kv.length == 0:
-                self._prefiller.begin(prefill, in_use=self._prompt_tokens())
+            if prefill.table is None:
+                self._prefiller.begin(prefill)
             while not prefill.is_done and num_tokens < budget:
                 num_tokens += self._prefiller.advance(prefill)
             if not prefill.is_done:
@@ -306,17 +300,21 @@ class SampleScheduler:
                 prefill.samples.append(prefill.preempted)
             else:
                 deltas += self._draw_first(prefill)
-            if prefill.samples:
+            if prefill.is_done:
                 self._prefilled.append(prefill)
+        except BackendLost:
+            raise
         except Exception:
             log.exception("prefill of request %s failed", request.request_id)
             error = f"the prompt could not be computed; the server's log has it under request {request.request_id}"
             deltas.append(_empty_delta(request, error=error))
-        self._fill_slots()
+            self._prefiller.drop(prefill)
+        self._drop_inserted()
+        self._insert()
         return num_tokens
 
     def _draw_first(self, prefill: Prefill) -> list[SampleDelta]:
-        """Draw the first token of every sample; samples that have not ended wait for slots."""
+        """Draw the first token of every sample; samples that have not ended wait until they can run."""
         request, adapter = prefill.request, self._programs.pool.slot_of(prefill.request.sampler)
         prompt_result = prefill.scores.result() if prefill.scores else None
         if prefill.num_cached:
@@ -333,45 +331,63 @@ class SampleScheduler:
             assert delta is not None, "the first token is new"
             deltas.append(delta)
         prefill.samples.extend(sample for sample in samples if sample.stop_reason is None)
-        prefill.scores = None  # which may be large, and the samples may wait for slots
+        prefill.scores = None  # which may be large, and the samples may wait
         return deltas
 
-    def _fill_slots(self) -> None:
-        """Insert computed prompts for as many of their samples as there are free slots."""
-        while self._prefilled:
+    def _insert(self) -> None:
+        """Let as many samples of computed prompts run as there are rows and pages."""
+        while self._prefilled and (num_rows := self._memory.num_slots - len(self._running)):
             prompt = self._prefilled[0]
-            self._cache.insert(prompt.kv, prompt.samples)
-            if prompt.samples:
+            size, needed = prompt.request.prompt.size, self._pages_soon()
+            lengths: list[int] = []
+            for sample in islice(prompt.samples, num_rows):
+                length = sample.length_after(self._slice)
+                needed += self._memory.pages_for(length) - size // self._memory.page
+                if not self._cache.fits(needed, len(lengths) + 1):
+                    break
+                lengths.append(length)
+            if not lengths and self._running:
                 return
-            self._prefilled.popleft()
+            if not lengths:
+                self._preempt(keep=prompt)
+                continue
+            assert prompt.table is not None
+            for table in self._cache.fork(prompt.table, size, lengths):
+                sample = prompt.samples.popleft()
+                sample.table = table
+                self._running[sample.request.request_id, sample.index] = sample
+            self._drop_inserted()
+
+    def _drop_inserted(self) -> None:
+        """Free what computed prompts have whose samples all run."""
+        for prompt in self._prefilled:
+            if not prompt.samples:
+                self._prefiller.drop(prompt)
+        self._prefilled = deque(prompt for prompt in self._prefilled if prompt.samples)
 
     def _decode(self) -> list[SampleDelta]:
-        """Decode one slice and free the slots of samples that have ended."""
-        slots = self._cache.slots
-        live = slots.live
-        if not live:
+        """Decode one slice of the running samples, and remove those that have ended."""
+        samples = list(self._running.values())
+        if not samples:
             return []
-        num_steps = min(self._slice, max(sample.num_steps_left for sample in live.values()))
-        drawn = self._programs.decode(live, slots.adapters, num_steps)
+        num_steps = min(self._slice, max(sample.num_steps_left for sample in samples))
         deltas: list[SampleDelta] = []
-        for slot, sample in live.items():
-            delta = sample.take_drawn(drawn.row(slot, num_steps))
+        for sample, drawn in zip(samples, self._programs.decode(samples, num_steps), strict=True):
+            delta = sample.take_drawn(drawn)
             if delta is not None:
                 deltas.append(delta)
             if sample.stop_reason is not None:
-                slots.release(slot)
-        sample = next(iter(live.values()))
-        return deltas or [_empty_delta(sample.request, index=sample.index)]
+                self._remove((sample.request.request_id, sample.index))
+        return deltas or [_empty_delta(samples[0].request, index=samples[0].index)]
 
     def meters(self) -> Meters:
         """Return the use of the KV cache and of the prefix cache."""
-        layout, live = self._cache.layout, self._cache.slots.live
         return Meters(
-            decode_slots=layout.num_slots,
-            decode_slots_used=len(live),
-            kv_cache_tokens=layout.num_slots * layout.length,
-            kv_cache_tokens_used=sum(sample.position for sample in live.values()),
-            prefix_cache_tokens=self._prefiller.prefixes.num_tokens,
+            decode_slots=self._memory.num_slots,
+            decode_slots_used=len(self._running),
+            kv_cache_tokens=self._cache.num_tokens,
+            kv_cache_tokens_used=self._cache.num_tokens_used,
+            prefix_cache_tokens=self._cache.prefixes.num_tokens,
         )
 
     def compile_all(self, sampler: SamplerId) -> None:
@@ -381,7 +397,12 @@ class SampleScheduler:
         """
         assert not any(self._requests())
         self._programs.compile_all(sampler)
-        self._cache.reallocate(self._memory.layout_for(1))
+
+
+def _joined(earlier: SampleRequest, later: SampleRequest) -> SampleRequest:
+    """Return two neighbouring parts of a request as one."""
+    assert later.first_index == earlier.first_index + earlier.num_samples
+    return replace(earlier, num_samples=earlier.num_samples + later.num_samples)
 
 
 def _empty_delta(request: SampleRequest, *, index: int = 0, error: str | None = None) -> SampleDelta:

@@ -17,10 +17,11 @@ from skyrl_tx.backends.jax.sample import jax_programs, programs
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
-from skyrl_tx.backends.jax.shapes import KVLayout
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.contract.requests import PromptOptions
+from skyrl_tx.layers import held
+from skyrl_tx.layers.held import Cache, Table
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
 from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, tiny_directory
@@ -114,8 +115,8 @@ def test_trainer_and_sampler_agree_to_the_end_of_a_slot(tiny, scheduler):
     assert len({tuple(tokens) for tokens in results.tokens.values()}) == 3
 
 
-def test_trainer_and_sampler_agree_across_reallocation_with_filters_and_topk(tiny, scheduler):
-    """Ten samples outgrow their slots of 64 positions; eight slots of 128 follow, so some samples are preempted."""
+def test_trainer_and_sampler_agree_across_pages_with_filters_and_topk(tiny, scheduler):
+    """Samples grow into their second page."""
     topk = PromptOptions(sample_topk=2)
     requests = [
         ask("red", prompt_of(40), sampler=RED, samples=5, max_tokens=60, top_p=0.7, options=topk),
@@ -135,12 +136,15 @@ def test_trainer_and_sampler_agree_across_reallocation_with_filters_and_topk(tin
                 np.testing.assert_allclose(reported, best[:, :2], rtol=1e-5, atol=1e-5)
 
 
-def test_preempted_samples_are_recomputed_with_the_same_bits(scheduler):
-    # 12 samples outgrow slots of 64 positions; eight slots of 128 follow, which hold each half of the samples.
+def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
+    """12 samples need two pages each, but there are 14."""
     request = ask("many", prompt_of(5), sampler=RED, samples=12, max_tokens=70)
-    results, ample = run(scheduler, request), Results()
-    for first in (0, 6):
-        run(scheduler, replace(request, first_index=first, num_samples=6), into=ample)
+    config = TINY_CONFIG.model_copy(update={"prefix_cache_tokens": 0})
+    device = JaxPrograms(tiny.params, tiny.config, config)
+    few = SampleScheduler(device, config, replace(device.memory, num_slots=12, tokens=128, prefix_tokens=0), ())
+    few.load(RED, tiny.adapter(SEEDS[RED]))
+    assert device.memory.num_pages == 1 + 14
+    results, ample = run(few, request), run(scheduler, request)
     assert results.bits == ample.bits and len(ample.bits) == 12
 
 
@@ -223,25 +227,12 @@ def test_prefill_between_slices_changes_no_bit(tiny):
         ask("running", prompt_of(9), sampler=RED, max_tokens=30),
         ask("long", prompt_of(240, seed=1), sampler=RED, max_tokens=2),
     )
-    alone = {}
-    for request in (running, long):
-        fresh = start(tiny)
-        run(
-            fresh, ask("layout", prompt_of(240, seed=2), sampler=RED, max_tokens=2)
-        )  # one layout for all: slots of 256 positions
-        alone[request.request_id] = fresh
-    scheduler = start(tiny)
-    results = run(scheduler, running, long)
-    expected = {
-        key: sequence
-        for each, request in zip(alone.values(), (running, long), strict=True)
-        for key, sequence in run(each, request).tokens.items()
-    }
-    assert results.tokens == expected
+    results = run(start(tiny), running, long)
+    assert results.bits == run(start(tiny), running).bits | run(start(tiny), long).bits
 
 
 def test_a_longer_sample_in_the_batch_changes_no_bit(scheduler):
-    """It changes the KV read length and the layout."""
+    """It changes the KV read length."""
     request = ask("mine", prompt_of(9), sampler=RED, samples=3)
     alone = run(scheduler, request)
     results = run(scheduler, ask("long", prompt_of(130, seed=1), sampler=RED, max_tokens=20), request)
@@ -278,34 +269,41 @@ def test_sample_topk_begins_with_the_greedy_token(scheduler):
     assert parts[-1].topk.token_ids.shape[1] == 2
 
 
-@pytest.mark.parametrize("position", [1, 15, 16, 17, 32, 40, 64])
-def test_a_slot_moves_between_layouts_in_blocks_without_a_changed_bit(tiny, monkeypatch, position):
-    monkeypatch.setattr(jax_programs, "TRANSFER", 16)
-    device = JaxPrograms(tiny.params, tiny.config, TINY_CONFIG)
-    sizes, read = [], programs.read_positions
-    monkeypatch.setattr(programs, "read_positions", lambda *given, size: sizes.append(size) or read(*given, size=size))
-    device.allocate_cache(KVLayout(2, 128))
-    prompt = device.allocate_prompt(128)
-    prompt.data = jax.tree.map(
-        lambda leaf: jnp.asarray(np.random.default_rng(1).normal(size=leaf.shape), leaf.dtype), prompt.data
-    )
-    keys = jax.device_get(prompt.data)
-    device.insert(prompt, 128, [1])
-    saved = device.read_slot(1, position)
-    assert sum(sizes) == -(-position // 16) * 16
-    device.allocate_cache(KVLayout(4, 64))
-    device.write_slot(saved, 0)
-    for ours, theirs in zip(jax.tree.leaves(device.cache), jax.tree.leaves(keys), strict=True):
-        np.testing.assert_array_equal(ours[:, 0, :, :position], theirs[:, 0, :, :position])
+def shapes_of(tiny: TinyModel, num_pages: int) -> Cache:
+    return jax.eval_shape(lambda: models.empty_cache(tiny.params, tiny.config, num_pages, 4))
 
 
-@pytest.mark.parametrize(("slot", "buffer"), [(512, 512), (512, 2048), (512, 128)])
-def test_inserting_a_prompt_allocates_no_second_copy(tiny, slot, buffer):
-    cache, prompt = (
-        jax.eval_shape(lambda dims=dims: models.empty_cache(tiny.params, tiny.config, *dims))
-        for dims in ((4, slot), (1, buffer))
-    )
-    number, slot_S = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
-    taken = programs.insert.lower(cache, prompt, number, slot_S, number).compile().memory_analysis()
-    assert taken.alias_size_in_bytes == 4 * sum(leaf.size for leaf in jax.tree.leaves(cache))
-    assert taken.temp_size_in_bytes < 0.05 * 4 * sum(leaf.size for leaf in jax.tree.leaves(prompt))
+def bytes_of(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_copying_pages_allocates_no_second_cache(tiny):
+    cache, number = shapes_of(tiny, 500), jax.ShapeDtypeStruct((), jnp.int32)
+    pairs = jax.ShapeDtypeStruct((64, 2), jnp.int32)
+    taken = programs.copy.lower(cache, pairs, number, pairs, number).compile().memory_analysis()
+    assert taken.alias_size_in_bytes == bytes_of(cache)
+    assert taken.temp_size_in_bytes < 0.02 * bytes_of(cache)
+
+
+def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
+    """Each program is compiled for two sizes of the cache, and needs the same temporary memory for both."""
+
+    def temporary(num_pages: int) -> list[int]:
+        cache, number = shapes_of(tiny, num_pages), jax.ShapeDtypeStruct((), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((32,), jnp.int32)
+        one, two = (
+            Table(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
+            for rows in (1, 2)
+        )
+        batch = jax_programs.row_batch({}, 2, [BASE] * 2, 4)
+        chunk = programs.extend.lower(tiny.params, tiny.config, None, number, tokens, number, number, cache, one)
+        decoding = programs.decode_slice.lower(
+            tiny.params, tiny.config, None, cache, two, batch, number, max_steps=4, max_topk=0
+        )
+        live = jax.eval_shape(partial(held.open_slice, max_tokens=4), cache, two, batch.position_S).live
+        closing = programs.close_rows.lower(cache, live, batch.position_S, number, two)
+        found = [each.compile().memory_analysis() for each in (chunk, decoding, closing)]
+        assert all(each.alias_size_in_bytes == bytes_of(cache) for each in found)
+        return [each.temp_size_in_bytes for each in found]
+
+    assert temporary(1000) == temporary(100)

@@ -18,7 +18,7 @@ from tests.support.sample_requests import BLUE, RED, ask, prompt_of, run
 
 CONFIG = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
 STATE = 40
-MEMORY = SampleMemory(8, 8 * 256, prompt_tokens=4096, prefix_tokens=2048, max_length=512, state_tokens=STATE)
+MEMORY = SampleMemory(8, 8 * 256, prefix_tokens=2048, max_length=512, state_tokens=STATE, page=16)
 SYSTEM = prompt_of(70)
 
 
@@ -30,16 +30,16 @@ def start(programs: FakePrograms, memory: SampleMemory = MEMORY) -> SampleSchedu
 
 
 def hits_of(prompts: Mapping[str, np.ndarray], memory: SampleMemory = MEMORY) -> dict[str, int]:
-    """Return the tokens of each prompt that came from the cache; check that they change no bit, nor exceed memory."""
-    programs, hits = FakePrograms(state_tokens=STATE), {}
+    """Return the tokens of each prompt that came from the cache; check that they change no bit, nor exceed a limit."""
+    programs, hits = FakePrograms(), {}
     scheduler = start(programs, memory)
     for name, prompt in prompts.items():
         request = ask(name, prompt, sampler=RED, samples=2)
         results = run(scheduler, request)
-        fresh = start(FakePrograms(state_tokens=STATE), replace(memory, prefix_tokens=0))
+        fresh = start(FakePrograms(), replace(memory, prefix_tokens=0))
         assert results.bits == run(fresh, request).bits, name
         hits |= results.cache_hits
-    assert programs.prompt_tokens_peak <= memory.prompt_tokens
+    assert scheduler.meters().prefix_cache_tokens <= memory.prefix_tokens
     return hits
 
 
@@ -84,11 +84,11 @@ def test_a_later_parting_is_kept_as_well():
 def test_without_room_for_states_only_equal_prompts_are_hits():
     prompts = {name: join(SYSTEM, prompt_of(20, seed=n)) for name, n in (("first", 1), ("alike", 2), ("equal", 2))}
     assert hits_of(prompts) == {"alike": 64, "equal": 90}
-    assert hits_of(prompts, replace(MEMORY, prefix_tokens=128 + STATE)) == {"equal": 90}
+    assert hits_of(prompts, replace(MEMORY, prefix_tokens=96 + STATE)) == {"equal": 90}
 
 
 def test_states_of_other_samplers_and_of_scored_prompts_are_not_used():
-    scheduler = start(FakePrograms(state_tokens=STATE))
+    scheduler = start(FakePrograms())
     run(scheduler, ask("red", SYSTEM, sampler=RED))
     longer = join(SYSTEM, prompt_of(20, seed=1))
     assert run(scheduler, ask("blue", longer, sampler=BLUE)).cache_hits == {}
@@ -98,23 +98,22 @@ def test_states_of_other_samplers_and_of_scored_prompts_are_not_used():
     scheduler.drop(RED)
     scheduler.load(RED, 3)
     assert run(scheduler, ask("again", longer, sampler=RED)).cache_hits == {}
-    assert scheduler.meters().prefix_cache_tokens == 2 * (128 + 2 * STATE), "the prompts of blue and of the new red"
+    assert scheduler.meters().prefix_cache_tokens == 2 * (96 + 2 * STATE), "the prompts of blue and of the new red"
 
 
 @pytest.mark.parametrize("prefix_tokens", [0, 200, 700])
-def test_buffers_and_states_never_exceed_their_memory(prefix_tokens):
-    """The memory is the least that a plan has: the longest prompt, one that a step computes whole, and their states."""
-    memory = replace(MEMORY, max_length=256, prompt_tokens=max(256 + 128 + 2 * STATE, prefix_tokens))
-    memory = replace(memory, prefix_tokens=prefix_tokens)
-    programs = FakePrograms(state_tokens=STATE)
-    scheduler = start(programs, memory)
+def test_prompts_and_samples_share_the_states(prefix_tokens):
+    """The memory is the least that a plan has: the longest sample, its state, and those of prompts and prefixes."""
+    memory = replace(MEMORY, num_slots=2, tokens=256, max_length=256, prefix_tokens=prefix_tokens)
+    scheduler = start(FakePrograms(), memory)
     sizes = (20, 240, 250, 200, 230, 30, 96, 97, 128, 33, 240, 99)
     requests = [
         ask(f"{n}", join(SYSTEM[:size], prompt_of(size, seed=n))[:size], samples=1 + n % 3, max_tokens=1 + n % 5)
         for n, size in enumerate(sizes)
     ]
     results = run(scheduler, *requests)
-    assert programs.prompt_tokens_peak <= memory.prompt_tokens
+    assert scheduler.meters().kv_cache_tokens_used == 0
+    assert scheduler.meters().prefix_cache_tokens <= prefix_tokens
     for request in requests:
         for index in range(request.num_samples):
             assert len(results.tokens[request.request_id, index]) == request.params.max_tokens

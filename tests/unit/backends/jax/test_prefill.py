@@ -18,7 +18,7 @@ from tests.support.fake_programs import FakePrograms
 from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
 
 CONFIG = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
-MEMORY = SampleMemory(num_slots=8, tokens=8 * 256, prompt_tokens=640, prefix_tokens=512, max_length=512)
+MEMORY = SampleMemory(num_slots=8, tokens=8 * 256, prefix_tokens=512, max_length=512, page=16)
 NO_PREFIXES = replace(MEMORY, prefix_tokens=0)
 
 
@@ -89,7 +89,7 @@ def test_simultaneous_requests_of_one_short_prefix_compute_it_once(programs, ada
         ask(f"r{i}", np.concatenate([prefix, prompt_of(10 + i, seed=i)]), sampler=adapter, max_tokens=3)
         for i in range(16)
     ]
-    memory = replace(MEMORY, prompt_tokens=2048, prefix_tokens=1024)
+    memory = replace(MEMORY, prefix_tokens=1024)
     without = {}
     for request in requests[:3]:
         without |= run(start(programs, replace(memory, prefix_tokens=0), config), request).bits
@@ -187,8 +187,9 @@ def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
     assert {key: bits for key, bits in results.bits.items() if key[0] == "good"} == expected
 
 
-def test_prompt_buffers_never_exceed_their_memory(programs):
-    memory = SampleMemory(num_slots=8, tokens=256, prompt_tokens=256 + 32, prefix_tokens=64, max_length=256)
+def test_prompts_and_samples_share_the_pages(programs):
+    """There are pages for the longest prompt and seven more; each request needs more than half of them, or waits."""
+    memory = SampleMemory(num_slots=8, tokens=256, prefix_tokens=64, max_length=256, page=32)
     scheduler = start(programs, memory, CONFIG.model_copy(update={"prefill_tokens": 32}))
     requests = [
         ask(name, prompt_of(size, seed=size), samples=samples, max_tokens=max_tokens)
@@ -203,26 +204,36 @@ def test_prompt_buffers_never_exceed_their_memory(programs):
         )
     ]
     results = run(scheduler, *requests)
-    assert 256 < programs.prompt_tokens_peak <= memory.prompt_tokens
     for request in requests:
         for index in range(request.num_samples):
             assert len(results.tokens[request.request_id, index]) == request.params.max_tokens
+    assert scheduler.meters().kv_cache_tokens_used == 0
 
 
-def test_the_buffer_of_an_ended_request_is_freed_before_the_next_is_allocated(programs):
-    memory = SampleMemory(num_slots=8, tokens=256, prompt_tokens=256 + 128, prefix_tokens=0, max_length=256)
-    requests = [ask(f"{n}", prompt_of(200, seed=n), max_tokens=1) for n in range(3)]
-    assert run(start(programs, memory), *requests).ended == {(f"{n}", 0) for n in range(3)}
-    assert programs.prompt_tokens_peak == 256
+def test_a_hit_copies_at_most_one_page(programs):
+    """Both prompts share six pages. Each sample has a copy of the partly filled last page of its prompt."""
+    scheduler, prefix = start(programs), prompt_of(96)
+    first = ask("first", np.concatenate([prefix, prompt_of(20, seed=1)]), max_tokens=2)
+    alike = ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)]), max_tokens=2)
+    for request, cleared, copied in ((first, 8, 1), (alike, 2, 1), (replace(alike, request_id=RequestId("b")), 0, 1)):
+        programs.copied.clear()
+        run(scheduler, request)
+        sources = [source for source, _ in programs.copied]
+        assert (sources.count(0), len(sources) - sources.count(0)) == (cleared, copied), request.request_id
+    assert scheduler.meters().prefix_cache_tokens == (8 + 2) * 16
 
 
-def test_a_hit_is_not_used_when_it_and_its_copy_exceed_the_memory(programs):
-    memory = SampleMemory(num_slots=8, tokens=256, prompt_tokens=256 + 128, prefix_tokens=256, max_length=256)
-    scheduler, prefix = start(programs, memory), prompt_of(192)
+def test_a_hit_may_be_evicted_while_it_is_used(programs):
+    """There are pages for one prompt and some more, and the second prompt begins with pages of the first."""
+    memory = SampleMemory(num_slots=2, tokens=256, prefix_tokens=256, max_length=256, page=32)
+    scheduler, prefix = start(programs, replace(memory, prefix_tokens=224)), prompt_of(192)
     first = ask("first", np.concatenate([prefix, prompt_of(20, seed=1)]))
-    alike = ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)]))
+    alike = ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)]), samples=2)
     assert computed_by(programs, lambda: run(scheduler, first))[1] == 224
-    results, computed = computed_by(programs, lambda: run(scheduler, alike))
-    assert results.cache_hits == {} and computed == 224
-    assert programs.prompt_tokens_peak == 256, "the evicted prompt was freed first"
-    assert run(scheduler, replace(alike, request_id=RequestId("equal"))).cache_hits == {"equal": 222}
+    other = ask("other", prompt_of(200, seed=3), max_tokens=40)
+    begin(scheduler, other)
+    results = run(scheduler, alike)
+    assert len(results.ended) == 3
+    fresh = start(FakePrograms(), replace(memory, prefix_tokens=0))
+    expected = run(fresh, alike).bits | run(fresh, other).bits
+    assert results.bits == expected

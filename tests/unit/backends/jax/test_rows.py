@@ -1,20 +1,23 @@
 """A slice has the fewest rows that hold its samples, and only row counts at which rows keep their bits."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows
+from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
 from skyrl_tx.backends.jax.sample.running import RunningSample
+from skyrl_tx.backends.jax.shapes import next_power
 from tests.support.sample_requests import ask, prompt_of
 
 
-def samples(**adapters: int) -> dict[int, RunningSample]:
-    """Return samples by slot, given as `s3=1`: adapter 1 in slot 3."""
-    request = ask("a", prompt_of(4))
-    return {
-        int(slot[1:]): RunningSample(request=request, index=0, stops=frozenset(), adapter=adapter)
-        for slot, adapter in adapters.items()
-    }
+def samples(*adapters: int, sizes: Sequence[int] = (4,)) -> list[RunningSample]:
+    """Return samples with these adapters, at these positions."""
+    found = list[RunningSample]()
+    for index, adapter in enumerate(adapters):
+        request = ask("a", prompt_of(1 + sizes[index % len(sizes)]))
+        found.append(RunningSample(request=request, index=index, stops=frozenset(), adapter=adapter))
+    return found
 
 
 def equal_bits(count: int, any_adapter: bool) -> np.ndarray:
@@ -49,14 +52,33 @@ def test_a_count_with_other_bits_is_not_used_and_each_is_tried_once(caplog):
 
 
 def test_tiles_share_an_adapter_if_there_are_rows_enough():
-    live = samples(s3=2, s5=1, s6=2)
-    rows = Rows.arrange(live, 8)
-    assert rows.slots == (5, None, None, None, 3, 6, None, None) and rows.adapters == (1, 2)
-    assert {row: sample.adapter for row, sample in rows.by_row(live).items()} == {0: 1, 4: 2, 5: 2}
-    assert rows.index(9).tolist() == [5, 9, 9, 9, 3, 6, 9, 9]
-    assert rows.of_slots(9)[[3, 5, 6]].tolist() == [4, 0, 5]
+    first, second, third = samples(2, 1, 2)
+    rows = Rows.arrange([first, second, third], 8)
+    assert rows.samples == (second, None, None, None, first, third, None, None) and rows.adapters == (1, 2)
+    assert rows.by_row() == {0: second, 4: first, 5: third} and rows.any_adapter
+    assert not Rows.arrange(samples(0, 0), 8).any_adapter
 
 
 def test_rows_have_adapters_of_their_own_otherwise():
-    rows = Rows.arrange(samples(s0=1, s1=2, s2=3), 8)
-    assert rows.slots == (0, 1, 2, *[None] * 5) and rows.adapters == (1, 2, 3, *[0] * 5)
+    running = samples(1, 2, 3)
+    rows = Rows.arrange(running, 8)
+    assert rows.samples == (*running, *[None] * 5) and rows.adapters == (1, 2, 3, *[0] * 5)
+
+
+def lengths(most: int, *sizes: int) -> list[list[int]]:
+    """Return the positions of the samples of each group, with 2, 8 or 16 rows and read lengths that are powers of 2."""
+    running = samples(*[0] * len(sizes), sizes=sizes)
+    groups = groups_of(running, [2, 8, 16], next_power, most)
+    return [[sample.position for sample in group] for group in groups]
+
+
+def test_samples_are_read_together_if_the_memory_is_large_enough():
+    assert lengths(16 * 64, 50, 3, 9, *[5] * 8) == [[50, 9, *[5] * 8, 3]]
+    assert lengths(16 * 64, *[40] * 16) == [[40] * 16]
+    assert lengths(16 * 64, *[40] * 17) == [[40] * 16, [40]]
+
+
+def test_a_long_sample_is_read_with_few_others():
+    assert lengths(16 * 64, 500, 3, 60, *[20] * 8) == [[500, 60], [*[20] * 8, 3]]
+    assert lengths(16 * 64, 5000, 3) == [[5000, 3]], "the fewest rows may read more"
+    assert lengths(16 * 64, 5000, 4000, 3000, 100, 90, 80) == [[5000, 4000], [3000, 100], [90, 80]]

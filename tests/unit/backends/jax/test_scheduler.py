@@ -1,6 +1,6 @@
 """The scheduler's host logic on fake programs: every sample depends on its own request alone.
 
-The fake draws a token from all tokens before it, so wrong keys, slots, positions or adapters give other tokens.
+The fake draws a token from all tokens before it, so wrong pages, positions or adapters give other tokens.
 """
 
 from collections import defaultdict
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.sample import scheduler as scheduler_module
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
-from skyrl_tx.backends.jax.shapes import KVLayout, SampleMemory
-from skyrl_tx.contract.batches import STARVATION_BOUND, SampleRequest
+from skyrl_tx.backends.jax.shapes import SampleMemory
+from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
@@ -21,7 +22,7 @@ from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt
 
 EOS = 1
 CONFIG = JaxConfig(sample_slots=16, decode_slice_tokens=4, prefill_tokens=96)
-MEMORY = SampleMemory(num_slots=16, tokens=16 * 160, prompt_tokens=2048, prefix_tokens=640, max_length=512)
+MEMORY = SampleMemory(num_slots=16, tokens=16 * 160, prefix_tokens=640, max_length=512, page=16)
 
 
 def start(config: JaxConfig = CONFIG, memory: SampleMemory = MEMORY, eos: tuple[int, ...] = (EOS,)) -> SampleScheduler:
@@ -168,19 +169,6 @@ def test_a_batch_with_a_request_that_never_fits_is_refused_as_a_whole(scheduler)
     assert scheduler.step() == []
 
 
-def test_a_request_longer_than_a_slot_reallocates_the_cache_with_longer_slots():
-    programs = FakePrograms()
-    scheduler = SampleScheduler(programs, CONFIG, MEMORY, ())
-    before, after = ask("before", prompt_of(9)), ask("after", prompt_of(9))
-    long = ask("long", prompt_of(150, seed=1), samples=9, temperature=0.0, max_tokens=14)
-    results = run(scheduler, before, long, after)
-    assert KVLayout(8, 320) in programs.layouts
-    assert results.tokens["before", 0] == results.tokens["after", 0]
-    assert len({tuple(results.tokens["long", index]) for index in range(9)}) == 1
-    alone = run(start(), replace(long, num_samples=1))
-    assert results.tokens["long", 8] == alone.tokens["long", 0]
-
-
 def test_sample_topk_has_a_row_for_every_token(scheduler):
     results = run(scheduler, ask("topk", prompt_of(9), options=PromptOptions(sample_topk=2)))
     topk = [part.topk for part in results.parts["topk", 0]]
@@ -228,30 +216,25 @@ def test_parts_that_wait_together_are_prefilled_once():
     assert len(run(scheduler).ended) == 3 and programs.extended == [(0, 64)]
 
 
-# Layouts of the KV cache
+# Pages of the cache
 
 LONGEST = 128
-SHORT_SLOTS = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_chunk_tokens=32)
-SHORT_MEMORY = SampleMemory(num_slots=8, tokens=8 * 32, prompt_tokens=512, prefix_tokens=64, max_length=LONGEST)
-LAYOUTS = KVLayout(8, 32), KVLayout(4, 64), KVLayout(2, 128)
+FEW_PAGES = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
+FEW = SampleMemory(num_slots=8, tokens=8 * 32, prefix_tokens=64, max_length=LONGEST, page=8)
+"""48 pages: room for eight samples of 48 tokens, or for three of the longest."""
 
 
 class Watch:
     """Steps a scheduler and records when each sample ends and which samples were preempted."""
 
-    def __init__(self, tokens: int = SHORT_MEMORY.tokens) -> None:
+    def __init__(self, memory: SampleMemory = FEW, **changed: int) -> None:
         self.programs = FakePrograms()
-        memory = replace(SHORT_MEMORY, tokens=tokens)
-        self.scheduler = SampleScheduler(self.programs, SHORT_SLOTS, memory, ())
+        self.scheduler = SampleScheduler(self.programs, FEW_PAGES.model_copy(update=changed), memory, ())
         self.results = Results()
         self.num_steps = 0
         self.ended_at: dict[tuple[str, int], int] = {}
         self.preempted: list[tuple[str, int]] = []
         """The samples that got no token in the last step, though they had some and have not ended."""
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.programs.layouts[-1]
 
     def begin(self, *requests: SampleRequest) -> None:
         begin(self.scheduler, *requests)
@@ -268,9 +251,11 @@ class Watch:
         return bool(deltas)
 
     def run(self, *requests: SampleRequest) -> "Watch":
+        """Run requests to their end, after which all pages are free."""
         self.begin(*requests)
         while self.step():
             pass
+        assert self.scheduler.meters().kv_cache_tokens_used == 0
         return self
 
     def steps_until(self, *keys: tuple[str, int]) -> int:
@@ -293,65 +278,86 @@ def short(name: str, max_tokens: int, *, size: int = 5, samples: int = 1) -> Sam
 def test_short_samples_do_not_wait_for_samples_that_may_become_long(watch):
     watch.begin(short("a", 25), short("b", 50), short("unbounded", LONGEST - 5))
     watch.step()
-    assert watch.layout == LAYOUTS[0] and len(watch.results.parts) == 3
+    assert len(watch.results.parts) == 3
     watch.begin(short("short", 9))
     assert watch.steps_until(("short", 0)) == 2
-    seen = {watch.layout}
-    watch.steps_until(("a", 0))
     while ("unbounded", 0) not in watch.ended_at:
         name = f"short {watch.num_steps}"
         watch.begin(short(name, 5))
         assert watch.steps_until((name, 0)) == 1
-        seen.add(watch.layout)
-    assert seen == set(LAYOUTS)
     watch.run()
     assert len(watch.results.tokens["unbounded", 0]) == LONGEST - 5
 
 
-def test_reallocated_and_preempted_samples_draw_the_tokens_they_would_draw_undisturbed(watch):
-    request = short("many", 90, samples=8)  # eight reach the end of their slots at the same time
+def test_the_samples_of_a_request_have_its_prompt_once(watch):
+    """A prompt of 67 tokens has nine pages, of which the last is copied for each sample: 16 in all, of 48."""
+    watch.begin(short("many", 3, size=67, samples=8))
+    while len(watch.results.parts) < 8:
+        watch.step()
+    watch.programs.copied.clear()
+    used = {watch.scheduler.meters().kv_cache_tokens_used for _ in range(2) if watch.step()}
+    assert used <= {8 * 16, 0}
+    watch.run()
+    assert len(watch.ended_at) == 8
+
+
+def test_preempted_samples_draw_the_tokens_they_would_draw_undisturbed(watch):
+    request = short("many", 90, samples=8)  # twelve pages each, in the end
     watch.run(request)
     assert len(set(watch.ended_at.values())) >= 3, "some waited"
-    ample = Watch(tokens=8 * LONGEST).run(request)
-    assert ample.layout == KVLayout(8, LONGEST) and len(set(ample.ended_at.values())) == 1
+    ample = Watch(replace(FEW, tokens=8 * LONGEST)).run(request)
+    assert len(set(ample.ended_at.values())) == 1
     assert watch.results.tokens == ample.results.tokens
     assert all(len(tokens) == 90 for tokens in watch.results.tokens.values()) and len(watch.results.tokens) == 8
 
 
-def test_preempted_samples_evict_no_prompt_from_the_prefix_cache(watch):
-    watch.run(short("many", 90, samples=8))
-    assert watch.run(short("again", 2)).results.cache_hits == {"again": 5}
-
-
-def test_a_long_sample_is_passed_up_to_the_starvation_bound(watch):
-    watch.begin(*(short(f"first {number}", 4 + 3 * number) for number in range(8)))
-    watch.step()
-    watch.begin(short("long", 20, size=100))
-    queued: list[str] = []
-    while ("long", 0) not in watch.results.parts:
-        waiting = [name for name in queued if (name, 0) not in watch.results.parts]
-        for _ in range(7 - len(waiting)):
-            queued.append(f"next {len(queued)}")
-            watch.begin(short(queued[-1], 20))
+def test_the_sample_with_the_fewest_tokens_is_preempted(watch):
+    watch.begin(*(short(f"{number}", 100) for number in range(3)))
+    for _ in range(8):
         watch.step()
-    passed = [key for key in watch.results.parts if key[0].startswith("next")]
-    assert STARVATION_BOUND - 8 <= len(passed) <= STARVATION_BOUND
+    watch.begin(*(short(f"late {number}", 100) for number in range(3)))
+    while not watch.preempted:
+        assert watch.step()
+    assert {name[:4] for name, _ in watch.preempted} == {"late"}
     watch.run()
-    assert len(watch.ended_at) == 8 + 1 + len(queued)
-    assert len(watch.results.tokens["long", 0]) == 20
+    assert len(watch.ended_at) == 6
 
 
-def test_slots_are_short_again_after_long_samples_have_ended(watch):
-    watch.begin(short("long", 10, size=64))
-    watch.step()
-    assert watch.layout == LAYOUTS[2]
-    watch.begin(*(short(f"short {number}", 12) for number in range(9)))
-    watch.steps_until(("long", 0))
-    watch.step()
-    watch.step()
-    assert watch.layout == LAYOUTS[0]
+def test_cached_prefixes_give_way_before_a_sample_is_preempted(watch):
+    """Two samples of the longest, with all that is cached, would need more than 48 pages."""
+    for number in range(3):
+        watch.run(short(f"prompt {number}", 2, size=40 + number))
+    assert watch.scheduler.meters().prefix_cache_tokens == 48, "of three prompts of 48 positions one may be cached"
+    requests = [short(f"long {number}", LONGEST - 5) for number in range(3)]
+    watch.begin(*requests)
+    while watch.step():
+        assert not watch.preempted
+    assert watch.scheduler.meters().prefix_cache_tokens == 0
+    assert watch.run(short("again", 2, size=42)).results.cache_hits == {"long 1": 5, "long 2": 5}
+
+
+def test_a_sample_begins_when_there_are_pages_for_some_slices_of_those_that_run(watch):
+    """40 of 48 pages are of samples that need a page each within four slices."""
+    watch.begin(*(short(f"{number}", 123) for number in range(3)))
+    for _ in range(26):
+        watch.step()
+    watch.begin(short("late", 20, size=50))
+    late: list[int] = []
+    while ("late", 0) not in watch.ended_at:
+        assert watch.step() and not watch.preempted
+        late.append(len(watch.results.parts.get(("late", 0), ())))
+    assert late[0] == 0, "it waited"
     watch.run()
-    assert len(watch.ended_at) == 10
+
+
+def test_samples_begin_in_order_of_arrival(watch):
+    watch.begin(*(short(f"first {number}", 30) for number in range(7)))
+    watch.step()
+    watch.begin(short("long", 20, size=60), short("short", 20))
+    while ("long", 0) not in watch.results.parts:
+        assert watch.step() and ("short", 0) not in watch.results.parts
+    watch.run()
+    assert len(watch.ended_at) == 9
 
 
 def test_preempted_samples_can_be_ended_and_cancelled(watch):
@@ -359,7 +365,6 @@ def test_preempted_samples_can_be_ended_and_cancelled(watch):
     while not watch.preempted:
         assert watch.step()
     ended = watch.preempted[0]
-    assert len(watch.preempted) > 1
     watch.scheduler.end(RequestId(ended[0]), ended[1])
     watch.steps_until(*(key for key in [("many", index) for index in range(8)] if key != ended))
     assert ended not in watch.ended_at
@@ -368,15 +373,77 @@ def test_preempted_samples_can_be_ended_and_cancelled(watch):
         assert watch.step()
     watch.scheduler.cancel([RequestId("again"), RequestId("other"), RequestId("many")])
     assert not watch.step()
+    assert watch.scheduler.meters().kv_cache_tokens_used == 0
 
 
-def test_a_failed_reallocation_loses_the_backend(watch, monkeypatch):
+def test_a_partly_computed_prompt_waits_again_when_samples_need_its_pages(monkeypatch):
+    """Its later part, which arrived in between, joins it. There are 20 pages, of which it needs twelve."""
+    monkeypatch.setattr(scheduler_module, "SPARE_SLICES", 0)
+    watch = Watch(replace(FEW, num_slots=4, tokens=LONGEST, prefix_tokens=0), prefill_tokens=32)
+    watch.begin(short("grow", 60, samples=3))
+    watch.step()
+    watch.step()
+    long = short("long", 3, size=96)
+    watch.begin(long)
+    watch.step()
+    watch.begin(replace(long, first_index=1, num_samples=2))
+    watch.run()
+    starts = [start for start, _ in watch.programs.extended]
+    assert starts.count(0) > 2 and starts.count(64) == 1, "its first chunk was computed again, for all parts"
+    expected = Watch(replace(FEW, tokens=16 * LONGEST)).run(replace(long, num_samples=3)).results
+    assert {key: bits for key, bits in watch.results.bits.items() if key[0] == "long"} == expected.bits
+
+
+def test_a_scored_prompt_waits_again_when_a_sample_cannot_begin():
+    """There are 26 pages. Each prompt takes 13, so that none is left for the sample."""
+    watch = Watch(replace(FEW, num_slots=2, tokens=LONGEST), prefill_tokens=32)
+    watch.begin(short("sample", 3, size=100))
+    watch.step()
+    scores = ask("scores", prompt_of(104, seed=1), max_tokens=1, options=PromptOptions(logprobs=True))
+    watch.run(scores)
+    starts = [start for start, _ in watch.programs.extended]
+    assert starts.count(0) == 3 and len(watch.ended_at) == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed):
+    """Random requests arrive, end early and are cancelled, in a cache in which not all fit."""
+    draw, watch = np.random.default_rng(seed), Watch(replace(FEW, num_slots=5, tokens=LONGEST))
+    prompts = [prompt_of(120, seed=seed) for seed in range(3)]
+    requests: list[SampleRequest] = []
+    gone: set[str] = set()
+    for number in range(40):
+        size = int(draw.integers(1, 120))
+        request = ask(
+            f"{number}",
+            prompts[draw.integers(3)][:size],
+            samples=int(draw.integers(1, 4)),
+            max_tokens=int(draw.integers(1, LONGEST - size + 1)),
+            options=PromptOptions(logprobs=bool(draw.random() < 0.2)),
+        )
+        requests.append(request)
+        watch.begin(request)
+        for _ in range(draw.integers(4)):
+            watch.step()
+        if draw.random() < 0.2:
+            gone.add(requests[draw.integers(len(requests))].request_id)
+            watch.scheduler.cancel([RequestId(name) for name in gone])
+    watch.run()
+    for request in requests:
+        if request.request_id not in gone:
+            alone = Watch(replace(FEW, num_slots=5, tokens=16 * LONGEST, prefix_tokens=0)).run(request).results
+            assert {key: watch.results.bits[key] for key in alone.bits} == alone.bits
+    watch.scheduler.drop(None)
+    assert watch.scheduler.meters().prefix_cache_tokens == 0
+
+
+def test_a_lost_cache_loses_the_backend(watch, monkeypatch):
     watch.begin(short("long", 90))
     watch.step()
 
-    def fail(layout: KVLayout) -> None:
-        raise RuntimeError("no memory")
+    def fail(*given, **named) -> None:
+        raise BackendLost("the cache is gone")
 
-    monkeypatch.setattr(watch.programs, "allocate_cache", fail)
-    with pytest.raises(BackendLost, match="no memory"):
-        watch.run()
+    monkeypatch.setattr(watch.programs, "extend", fail)
+    with pytest.raises(BackendLost, match="the cache is gone"):
+        watch.run(short("other", 9, size=6))

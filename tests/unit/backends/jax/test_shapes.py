@@ -1,22 +1,15 @@
-"""The sizes of prefill chunks and prompt buffers."""
+"""The sizes of prefill chunks."""
 
 import pytest
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.shapes import FIRST_CHUNK, PrefillShapes, padded_chunk
 
-SHAPES = PrefillShapes(chunk_size=32, longest=320)
-
-
-def test_buffers_have_few_lengths_and_hold_the_padded_last_chunk():
-    assert {SHAPES.buffer_length(size) for size in range(1, 301)} == set(SHAPES.buffer_lengths()) == {32, 128, 320}
-    assert all(SHAPES.buffer_length(size) >= -(-size // 32) * 32 for size in range(1, 301))
-
 
 def test_chunks_are_no_longer_than_the_context():
-    assert PrefillShapes.of(JaxConfig(), 100) == PrefillShapes(128, 128)
-    assert PrefillShapes.of(JaxConfig(), 300) == PrefillShapes(256, 512)
-    assert PrefillShapes.of(JaxConfig(prefill_chunk_tokens=1024), 1500) == PrefillShapes(1024, 2048)
+    assert PrefillShapes.of(JaxConfig(), 100) == PrefillShapes(128)
+    assert PrefillShapes.of(JaxConfig(), 300) == PrefillShapes(256)
+    assert PrefillShapes.of(JaxConfig(prefill_chunk_tokens=1024), 1500) == PrefillShapes(1024)
 
 
 def sizes(shapes: PrefillShapes, length: int) -> list[int]:
@@ -33,11 +26,10 @@ def sizes(shapes: PrefillShapes, length: int) -> list[int]:
     ("size", "ends"), [(256, [128, 256, 512, 768]), (1024, [128, 256, 512, 1024, 2048]), (64, [64, 128])]
 )
 def test_chunk_ends_double_so_that_more_than_half_of_a_common_prefix_is_shared(size, ends):
-    shapes = PrefillShapes(chunk_size=size, longest=4 * size)
+    shapes = PrefillShapes(chunk_size=size)
     assert [end for end in range(1, ends[-1] + 1) if shapes.full_chunks(end) == end] == ends
     for length in range(min(FIRST_CHUNK, size), 4 * size):
         assert length / 2 < shapes.full_chunks(length) <= length < shapes.full_chunks(length) + size
-        assert sum(sizes(shapes, length)) <= shapes.buffer_length(length)
 
 
 @pytest.mark.parametrize("max_length", [20, 100, 200, 384, 385, 512, 600, 2000])

@@ -30,7 +30,7 @@ def test_a_large_model_on_one_accelerator() -> None:
     assert small.weight_bytes == 2 * small.num_parameters and small.dtype == "bfloat16"
     assert small.free_bytes == 60 * GIB - small.weight_bytes
     for plan in (small, large):
-        assert plan.kv_bytes == plan.samples.tokens * 36 * 2 * 8 * 128 * 2  # layers, k and v, heads, dims, bytes
+        assert plan.kv_bytes == plan.samples.num_pages * 64 * 36 * 2 * 8 * 128 * 2  # layers, k, v, heads, dims, bytes
         # Each layer: q 4096+4096, k and v 4096+1024, o 4096+4096, gate and up 4096+12288, down 12288+4096.
         of_rank_1 = 36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936
         assert plan.model_bytes == 4 * 4 * 32 * of_rank_1  # weights, gradient, two moments; bytes
@@ -56,10 +56,11 @@ def test_experts_on_a_mesh() -> None:
     of_attention = 48 * (2 * (2048 + 4096 // 2) + 2 * (2048 + 512 // 2))
     of_unembedding = 2048 + 151936 // 2
     assert plan.model_bytes == 4 * 4 * 8 * (of_experts + of_attention + of_unembedding)
-    assert plan.kv_bytes == plan.samples.tokens // 4 * 48 * 2 * 4 * 128 * 2 // 2
+    assert plan.samples.num_pages % 4 == 0
+    assert plan.kv_bytes == plan.samples.num_pages // 4 * 64 * 48 * 2 * 4 * 128 * 2 // 2
 
 
-def test_the_cache_of_linear_attention_is_positions_and_a_state_for_each_slot() -> None:
+def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     content = json.loads((Path(__file__).parents[2] / "models" / "hub_configs" / "Qwen3.5-9B.json").read_text())
     config = JaxConfig(max_lora_rank=8, sample_slots=16)
     plan = plan_start(
@@ -67,10 +68,9 @@ def test_the_cache_of_linear_attention_is_positions_and_a_state_for_each_slot() 
     )
     of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
     of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
-    assert plan.kv_bytes == plan.samples.tokens * of_position + 16 * of_state
+    assert plan.kv_bytes == plan.samples.num_pages * 64 * of_position + plan.samples.num_states * of_state
     assert plan.samples.state_tokens == -(-of_state // of_position) == 1572
-    assert plan.samples.prompt_bytes == plan.samples.prompt_tokens * of_position
-    assert plan.samples.prompt_tokens >= plan.samples.max_length + 2048 + 2 * 1572
+    assert plan.samples.num_states > 1 + 16 + 4 + plan.samples.prefix_tokens // 2 // 1572, "with some for prefixes"
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 3}, {"fsdp": 5}])

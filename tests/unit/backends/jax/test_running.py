@@ -1,12 +1,9 @@
-"""Running samples, KV cache slots and layouts, without a device."""
+"""The records of running samples, without a device."""
 
 import numpy as np
-import pytest
 
 from skyrl_tx.backends.jax.sample.draw import Drawn
-from skyrl_tx.backends.jax.sample.kv_slots import Slots
 from skyrl_tx.backends.jax.sample.running import RunningSample
-from skyrl_tx.backends.jax.shapes import KVLayout, SampleMemory
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -57,36 +54,15 @@ def test_topk_is_cut_like_the_tokens():
     assert running().take_drawn(drawn(7)).topk is None
 
 
-def test_slots_are_occupied_and_released():
-    slots = Slots(3)
-    sample = running()
-    slots.occupy(sample, 1)
-    assert (slots.free, slots.live) == ([0, 2], {1: sample})
-    slots.release(1)
-    assert slots.free == [0, 1, 2]
-
-
-def test_tiles_use_a_single_adapter_while_other_tiles_are_free():
-    slots = Slots(12)
-    for adapter in (1, 2, 1, 0):
-        slots.occupy(running(adapter=adapter), slots.free_for(adapter)[0])
-    assert [(slot, sample.adapter) for slot, sample in slots.live.items()] == [(0, 1), (1, 1), (4, 2), (8, 0)]
-    assert slots.adapters == [1, 2, 0]
-    assert slots.free_for(2)[:3] == [5, 6, 7] and len(slots.free_for(2)) == 8
-    slots.occupy(running(adapter=3), slots.free_for(3)[0])
-    assert slots.adapters == [1, 1, 3, 0, 2, 0, 0, 0, 0, 0, 0, 0]
-
-
-def memory(tokens: int) -> SampleMemory:
-    return SampleMemory(num_slots=8, tokens=tokens, prompt_tokens=0, prefix_tokens=0, max_length=500)
-
-
-@pytest.mark.parametrize(
-    ("needed", "layout"), [(1, (8, 100)), (100, (8, 100)), (101, (4, 200)), (400, (2, 400)), (401, (1, 500))]
-)
-def test_longer_slots_are_fewer_in_the_same_memory(needed, layout):
-    assert memory(800).layout_for(needed) == KVLayout(*layout)
-
-
-def test_a_layout_has_at_most_the_configured_slots():
-    assert memory(80_000).layout_for(9) == KVLayout(8, 500)
+def test_a_preempted_sample_takes_its_steps_again():
+    sample = running(max_tokens=9)
+    sample.take_drawn(drawn(7))
+    sample.take_drawn(drawn(8, 9, 10))
+    assert (sample.position, sample.kv_length(4), sample.length_after(4)) == (7, 11, 11)
+    sample.preempt()
+    assert (sample.position, sample.last_token, sample.num_steps_left) == (4, 7, 8)
+    assert sample.tokens_again().tolist() == [8, 9, 10]
+    assert (sample.kv_length(4), sample.length_after(4), sample.length_after(100)) == (11, 8, 12)
+    assert sample.take_drawn(drawn(8, 9)) is None
+    delta = sample.take_drawn(drawn(10, 11))
+    assert delta is not None and delta.tokens.tolist() == [11] and sample.position == 8

@@ -1,0 +1,59 @@
+"""Which pages and states of the cache are free, and which a prompt or a sample has."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class FreeList:
+    """Numbers from 1 to `size` - 1, each of which is free or has holders. Number 0, the empty one, is neither."""
+
+    def __init__(self, size: int) -> None:
+        self._free = list(range(size - 1, 0, -1))
+        self._holders = [0] * size
+
+    @property
+    def num_free(self) -> int:
+        """How many numbers have no holder."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """How many numbers have a holder."""
+        return len(self._holders) - 1 - len(self._free)
+
+    def holders(self, number: int) -> int:
+        """Return how many hold a number."""
+        return self._holders[number]
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` free numbers, each with one holder now. There must be as many."""
+        assert count <= len(self._free), f"{count} of {len(self._free)} free ones"
+        taken = [self._free.pop() for _ in range(count)]
+        self.hold(taken)
+        return taken
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Add a holder to each of the numbers."""
+        for number in numbers:
+            self._holders[number] += number > 0
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Remove a holder from each of the numbers; those without any are free."""
+        for number in numbers:
+            if number > 0:
+                assert self._holders[number] > 0, f"{number} is free already"
+                self._holders[number] -= 1
+                if not self._holders[number]:
+                    self._free.append(number)
+
+
+@dataclass(slots=True, eq=False)
+class KVTable:
+    """A row of the block table: the pages and the state of a prompt or a sample.
+
+    Page i has its positions from i pages on. All pages but the last are full, or shared, and are never written again.
+    """
+
+    pages: list[int]
+    state: int = 0
+    """The slot of its state of fixed size; 0 for models without."""

@@ -1,0 +1,42 @@
+"""Arrays of rows in pages, and back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx.layers.held import Cache, Table
+
+
+def table_of(num_rows: int, num_pages: int) -> Table:
+    """Return a table of rows whose pages lie apart, and whose states are those from 1 on."""
+    pages = 1 + np.arange(num_rows * num_pages, dtype=np.int32).reshape(num_pages, num_rows).T
+    return Table(jnp.asarray(pages), jnp.asarray(1 + np.arange(num_rows, dtype=np.int32)))
+
+
+def in_pages(rows: Any, page: int) -> Any:
+    """Return arrays [n, B, K, C, H] as [n, pages, K, P, H], where `table_of` says; page 0 is zeros."""
+
+    def put(leaf: np.ndarray) -> np.ndarray:
+        n, B, K, C, H = leaf.shape
+        by_page = np.asarray(leaf).reshape(n, B, K, C // page, page, H)
+        pages = np.transpose(by_page, (0, 3, 1, 2, 4, 5)).reshape(n, -1, K, page, H)
+        return np.concatenate([np.zeros_like(pages[:, :1]), pages], axis=1)
+
+    return jax.tree.map(put, rows)
+
+
+def rows_of(pages: Any, table: Table) -> Any:
+    """Return arrays in pages as [n, B, K, C, H]."""
+
+    def read(leaf: Any) -> np.ndarray:
+        found = np.swapaxes(np.asarray(leaf)[:, np.asarray(table.page_BM)], 2, 3)  # [n, B, K, M, P, H]
+        return found.reshape(*found.shape[:3], -1, found.shape[5])
+
+    return jax.tree.map(read, pages)
+
+
+def positions_of(cache: Cache, table: Table) -> list[Any]:
+    """Return the positions of each stack, [n, B, K, C, H]."""
+    return [rows_of(held.positions, table) for held in cache]

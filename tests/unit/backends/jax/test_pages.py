@@ -1,0 +1,125 @@
+"""Which pages and states are free, who holds them, and what is copied, without a device."""
+
+import pytest
+
+from skyrl_tx.backends.jax.sample.cache import KVCache
+from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
+from tests.support.fake_programs import FakePrograms
+
+MEMORY = SampleMemory(num_slots=2, tokens=40, prefix_tokens=0, max_length=40, state_tokens=5, page=8)
+"""Seven pages and six states, without the empty ones."""
+
+
+@pytest.fixture
+def programs() -> FakePrograms:
+    return FakePrograms()
+
+
+@pytest.fixture
+def cache(programs: FakePrograms) -> KVCache:
+    return KVCache(programs, MEMORY, PrefillShapes(8))
+
+
+def test_a_number_is_free_when_all_its_holders_have_released_it():
+    numbers = FreeList(4)
+    first, second = numbers.take(2)
+    assert {first, second} < {1, 2, 3} and (numbers.num_free, numbers.num_held) == (1, 2)
+    numbers.hold([first])
+    numbers.release([first, second])
+    assert (numbers.num_free, numbers.holders(first), numbers.holders(second)) == (2, 1, 0)
+    numbers.release([first])
+    assert numbers.num_free == 3 and sorted(numbers.take(3)) == [1, 2, 3]
+    with pytest.raises(AssertionError, match="1 of 0 free"):
+        numbers.take(1)
+
+
+def test_number_zero_has_no_holders_and_what_is_free_is_not_released():
+    numbers = FreeList(3)
+    numbers.hold([0])
+    numbers.release([0, 0])
+    assert numbers.holders(0) == 0 and numbers.num_free == 2
+    with pytest.raises(AssertionError, match="1 is free already"):
+        numbers.release([1])
+
+
+def test_what_a_prompt_takes_is_cleared(cache, programs):
+    table = cache.begin(17)
+    assert len(table.pages) == 3 and table.state > 0
+    assert programs.copied == [(0, page) for page in table.pages]
+    cache.release(table)
+    assert (cache.pages.num_held, cache.states.num_held) == (0, 0) and not table.pages
+
+
+def test_samples_share_full_pages_and_have_copies_of_the_last(cache, programs):
+    prompt = cache.begin(17)
+    programs.copied.clear()
+    first, second = cache.fork(prompt, 17, [18, 25])
+    assert first.pages[:2] == second.pages[:2] == prompt.pages[:2]
+    last = prompt.pages[2]
+    assert programs.copied == [(last, first.pages[2]), (last, second.pages[2]), (0, second.pages[3])]
+    assert len({prompt.state, first.state, second.state}) == 3
+    assert cache.pages.num_held == 6
+    cache.release(prompt)
+    assert cache.pages.num_held == 5, "its last page"
+    cache.release(first)
+    cache.release(second)
+    assert (cache.pages.num_held, cache.states.num_held) == (0, 0)
+
+
+def test_a_full_last_page_is_not_copied(cache, programs):
+    prompt = cache.begin(16)
+    programs.copied.clear()
+    (sample,) = cache.fork(prompt, 16, [20])
+    assert sample.pages[:2] == prompt.pages and programs.copied == [(0, sample.pages[2])]
+
+
+def test_a_fork_within_a_prompt_has_the_pages_before_it(cache, programs):
+    prompt, kept = cache.begin(40), cache.take_state()
+    programs.copied.clear()
+    (longer,) = cache.fork(prompt, 12, [20], kept)
+    assert longer.pages[0] == prompt.pages[0] and longer.pages[1] not in prompt.pages
+    assert programs.copied == [(prompt.pages[1], longer.pages[1]), (0, longer.pages[2])]
+
+
+def test_a_table_grows_by_what_it_lacks(cache, programs):
+    table = cache.begin(8)
+    programs.copied.clear()
+    assert [cache.missing(table, size) for size in (0, 8, 9, 33)] == [0, 0, 1, 4]
+    cache.grow([(table, 8), (table, 24)])
+    assert len(table.pages) == 3 and programs.copied == [(0, page) for page in table.pages[1:]]
+
+
+def test_a_shared_table_is_free_when_both_are_released(cache):
+    prompt = cache.begin(17)
+    other = cache.share(prompt)
+    cache.release(prompt)
+    assert cache.pages.num_held == 3 and cache.states.num_held == 1
+    cache.release(other)
+    assert cache.pages.num_held == cache.states.num_held == 0
+
+
+def test_what_fits_is_free(cache):
+    assert cache.fits(7, 6) and not cache.fits(8) and not cache.fits(0, 7)
+    table = cache.begin(30)
+    assert cache.fits(3, 5) and not cache.fits(4) and not cache.fits(0, 6)
+    assert cache.num_tokens == 56 and cache.num_tokens_used == 32
+    cache.release(table)
+    assert cache.fits(7, 6)
+
+
+def test_a_model_without_state_takes_none(programs):
+    cache = KVCache(programs, SampleMemory(2, 40, 0, 40, page=8), PrefillShapes(8))
+    table = cache.begin(8)
+    assert table.state == 0 and cache.states.num_held == 0 and cache.fits(0, 100)
+    assert cache.fork(table, 8, [9])[0].state == 0
+    assert cache.share(KVTable([], 0)).state == 0
+
+
+def test_the_memory_has_pages_for_all_tokens_and_a_partly_filled_one_for_each_sample():
+    assert MEMORY.num_pages == 1 + 5 + 2 and MEMORY.num_states == 1 + 2 + 4
+    assert MEMORY.pages_for(8) == 1 and MEMORY.pages_for(9) == 2 and MEMORY.pages_for(0) == 0
+    sharded = SampleMemory(2, 40, 16, 40, page=8, shards=4)
+    assert sharded.num_pages == 12, "10, in four shards"
+    with_prefixes = SampleMemory(2, 40, 80, 40, state_tokens=5, page=8)
+    assert with_prefixes.num_states == 1 + 2 + 4 + 12 and with_prefixes.num_pages == 1 + 2 + 5 + 3
