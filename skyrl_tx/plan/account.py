@@ -18,7 +18,8 @@ from skyrl_tx.commands.common import in_units
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.models.arithmetic import frozen_macs
 from skyrl_tx.plan.hardware import GPU_SHARE, Devices
-from skyrl_tx.plan.meshes import ROOM, Candidate, candidates
+from skyrl_tx.plan.long_rows import LongRows, fitting_candidate
+from skyrl_tx.plan.meshes import ROOM, Candidate, candidates, meshes_of
 from skyrl_tx.plan.roofline import Bound, Work, decoding, training
 from skyrl_tx.weights import hf
 
@@ -64,6 +65,8 @@ class Account:
     """Parameters that a token is multiplied with."""
     samples_at_context: int
     """KV cache slots when each is as long as the longest sample."""
+    long_rows: LongRows | None
+    """Rows of `--context` tokens if they do not fit with the given mesh, or with the fastest."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -87,15 +90,38 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
     if is_mesh_given:
         _check_mesh(config.mesh, model, devices)
-    found = candidates(model, config, devices, dtype, [config.mesh] if is_mesh_given else None)
+    meshes = [config.mesh] if is_mesh_given else meshes_of(devices.number, with_cp=False)
+    found = candidates(model, config, devices, dtype, meshes)
     if not found:
         raise UserError(f"--device {devices}: no mesh of {devices.number} devices divides the sizes of the model")
-    chosen, *others = found
-    layout, platform = layout_without_devices(chosen.mesh), devices.kind.family
+
+    plans: dict[str, StartPlan] = {}  # by mesh; one takes seconds
+
+    def planned(each: MeshConfig) -> StartPlan:
+        if str(each) not in plans:
+            layout, platform, limit = layout_without_devices(each), devices.kind.family, devices.limit_bytes
+            plans[str(each)] = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
+        return plans[str(each)]
+
+    def longest_row(each: MeshConfig) -> int:
+        longest = planned(each).longest_row
+        assert longest is not None, "planned devices report their memory"
+        return longest
+
     try:
-        plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=devices.limit_bytes)
+        fastest = longest_row(found[0].mesh)
     except KernelError as error:
         raise UserError(f"--backend-config.attention-kernel: {error}") from error
+    rows = None
+    wanted = min(config.max_context_length or 0, model.max_context_length)
+    if fastest < wanted:
+        every = candidates(model, config, devices, dtype, meshes_of(devices.number, with_cp=True))
+        fitting = fitting_candidate(every, longest_row, wanted)
+        rows = LongRows(wanted, found[0].mesh, fastest, fitting and fitting.mesh)
+        if fitting is not None and not is_mesh_given:
+            found = [fitting, *(each for each in every if each is not fitting)]
+    chosen, *others = found
+    plan = planned(chosen.mesh)
     account = Account(
         base_model=base_model,
         model=model,
@@ -107,6 +133,7 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         rates=tuple(_rates(model, devices, chosen.mesh, plan, dtype.itemsize)),
         num_active=frozen_macs(model),
         samples_at_context=plan.samples.samples_of(plan.samples.max_length),
+        long_rows=rows,
     )
     return replace(account, warnings=tuple(_warnings(account, config)))
 
@@ -137,6 +164,15 @@ def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     yield Item("adapters in training", models_bytes // 2, f"weights and gradients of {training}")
     yield Item("optimizer", models_bytes // 2, f"two moments of {training}")
     yield Item("temporary", plan.pass_bytes, f"micro-batch of {plan.passes.micro_batch_tokens} tokens, {remat}")
+
+
+def _of_long_rows(rows: LongRows, account: Account) -> str:
+    short = f"a row of {rows.tokens} tokens in training does not fit with mesh {rows.mesh}, which fits {rows.longest}"
+    if rows.fitting is None:
+        return f"{short}; no mesh of {account.devices} fits it"
+    if rows.fitting == account.chosen.mesh:
+        return f"{short}, so mesh {rows.fitting} was chosen, with which it fits"
+    return f"{short}. It fits with --mesh {rows.fitting}"
 
 
 def _rates(
@@ -177,6 +213,10 @@ def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
     wanted = min(config.max_context_length or account.model.max_context_length, account.model.max_context_length)
     if plan.samples.max_length < wanted and (config.max_context_length or plan.samples.max_length < _SHORT_TOKENS):
         yield f"the longest sample has {plan.samples.max_length} tokens, not {wanted}: the KV cache has no more"
+    if (config.max_context_length or 0) > wanted:
+        yield f"--context {config.max_context_length} is more than the model's limit, {wanted} tokens"
+    if (rows := account.long_rows) is not None:
+        yield _of_long_rows(rows, account)
     if plan.max_models == 1 and config.max_lora_adapters is None:
         yield f"only one model of rank {config.max_lora_rank} is in training at a time; lower --rank takes less memory"
     if (

@@ -43,17 +43,14 @@ def candidates(
     config: JaxConfig,
     devices: Devices,
     dtype: np.dtype,
-    meshes: Iterable[MeshConfig] | None = None,
+    meshes: Iterable[MeshConfig],
 ) -> list[Candidate]:
-    """Return those of the meshes that divide the model, the best first. It may be empty.
-
-    By default the meshes of all devices without `cp`, which serves rows that are too long for others.
-    """
+    """Return those of the meshes that divide the model, the best first. It may be empty."""
     described = describe_params(model)
     num_parameters = sum(int(np.prod(each.shape)) for each in flatten(described).values())
     length = min(_SEQUENCE_TOKENS, config.max_context_length or model.max_context_length, model.max_context_length)
     found: list[Candidate] = []
-    for each in _meshes(devices.number) if meshes is None else meshes:
+    for each in meshes:
         layout = layout_without_devices(each)
         try:
             mesh.check_divides(layout, model)
@@ -81,11 +78,18 @@ def candidates(
                 decoding=decoding(model, devices, each, work, **size, cache_bytes=cache_bytes),
             )
         )
-    return sorted(found, key=lambda each: (not each.has_room, each.seconds_per_token, each.weight_bytes))
+    return sorted(found, key=lambda each: (not each.has_room, each.seconds_per_token, each.weight_bytes, each.mesh.cp))
 
 
-def _meshes(number: int) -> Iterator[MeshConfig]:
+def meshes_of(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
+    """Yield the meshes of a number of devices; those with `cp` are for rows that are too long for all others."""
+    for cp in range(1, number + 1) if with_cp else (1,):
+        if number % cp == 0:
+            yield from _meshes_by_cp(number // cp, cp)
+
+
+def _meshes_by_cp(number: int, cp: int) -> Iterator[MeshConfig]:
     for fsdp in range(1, number + 1):
         for tp in range(1, number // fsdp + 1):
             if number % (fsdp * tp) == 0:
-                yield MeshConfig(fsdp=fsdp, tp=tp, ep=number // (fsdp * tp))
+                yield MeshConfig(fsdp=fsdp, tp=tp, ep=number // (fsdp * tp), cp=cp)

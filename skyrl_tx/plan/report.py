@@ -11,6 +11,7 @@ from skyrl_tx.backends.jax.program_text import ProgramText
 from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.commands.common import Record, in_units, table
 from skyrl_tx.plan.account import Account
+from skyrl_tx.plan.long_rows import LongRows
 from skyrl_tx.plan.meshes import Candidate
 
 _SHOWN_MESHES = 4
@@ -54,6 +55,7 @@ def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Reco
             "micro_batch_tokens": plan.passes.micro_batch_tokens,
             "is_rematerialized": plan.passes.remat,
         },
+        "long_rows": None if account.long_rows is None else _long_rows_record(account.long_rows),
         "kernels": list(explain_kernels(plan.kernels, account.model)),
         "rates": [asdict(rate) for rate in account.rates],
         "programs": None if programs is None else [asdict(each) for each in programs],
@@ -102,6 +104,11 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     for warning in account.warnings:
         yield from ("", f"warning: {warning}")
     yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_flags(account.chosen.mesh)}")
+
+
+def _long_rows_record(rows: LongRows) -> Record:
+    fitting = None if rows.fitting is None else rows.fitting.model_dump()
+    return {"tokens": rows.tokens, "mesh": rows.mesh.model_dump(), "longest": rows.longest, "fitting_mesh": fitting}
 
 
 def _long_rows(account: Account) -> Iterator[str]:

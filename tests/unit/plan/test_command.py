@@ -56,7 +56,7 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         **dict.fromkeys(("num_parameters", "num_active_parameters", "free_bytes"), "int"),
         **dict.fromkeys(("device", "mesh", "limits"), "dict"),
         **dict.fromkeys(("kernels", "meshes", "memory", "rates", "warnings"), "list"),
-        "programs": "NoneType",
+        **dict.fromkeys(("programs", "long_rows"), "NoneType"),
         "fits": "bool",
     }
     assert found["num_parameters"] == 8_190_735_360 and found["mesh"] == {"fsdp": 1, "tp": 8, "ep": 1, "cp": 1}
@@ -105,6 +105,51 @@ def test_a_mesh_that_shards_rows(dense: str, capsys: pytest.CaptureFixture[str])
     assert found["memory"][0]["bytes"] < 1.1 * whole["memory"][0]["bytes"], "cp shards weights like fsdp"
     assert found["limits"]["row_tokens"] > 1.5 * whole["limits"]["row_tokens"]
     assert found["limits"]["micro_batch_tokens"] >= 2 * whole["limits"]["micro_batch_tokens"]
+
+
+LONG = {**QWEN3_8B, "max_position_embeddings": 131072, "num_hidden_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "longest", "said"),
+    [
+        (("--context", "21000"), {"cp": 2}, {"tp": 2}, "so mesh fsdp=1,tp=1,ep=1,cp=2 was chosen, with which it fits"),
+        pytest.param(
+            ("--context", "21000", "--mesh", "tp=2"),
+            {"tp": 2},
+            {"tp": 2},
+            "It fits with --mesh fsdp=1,tp=1,ep=1,cp=2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--context", "65536"), {"tp": 2}, {"tp": 2}, "no mesh of v5e:1x2 fits it", marks=pytest.mark.slow
+        ),
+        pytest.param(("--context", "21000", "--mesh", "cp=2"), {"cp": 2}, None, "", marks=pytest.mark.slow),
+    ],
+)
+def test_cp_is_recommended_for_rows_that_fit_in_no_other_way(
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    chosen: dict[str, int],
+    longest: dict[str, int] | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LONG))
+    ones = {"fsdp": 1, "tp": 1, "ep": 1, "cp": 1}
+    _, found = as_json(capsys, "--base-model", str(tmp_path), "--device", "v5e:1x2", "--rank", "8", *flags)
+    assert found["mesh"] == ones | chosen
+    text, rows = "\n".join(found["warnings"]), found["long_rows"]
+    if longest is None:
+        assert rows is None and "a row of" not in text and found["limits"]["row_tokens"] >= 21000
+    else:
+        assert rows["mesh"] == ones | longest and rows["longest"] < rows["tokens"] == int(flags[1])
+        assert said in text
+
+
+def test_a_context_above_the_models_is_a_warning(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = as_json(capsys, "--base-model", dense, "--device", "h200", "--context", "50000")
+    assert "--context 50000 is more than the model's limit, 40960 tokens" in found["warnings"]
 
 
 @pytest.mark.parametrize(

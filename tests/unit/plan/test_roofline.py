@@ -10,7 +10,7 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.plan.hardware import parse_devices
-from skyrl_tx.plan.meshes import candidates
+from skyrl_tx.plan.meshes import candidates, meshes_of
 from skyrl_tx.plan.roofline import Work, decoding, training
 from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
 
@@ -19,6 +19,7 @@ BFLOAT16 = jnp.dtype("bfloat16")
 WORK = Work(micro_batch_tokens=4096, sequence_tokens=1024, is_remat=True, rank=8, num_slots=32, sample_tokens=1024)
 DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
 MIXTURE = models.find_family(QWEN3_30B_A3B).config_from_hf(QWEN3_30B_A3B)
+EIGHT = tuple(meshes_of(8, with_cp=False))
 FROZEN, PARAMETERS = 7_568_097_280, 8_190_735_360
 
 
@@ -69,7 +70,7 @@ def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
 def test_published_models_have_a_mesh(name: str) -> None:
     content = json.loads((CONFIGS / f"{name}.json").read_text())
     model = models.find_family(content).config_from_hf(content)
-    found = candidates(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16)
+    found = candidates(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
     assert found and all(each.mesh.num_devices == 8 for each in found)
     assert [each.has_room for each in found] == sorted((each.has_room for each in found), reverse=True)
     roomy = [each.seconds_per_token for each in found if each.has_room]
@@ -77,7 +78,7 @@ def test_published_models_have_a_mesh(name: str) -> None:
 
 
 def test_tp_is_best_for_decoding_and_experts_are_cut_once() -> None:
-    best = candidates(DENSE, JaxConfig(), parse_devices("v5e:2x4"), BFLOAT16)[0]
+    best = candidates(DENSE, JaxConfig(), parse_devices("v5e:2x4"), BFLOAT16, EIGHT)[0]
     assert best.mesh == MeshConfig(tp=8), "fsdp would send all weights in each decode step"
-    meshes = [each.mesh for each in candidates(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16)]
+    meshes = [each.mesh for each in candidates(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)]
     assert MeshConfig(tp=8) not in meshes, "8 does not divide 4 key heads"

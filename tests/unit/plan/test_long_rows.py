@@ -1,0 +1,42 @@
+"""The choice of a mesh for long rows, with made-up lengths."""
+
+import jax.numpy as jnp
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.plan.hardware import parse_devices
+from skyrl_tx.plan.long_rows import fitting_candidate
+from skyrl_tx.plan.meshes import candidates, meshes_of
+from tests.support.published import QWEN3_8B
+
+DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
+BY_TIME = candidates(DENSE, JaxConfig(), parse_devices("h200:8"), jnp.dtype("bfloat16"), meshes_of(8, with_cp=True))
+
+
+def mesh_for(tokens: int, asked: list[MeshConfig]) -> MeshConfig | None:
+    def longest_row(mesh: MeshConfig) -> int:
+        asked.append(mesh)
+        return 1000 * mesh.cp * mesh.tp // (2 if mesh.tp > 1 else 1)
+
+    found = fitting_candidate(BY_TIME, longest_row, tokens)
+    return None if found is None else found.mesh
+
+
+def test_all_meshes_of_eight_devices_are_candidates() -> None:
+    found = list(meshes_of(8, with_cp=True))
+    assert len(found) == len(set(found)) == 20 and all(each.num_devices == 8 for each in found)
+    assert {each.mesh for each in BY_TIME} == {each for each in found if each.ep == 1}
+
+
+def test_the_fastest_mesh_that_fits_has_the_least_cp() -> None:
+    assert mesh_for(4000, []) == MeshConfig(tp=8), "the fastest"
+    assert mesh_for(8000, []) == MeshConfig(cp=8)
+    asked: list[MeshConfig] = []
+    assert mesh_for(8001, asked) is None
+    assert {(each.fsdp, each.tp) for each in asked} == {(1, 1), (1, 2), (1, 4), (1, 8)}, "those with the longest rows"
+
+
+def test_fsdp_takes_what_cp_need_not() -> None:
+    meshes = [each for each in BY_TIME if each.mesh.tp == 1]
+    found = fitting_candidate(meshes, lambda mesh: 1000 * mesh.cp, 2000)
+    assert found is not None and found.mesh == MeshConfig(fsdp=4, cp=2)
