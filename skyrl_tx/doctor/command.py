@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -15,7 +14,7 @@ from skyrl_tx.commands.common import CommandError, table
 from skyrl_tx.commands.stacks import holder
 from skyrl_tx.doctor import artifacts, database, devices, disk, machine, model, network, packages, storage
 from skyrl_tx.doctor.findings import STATUS, Finding, Subject, error, lines, worst
-from skyrl_tx.quickstart.model import TINY_MODELS, write_tiny_model
+from skyrl_tx.quickstart.model import built_in_as_directory
 from skyrl_tx.settings import ServerSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
@@ -97,12 +96,9 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
 def _written_model(settings: ServerSettings) -> Generator[ServerSettings]:
     """Write a built-in model into a temporary directory if the settings name it; a server keeps it with its data."""
     name = settings.base_model
-    if name not in TINY_MODELS:
-        yield settings
-        return
-    with tempfile.TemporaryDirectory(prefix="skyrl_tx-doctor-") as directory:
-        written = write_tiny_model(Path(directory) / name, TINY_MODELS[name])
-        yield settings.model_copy(update={"base_model": str(written), "served_model_name": name})
+    with built_in_as_directory(name) as written:
+        changes = {} if written == name else {"base_model": written, "served_model_name": name}
+        yield settings.model_copy(update=changes)
 
 
 def _has_text(settings: ServerSettings) -> bool:

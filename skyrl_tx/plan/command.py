@@ -5,10 +5,12 @@ import json
 import re
 import sys
 import textwrap
+from dataclasses import replace
 
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.plan.hardware import KINDS, DeviceError, Devices, parse_devices
+from skyrl_tx.quickstart.model import built_in_as_directory
 from skyrl_tx.settings import ServerSettings
 
 PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode"
@@ -65,9 +67,9 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
 
     jax.config.update("jax_platforms", "cpu")  # shapes need no device: a server may be using that of this machine
     try:
-        account = account_of(
-            settings.base_model, config.model_copy(update=given), arguments.device, is_mesh_given=is_mesh_given
-        )
+        with built_in_as_directory(settings.base_model) as model:
+            account = account_of(model, config.model_copy(update=given), arguments.device, is_mesh_given=is_mesh_given)
+        account = replace(account, base_model=settings.base_model)
         wanted = arguments.compile
         programs = tuple(compiled(account, config.model_copy(update=given), wanted)) if wanted else None
     except UserError as error:

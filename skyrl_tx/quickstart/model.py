@@ -6,9 +6,11 @@ The configuration's `rope_theta` is small, because texts are short: neighbouring
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors.numpy import save_file
@@ -43,6 +45,16 @@ def architecture_in(directory: Path) -> str | None:
     """Return the architecture of the tiny model in a directory; None if it has no model."""
     config = directory / "config.json"
     return json.loads(config.read_text())["model_type"].removesuffix("_text") if config.exists() else None
+
+
+@contextmanager
+def built_in_as_directory(base_model: str) -> Generator[str]:
+    """Yield a temporary directory with the model if it is a built-in one, else its name as it is."""
+    if base_model not in TINY_MODELS:
+        yield base_model
+        return
+    with TemporaryDirectory(prefix="skyrl_tx-") as directory:
+        yield str(write_tiny_model(Path(directory) / base_model, TINY_MODELS[base_model]))
 
 
 def write_tiny_model(directory: Path, architecture: Architecture = "qwen3") -> Path:

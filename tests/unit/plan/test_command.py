@@ -82,6 +82,12 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
+def test_a_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--base-model", "tiny", "--device", "l4"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("tiny (Qwen3ForCausalLM") and out.endswith("skyrl-tx serve --base-model tiny\n")
+
+
 def test_a_model_that_does_not_fit(dense: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = as_json(capsys, "--base-model", dense, "--device", "v5e:1x1")
     assert status == 1 and not found["fits"] and found["free_bytes"] < 0
