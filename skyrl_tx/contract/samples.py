@@ -60,12 +60,12 @@ class OpenSample:
             prompt: the results about the prompt, with the first tokens of index 0.
         """
         num = min(self.num_left, tokens.size)
-        stopping = np.flatnonzero([token in self.stops for token in tokens[:num].tolist()])
-        if stopping.size:
-            num = int(stopping[0]) + 1
+        stop = next((n for n, token in enumerate(tokens[:num].tolist()) if token in self.stops), None)
+        if stop is not None:
+            num = stop + 1
         self.drawn.append(tokens[:num].copy())
         self.num_drawn += num
-        if stopping.size:
+        if stop is not None:
             self.stop_reason = "stop"
         elif self.num_left == 0:
             self.stop_reason = "length"

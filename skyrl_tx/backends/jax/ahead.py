@@ -22,9 +22,9 @@ from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.memory import adapter_bytes, is_exhausted
 from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.jax_programs import row_batch
+from skyrl_tx.backends.jax.sample.row_inputs import row_batch
 from skyrl_tx.backends.jax.sample.running import BASE
-from skyrl_tx.backends.jax.shapes import PrefillShapes, tiles
+from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.backends.jax.start_plan import StartPlan
 from skyrl_tx.backends.jax.train import optimizer, packing, step
 from skyrl_tx.backends.jax.train.adapters import padded_rank
@@ -197,14 +197,13 @@ class _Shapes:
     def decode(self) -> _Lowered:
         """Return a decode slice of the most samples, with the base model."""
         samples, config = self._plan.samples, self._config
-        adapters = [BASE] * len(tiles(samples.num_slots))
         lowered = programs.decode_slice.lower(
             self._params,
             self._model,
             None,
             self._cache(),
             self._table(samples.num_slots),
-            self._replicated(row_batch({}, samples.num_slots, adapters, config.decode_slice_tokens)),
+            self._replicated(row_batch({}, samples.num_slots, [BASE], config.decode_slice_tokens)),
             self._replicated(np.int32(0)),
             max_steps=config.decode_slice_tokens,
             max_topk=config.max_topk_logprobs,

@@ -53,9 +53,10 @@ class KVCache:
         """Take the pages that tables lack for their numbers of tokens. They must fit."""
         copies: list[tuple[int, int]] = []
         for table, num_tokens in wanted:
-            taken = self._take_pages(self.missing(table, num_tokens))
-            copies += [(EMPTY, page) for page in taken]
-            table.pages += taken
+            if count := self.missing(table, num_tokens):
+                taken = self._take_pages(count)
+                copies += [(EMPTY, page) for page in taken]
+                table.pages += taken
         self._programs.copy(copies, ())
 
     def begin(self, num_tokens: int) -> KVTable:

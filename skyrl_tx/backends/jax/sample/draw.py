@@ -39,7 +39,12 @@ class Drawn:
 
     def row(self, row: int, num_steps: int) -> "Drawn":
         """Return the first `num_steps` tokens of one row of steps."""
-        return jax.tree.map(lambda leaf: leaf[:num_steps, row], self)
+        return Drawn(  # not by `jax.tree.map`, which takes ten times as long
+            self.tokens[:num_steps, row],
+            self.logprobs[:num_steps, row],
+            self.topk_tokens[:num_steps, row],
+            self.topk_logprobs[:num_steps, row],
+        )
 
     def after(self, num_steps: int) -> "Drawn":
         """Return the tokens of one row after the first `num_steps`."""

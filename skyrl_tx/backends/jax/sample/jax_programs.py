@@ -3,7 +3,7 @@
 Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,11 +19,12 @@ from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
-from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, seed_words
+from skyrl_tx.backends.jax.sample.draw import Drawn
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw_params, row_batch
+from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, group_counts, groups_of
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, ascending, next_power, tiles
 from skyrl_tx.contract.arrays import Int32Array
@@ -37,16 +38,11 @@ from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.parameter import INITIAL_STD, pseudo_random
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
 
-MAX_INT32 = 2**31 - 1
-
 COPIES = 64
 """Pages, and states, that one call copies at most."""
 
 FIRST_ROWS = 8
 """First tokens that one call draws."""
-
-ByRow = Mapping[int, RunningSample]
-"""The sample of each row that has one."""
 
 
 class JaxPrograms:
@@ -64,6 +60,7 @@ class JaxPrograms:
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         self._counts = RowCounts(config.sample_slots, self._bits_of)
+        self._inputs = RowInputs(config.decode_slice_tokens)
         self._cache: Cache | None = None
 
     # The cache
@@ -90,13 +87,7 @@ class JaxPrograms:
                 self._cache = programs.copy(self.cache, page_N2, num_pages, state_N2, num_states)
 
     def _table(self, tables: Sequence[KVTable | None]) -> Table:
-        """Return the block table of rows; None is a row without a prompt or sample."""
-        page_BM = np.zeros((len(tables), self.memory.table_pages), np.int32)
-        for row, table in enumerate(tables):
-            if table is not None:
-                page_BM[row, : len(table.pages)] = table.pages
-        state_B = np.array([0 if table is None else table.state for table in tables], np.int32)
-        return Table(jnp.asarray(page_BM), jnp.asarray(state_B))
+        return block_table(tables, self.memory.table_pages)
 
     # Prompts
 
@@ -171,7 +162,8 @@ class JaxPrograms:
         found: dict[int, Drawn] = {}
         for group in groups:
             any_adapter = any(sample.adapter != BASE for sample in group)
-            rows = Rows.arrange(group, self._num_rows(len(group), any_adapter=any_adapter))
+            count = self._num_rows(len(group), any_adapter=any_adapter)
+            rows = Rows.arrange(group, count, is_one_cpu=self._is_one_cpu)
             drawn = self._run(rows, num_steps, max(sample.position for sample in group))
             found |= {id(sample): drawn.row(row, num_steps) for row, sample in rows.by_row().items()}
         return [found[id(sample)] for sample in samples]
@@ -185,7 +177,7 @@ class JaxPrograms:
         """Decode rows, of which the longest has `longest` positions: on one CPU device with copies by layer."""
         max_steps = self._config.decode_slice_tokens
         table = self._table([None if sample is None else sample.table for sample in rows.samples])
-        batch = row_batch(rows.by_row(), len(rows.samples), rows.adapters, max_steps)
+        batch = self._inputs.of(rows)
         if not self._is_one_cpu:
             return self._run_slice(table, batch, num_steps, rows.any_adapter)
         pool, length = self.pool.gathered(rows.adapters) if rows.any_adapter else None, self._read_length(longest)
@@ -265,27 +257,13 @@ class JaxPrograms:
         self.copy([(0, 0)], ())
         num_slots, most = self.memory.num_slots, self.memory.num_pages * self.memory.page
         lengths = ascending(self._read_length, self.memory.max_length) if self._is_one_cpu else [SEGMENT]
-        for length, (is_by_tile, any_adapter) in product(lengths, ((True, False), (True, True), (False, True))):
+        for length, any_adapter in product(lengths, (False, True)):
+            adapter = self.pool.slot_of(sampler) if any_adapter else BASE
             counts = {self._num_rows(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._read_length(length) <= most:
-                    adapters = (self.pool.slot_of(sampler) if any_adapter else BASE,)
-                    adapters *= len(tiles(count)) if is_by_tile else count
-                    self._run(Rows((None,) * count, adapters), 1, length)
-
-
-def draw_params(samples: ByRow, num_rows: int) -> DrawParams:
-    """Return the sampling parameters of each row; rows without a sample are greedy and unfiltered."""
-    seed_S2 = np.zeros((num_rows, 2), np.uint32)
-    for row, sample in samples.items():
-        seed_S2[row] = seed_words(sample.request.params.seed)
-    return DrawParams(
-        seed_S2=jnp.asarray(seed_S2),
-        index_S=_column(samples, num_rows, np.uint32, 0, lambda sample: sample.index),
-        temperature_S=_column(samples, num_rows, np.float32, 0.0, lambda sample: sample.request.params.temperature),
-        top_k_S=_column(samples, num_rows, np.int32, 0, lambda sample: min(sample.request.params.top_k, MAX_INT32)),
-        top_p_S=_column(samples, num_rows, np.float32, 1.0, lambda sample: sample.request.params.top_p),
-    )
+                    for num_groups in group_counts(count, any_adapter=any_adapter, is_one_cpu=self._is_one_cpu):
+                        self._run(Rows((None,) * count, (adapter,) * num_groups), 1, length)
 
 
 def noise(shapes: Any) -> Any:
@@ -295,29 +273,3 @@ def noise(shapes: Any) -> Any:
         (pseudo_random(leaf.shape, n, jnp.float32) / INITIAL_STD).astype(leaf.dtype) for n, leaf in enumerate(leaves)
     )
     return jax.tree.unflatten(tree, found)
-
-
-def row_batch(samples: ByRow, num_rows: int, adapters: Sequence[int], max_steps: int) -> RowBatch:
-    """Return the inputs of the next decode slice, of up to `max_steps`."""
-    given_SN = np.full((num_rows, max_steps), -1, np.int32)
-    for row, sample in samples.items():
-        given = sample.tokens_again()[:max_steps]
-        given_SN[row, : given.size] = given
-    return RowBatch(
-        token_S=_column(samples, num_rows, np.int32, 0, lambda sample: sample.last_token),
-        position_S=_column(samples, num_rows, np.int32, 0, lambda sample: sample.position),
-        num_drawn_S=_column(samples, num_rows, np.int32, 0, lambda sample: sample.num_drawn - sample.num_again),
-        given_SN=jnp.asarray(given_SN),
-        adapter_G=jnp.asarray(adapters, jnp.int32),
-        draws=draw_params(samples, num_rows),
-        wants_topk=jnp.asarray(any(sample.request.options.sample_topk > 0 for sample in samples.values())),
-    )
-
-
-def _column(
-    samples: ByRow, num_rows: int, dtype: type[np.generic], fill: float, value: Callable[[RunningSample], float]
-) -> jax.Array:
-    column = np.full(num_rows, fill, dtype)
-    for row, sample in samples.items():
-        column[row] = value(sample)
-    return jnp.asarray(column)

@@ -1,7 +1,7 @@
 """The jitted programs of sampling: extend a prompt by a chunk, copy pages and states, decode a slice.
 
 Legend: S rows, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, G adapters (one for
-each tile of rows, or one for each row).
+all rows, for each tile of rows, or for each row).
 
 Shapes depend on the configuration and on the size of a chunk; on one CPU device also on the number of rows and on the
 KV read length. All else is data.

@@ -62,14 +62,21 @@ class Rows:
     samples: tuple[RunningSample | None, ...]
     """None: a row without a sample."""
     adapters: tuple[int, ...]
-    """Adapter slots: of each tile of rows, or of each row."""
+    """Adapter slots: of all rows, of each tile of rows, or of each row."""
 
     @classmethod
-    def arrange(cls, samples: Iterable[RunningSample], count: int) -> "Rows":
-        """Return rows for the samples, such that tiles share an adapter if there are rows enough for that."""
+    def arrange(cls, samples: Iterable[RunningSample], count: int, *, is_one_cpu: bool) -> "Rows":
+        """Return rows for the samples, such that tiles share an adapter if there are rows enough for that.
+
+        On accelerators an adapter that all share is two plain products, of which nothing is gathered by tile. On one
+        CPU device these add in another order than tiles do, and cost as much.
+        """
         by_adapter: dict[int, list[RunningSample]] = {}
         for sample in samples:
             by_adapter.setdefault(sample.adapter, []).append(sample)
+        if len(by_adapter) == 1 and not is_one_cpu:
+            [(adapter, group)] = by_adapter.items()
+            return cls(tuple(_padded(group, count)), (adapter,))
         groups, size = [group for _, group in sorted(by_adapter.items())], len(tiles(count)[0])
         padded = [_padded(group, -(-len(group) // size) * size) for group in groups]
         if sum(map(len, padded)) <= count:
@@ -87,6 +94,13 @@ class Rows:
     def by_row(self) -> dict[int, RunningSample]:
         """Return the sample of each row that has one."""
         return {row: sample for row, sample in enumerate(self.samples) if sample is not None}
+
+
+def group_counts(count: int, *, any_adapter: bool, is_one_cpu: bool) -> list[int]:
+    """Return how many adapters programs of `count` rows are given: one for each group of equal size, see `Rows`."""
+    num_tiles = len(tiles(count))
+    fewest = num_tiles if is_one_cpu else 1
+    return sorted({fewest, num_tiles, count}) if any_adapter else [fewest]
 
 
 def groups_of(

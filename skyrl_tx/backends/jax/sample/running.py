@@ -14,6 +14,8 @@ from skyrl_tx.contract.samples import OpenSample
 BASE = 0
 """The adapter slot of the base model."""
 
+_NONE = np.zeros(0, np.int32)
+
 
 def max_tokens(request: SampleRequest) -> int:
     """Return how many tokens a sample of the request may have."""
@@ -48,6 +50,8 @@ class RunningSample(OpenSample):
     @property
     def last_token(self) -> int:
         """The token from which the next one is computed."""
+        if not self.num_again:
+            return int(self.drawn[-1][-1])
         return int(np.concatenate(self.drawn)[self.num_drawn - 1 - self.num_again])
 
     @property
@@ -57,7 +61,7 @@ class RunningSample(OpenSample):
 
     def tokens_again(self) -> Int32Array:
         """Return the next tokens as far as they were drawn before."""
-        return np.concatenate(self.drawn)[self.num_drawn - self.num_again :]
+        return np.concatenate(self.drawn)[self.num_drawn - self.num_again :] if self.num_again else _NONE
 
     def preempt(self) -> None:
         """Note that the KV cache no longer has anything of the sample: after its prompt, its tokens come again."""

@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.sample import jax_programs, programs
+from skyrl_tx.backends.jax.sample import programs, row_inputs
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
@@ -295,7 +295,7 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
             Table(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
             for rows in (1, 2)
         )
-        batch = jax_programs.row_batch({}, 2, [BASE] * 2, 4)
+        batch = row_inputs.row_batch({}, 2, [BASE] * 2, 4)
         chunk = programs.extend.lower(tiny.params, tiny.config, None, number, tokens, number, number, cache, one)
         decoding = programs.decode_slice.lower(
             tiny.params, tiny.config, None, cache, two, batch, number, max_steps=4, max_topk=0

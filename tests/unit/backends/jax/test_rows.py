@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
+from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, group_counts, groups_of
 from skyrl_tx.backends.jax.sample.running import RunningSample
 from skyrl_tx.backends.jax.shapes import next_power
 from tests.support.sample_requests import ask, prompt_of
@@ -53,15 +53,24 @@ def test_a_count_with_other_bits_is_not_used_and_each_is_tried_once(caplog):
 
 def test_tiles_share_an_adapter_if_there_are_rows_enough():
     first, second, third = samples(2, 1, 2)
-    rows = Rows.arrange([first, second, third], 8)
+    rows = Rows.arrange([first, second, third], 8, is_one_cpu=True)
     assert rows.samples == (second, None, None, None, first, third, None, None) and rows.adapters == (1, 2)
     assert rows.by_row() == {0: second, 4: first, 5: third} and rows.any_adapter
-    assert not Rows.arrange(samples(0, 0), 8).any_adapter
+    assert not Rows.arrange(samples(0, 0), 8, is_one_cpu=True).any_adapter
+
+
+def test_on_accelerators_all_rows_have_an_adapter_that_all_samples_share():
+    running = samples(2, 2)
+    rows = Rows.arrange(running, 8, is_one_cpu=False)
+    assert rows.samples == (*running, *[None] * 6) and rows.adapters == (2,) and rows.any_adapter
+    assert Rows.arrange(samples(2, 1), 8, is_one_cpu=False).adapters == (1, 2)
+    assert group_counts(8, any_adapter=True, is_one_cpu=False) == [1, 2, 8]
+    assert group_counts(8, any_adapter=False, is_one_cpu=True) == [2]
 
 
 def test_rows_have_adapters_of_their_own_otherwise():
     running = samples(1, 2, 3)
-    rows = Rows.arrange(running, 8)
+    rows = Rows.arrange(running, 8, is_one_cpu=True)
     assert rows.samples == (*running, *[None] * 5) and rows.adapters == (1, 2, 3, *[0] * 5)
 
 

@@ -1,0 +1,82 @@
+"""CPU time of the host for each decode slice, with devices that take none.
+
+The scheduler of the JAX backend runs samples whose tokens a stub returns at once. `inputs` is the part before the
+program is called, during which a device would wait; the rest hands the tokens of the slice before to the engine, and
+takes pages for the next one.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.common import report
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.sample.draw import Drawn
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table
+from skyrl_tx.backends.jax.sample.rows import Rows
+from skyrl_tx.backends.jax.sample.running import RunningSample
+from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.backends.jax.shapes import SampleMemory
+from tests.support.fake_programs import FakePrograms
+from tests.support.sample_requests import ask, begin, prompt_of
+
+LENGTH, TOKEN = 4096, 7
+
+
+class InstantPrograms(FakePrograms):
+    """Makes the inputs of a slice as the JAX programs do on an accelerator, and draws one token again and again."""
+
+    def __init__(self, num_slots: int, slice_tokens: int) -> None:
+        super().__init__()
+        self._num_slots = num_slots
+        self._inputs = RowInputs(slice_tokens)
+        self.inputs_s: list[float] = []
+        """The CPU time of making the inputs of each slice."""
+
+    def decode(self, samples: Sequence[RunningSample], num_steps: int) -> list[Drawn]:
+        started = time.process_time()
+        rows = Rows.arrange(samples, self._num_slots, is_one_cpu=False)
+        block_table([sample and sample.table for sample in rows.samples], self._memory.table_pages)
+        self._inputs.of(rows)
+        self.inputs_s.append(time.process_time() - started)
+        shape = num_steps, self._num_slots
+        no_topk = np.zeros((*shape, 0))
+        drawn = Drawn(np.full(shape, TOKEN, np.int32), np.zeros(shape, np.float32), no_topk, no_topk)
+        by_sample = {id(sample): drawn.row(row, num_steps) for row, sample in rows.by_row().items()}
+        return [by_sample[id(sample)] for sample in samples]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, default=256, help="samples that run at the same time")
+    parser.add_argument("--slice-tokens", type=int, default=16, help="steps of a slice")
+    parser.add_argument("--slices", type=int, default=100, help="slices that are measured")
+    options = parser.parse_args()
+    num_slots = options.slots
+    memory = SampleMemory(num_slots=num_slots, tokens=num_slots * LENGTH, prefix_tokens=0, max_length=LENGTH)
+    config = JaxConfig(sample_slots=num_slots, decode_slice_tokens=options.slice_tokens)
+    device = InstantPrograms(num_slots, options.slice_tokens)
+    scheduler = SampleScheduler(device, config, memory, ())  # type: ignore[arg-type]
+    max_tokens = options.slice_tokens * (options.slices + 20) + 1
+    begin(scheduler, *(ask(f"r{i}", prompt_of(20, seed=i + 1), max_tokens=max_tokens) for i in range(num_slots)))
+    while scheduler.meters().decode_slots_used != num_slots:
+        scheduler.step()
+    scheduler.step()  # the first slice of these rows
+    device.inputs_s.clear()
+    slices_s: list[float] = []
+    for _ in range(options.slices):
+        started = time.process_time()
+        scheduler.step()
+        slices_s.append(time.process_time() - started)
+    results = {
+        name: round(1e3 * statistics.median(seconds), 3)
+        for name, seconds in (("slice_cpu_ms", slices_s), ("inputs_cpu_ms", device.inputs_s))
+    }
+    report("scheduler", options, results, ("numpy", "jax"))
+
+
+if __name__ == "__main__":
+    main()

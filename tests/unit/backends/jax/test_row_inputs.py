@@ -1,0 +1,65 @@
+"""The inputs of a slice are those of its samples, also when they are kept from the slice before."""
+
+import jax
+import numpy as np
+
+from skyrl_tx.backends.jax.sample.draw import Drawn
+from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, row_batch
+from skyrl_tx.backends.jax.sample.rows import Rows
+from skyrl_tx.backends.jax.sample.running import RunningSample
+from tests.support.sample_requests import ask, prompt_of
+
+STEPS = 4
+
+
+def running(index: int, *, temperature: float, adapter: int = 0) -> RunningSample:
+    request = ask("a", prompt_of(5), temperature=temperature, max_tokens=50)
+    sample = RunningSample(request=request, index=index, stops=frozenset(), adapter=adapter)
+    sample.take_drawn(drawn(9))
+    return sample
+
+
+def drawn(*tokens: int) -> Drawn:
+    no_topk = np.zeros((len(tokens), 0))
+    return Drawn(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), no_topk, no_topk)
+
+
+def check(inputs: RowInputs, rows: Rows) -> None:
+    """The inputs are those that their samples have now."""
+    expected = row_batch(rows.by_row(), len(rows.samples), rows.adapters, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, inputs.of(rows), expected)
+
+
+def test_inputs_follow_the_samples_from_slice_to_slice():
+    first, second = running(0, temperature=0.5), running(1, temperature=1.0, adapter=2)
+    inputs, rows = RowInputs(STEPS), Rows((first, None, second, None), (0, 0, 2, 0))
+    batch = inputs.of(rows)
+    assert batch.token_S.tolist() == [9, 0, 9, 0] and batch.position_S.tolist() == [5, 0, 5, 0]
+    assert batch.num_drawn_S.tolist() == [1, 0, 1, 0] and (batch.given_SN == -1).all()
+    assert batch.draws.temperature_S.tolist() == [0.5, 0, 1, 0] and batch.adapter_G.tolist() == [0, 0, 2, 0]
+    first.take_drawn(drawn(3, 4, 5))
+    assert inputs.of(rows).token_S.tolist() == [5, 0, 9, 0]
+    check(inputs, rows)
+    check(inputs, Rows((second, None, first, None), (2, 0, 0, 0)))
+    check(inputs, Rows((second, running(0, temperature=0.5)), (2, 0)))
+
+
+def test_a_preempted_sample_is_given_its_tokens_until_it_has_them_again():
+    sample = running(0, temperature=1.0)
+    inputs, rows = RowInputs(STEPS), Rows((sample, None), (0, 0))
+    sample.take_drawn(drawn(1, 2, 3, 4, 5))
+    check(inputs, rows)
+    sample.preempt()
+    batch = inputs.of(rows)
+    assert batch.given_SN[0].tolist() == [1, 2, 3, 4] and batch.token_S[0] == 9
+    assert sample.take_drawn(drawn(1, 2, 3, 4)) is None
+    assert inputs.of(rows).given_SN[0].tolist() == [5, -1, -1, -1]
+    sample.take_drawn(drawn(5, 6, 7, 8))
+    assert (inputs.of(rows).given_SN == -1).all()
+    check(inputs, rows)
+
+
+def test_a_row_without_pages_has_the_empty_one():
+    table = block_table([KVTable([3, 1], 2), None], 4)
+    assert table.page_BM.tolist() == [[3, 1, 0, 0], [0] * 4] and table.state_B.tolist() == [2, 0]
