@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from skyrl_tx import __version__
-from skyrl_tx.backends.hosts.settings import HostsSettings, join_address
+from skyrl_tx.backends.hosts.settings import HostsSettings, join_address, split_address
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EnginePlace
 from skyrl_tx.process_setup import CannotServe
@@ -22,6 +23,7 @@ from skyrl_tx.settings import RaySettings
 
 _log = logging.getLogger(__name__)
 
+_CONNECT_S = 10.0
 _LOOK_S = 1.0
 _OTHERS_S = 15.0
 """Time for the other hosts to end by themselves when one has ended, which rank 0 notices within 5 s."""
@@ -47,8 +49,10 @@ def connected(settings: RaySettings) -> Generator[Any]:
     except ImportError as error:
         raise CannotServe("--launcher ray: Ray is not installed: pip install 'skyrl_tx[ray]'") from error
     try:
+        if settings.address != "auto":  # Ray tries for many minutes without a word
+            socket.create_connection(split_address(settings.address), _CONNECT_S).close()
         ray.init(address=settings.address, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:  # no cluster, other versions, no node of it
+    except (OSError, RuntimeError, ValueError) as error:  # no cluster, other versions, no node of it
         reason = str(error).strip().splitlines()[0]
         raise CannotServe(f"--ray.address {settings.address}: {reason}; `ray start --head` starts a cluster") from error
     try:

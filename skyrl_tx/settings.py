@@ -14,7 +14,7 @@ from pydantic_settings import PydanticBaseSettingsSource as Source
 from skyrl_tx import failpoints
 from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.artifacts import checked_url
-from skyrl_tx.backends.hosts.settings import HostsSettings, from_leader_worker_set
+from skyrl_tx.backends.hosts.settings import HostsSettings, from_leader_worker_set, split_address
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.sampler import SamplerSpec
 from skyrl_tx.engine.settings import EngineSettings
@@ -53,6 +53,8 @@ class RaySettings(BaseModel):
     def _is_no_client(cls, address: str) -> str:
         if address.startswith("ray://"):
             raise ValueError("Ray Client is not supported: run the command on a node of the cluster, with HOST:PORT")
+        if address != "auto":
+            split_address(address)
         return address
 
     @field_validator("resources")

@@ -170,10 +170,23 @@ def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest
     assert read_settings("serve", (*flags, "--ray.resources", '{"GPU": 8}')).ray.resources == {"GPU": 8}
     with pytest.raises(SettingsError, match=r"^--ray.address: Ray Client is not supported"):
         read_settings("serve", (*flags, "--ray.address", "ray://head:10001"))
+    with pytest.raises(SettingsError, match=r"^--ray.address: 'head' is not host:port"):
+        read_settings("serve", (*flags, "--ray.address", "head"))
     with pytest.raises(SettingsError, match=r"^--ray.resources: GPU: 0 must be above 0"):
         read_settings("serve", (*flags, "--ray.resources", '{"GPU": 0}'))
     with pytest.raises(CannotServe, match=r"^--hosts.rank: --launcher ray sets it"):
         launch_of(read_settings("serve", (*flags, "--hosts.size", "2", "--hosts.rank", "1")))
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in "ray", "ray.util", "ray.util.scheduling_strategies":
+        monkeypatch.setitem(sys.modules, module, StubRay())  # type: ignore[arg-type]
+    with socket.socket() as held:  # bound, and nothing listens
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        refused = rf"^--ray.address {address}: .*refused; `ray start --head` starts a cluster"
+        with pytest.raises(CannotServe, match=refused), connected(RaySettings(address=address)):
+            pass
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
