@@ -242,5 +242,7 @@ def cause_of(ended: Sequence[Ended], *, num_hosts: int) -> EngineEnd:
 
 
 def _line(error: Exception) -> str:
-    """Return an error of Ray in one line; it explains in many."""
-    return " ".join(str(error).split())
+    """Return an error of Ray in one line: of an exception in an actor that one, without its traceback."""
+    cause = getattr(error, "cause", None)
+    text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)
+    return " ".join(text.split())

@@ -25,6 +25,7 @@ class StubActor:
     rank: int
     options: dict[str, Any]
     version: str = __version__
+    fails_to_start: RayError | None = None
     launch: EngineLaunch | None = None
     ended: asyncio.Future[EngineEnd] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_ready: asyncio.Future[Capabilities] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -40,6 +41,8 @@ class StubActor:
         match name:
             case "facts":
                 return HostFacts(version=self.version, name=f"node{self.rank}", ip=f"10.0.0.{self.rank}", port=4000)
+            case "start" if self.fails_to_start is not None:
+                raise self.fails_to_start
             case "start":
                 self.launch = arguments[0]
                 return EnginePlace(f"node{self.rank}", 100 + self.rank)
@@ -68,6 +71,7 @@ class StubRay:
         self.actors: list[StubActor] = []
         self.groups: list[Any] = []
         self.removed: list[Any] = []
+        self.fails_to_start: RayError | None = None
         self.exceptions = SimpleNamespace(RayError=RayError)
 
         def placement_group(bundles: list[dict[str, float]], strategy: str) -> Any:
@@ -76,7 +80,7 @@ class StubRay:
             return group
 
         def actor(rank: int, options: dict[str, Any]) -> StubActor:
-            self.actors.append(StubActor(rank, options, version))
+            self.actors.append(StubActor(rank, options, version, self.fails_to_start))
             return self.actors[-1]
 
         self.remote = lambda _: SimpleNamespace(

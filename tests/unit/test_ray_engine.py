@@ -126,6 +126,19 @@ def test_a_stop_ends_hosts_that_are_not_ready_or_not_placed(
     assert text in caplog.text
 
 
+def test_an_exception_in_an_actor_is_reported_without_its_traceback(launch: EngineLaunch) -> None:
+    async def work() -> None:
+        ray = StubRay()
+        error = ray.exceptions.RayError("Traceback of\nmany lines")
+        error.cause = ValueError("no such\nthing")
+        ray.fails_to_start = error
+        end = await RayEngine(ray, launch, {"CPU": 1}).wait(lambda _: None)
+        assert (end.message, end.is_crash) == ("a host cannot start: ValueError: no such thing", False)
+        assert ray.removed == ray.groups
+
+    run(work)
+
+
 def test_another_version_on_a_node_is_refused(launch: EngineLaunch) -> None:
     async def work() -> None:
         end = await RayEngine(StubRay(version="0.0.1"), launch, {"CPU": 1}).wait(lambda _: None)
