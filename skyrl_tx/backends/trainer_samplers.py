@@ -6,10 +6,11 @@ from dataclasses import replace
 from skyrl_tx.contract.backend import AbstractBackend, Snapshot
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.contract.ids import SamplerId
 
 _log = logging.getLogger(__name__)
+_NOT_LOADED = "the trainer neither scores nor draws samples of sampler %s, which cannot be loaded there: %s"
 
 
 class TrainerSamplers:
@@ -33,8 +34,11 @@ class TrainerSamplers:
             return
         try:
             self._trainer.load_sampler(sampler, source)
-        except RequestError as error:
-            _log.warning("the trainer neither scores nor draws samples of sampler %s: %s", sampler, error)
+        except BackendLost:
+            raise
+        except Exception as error:  # samples need the sampler only
+            self._trainer.check_devices()
+            _log.warning(_NOT_LOADED, sampler, error, exc_info=None if isinstance(error, RequestError) else error)
         else:
             self._loaded.add(sampler)
 

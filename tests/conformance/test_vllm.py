@@ -37,7 +37,7 @@ class TestJaxAndVllm(SamplingChecks):
         """JAX and a real server, shared by the tests of the class."""
         assert URL and MODEL
         sampler = VllmConfig(url=URL, filtered_logprobs="renormalized")
-        spec, config = compose(BACKEND, JaxConfig(compile_cache_dir=None), SAMPLER, sampler)
+        spec, config = compose(BACKEND, JaxConfig(compile_cache_dir=None), SAMPLER, sampler, check_share=1.0)
         backend = spec.load()(MODEL, config)
         yield BackendDriver(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
         backend.close()

@@ -29,7 +29,7 @@ class _Trainer(FakeBackend):
 
     last: "_Trainer"
     num_scored = 0
-    has_memory = True
+    load_failure: Exception | None = None
     failure: Exception | None = None
 
     def __init__(self, base_model: str, config: FakeConfig) -> None:
@@ -37,8 +37,8 @@ class _Trainer(FakeBackend):
         _Trainer.last = self
 
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        if not self.has_memory:
-            raise CapacityError("no memory for another sampler")
+        if self.load_failure is not None:
+            raise self.load_failure
         super().load_sampler(sampler, source)
 
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
@@ -134,14 +134,16 @@ def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: Ben
         assert deltas[-1].stop_reason == compared[name][-1].stop_reason
 
 
-def test_what_cannot_be_compared_is_not(bench: Bench) -> None:
+def test_what_cannot_be_compared_is_not(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Another temperature has other log-probabilities, and the trainer has no memory for the weights."""
     backend = bench.start()
     assert gaps(backend, request(sampler=TRAINED, temperature=0.7)) == [None]
-    backend.drop_sampler(TRAINED)
-    _Trainer.last.has_memory = False
-    bench.load(backend)
-    assert gaps(backend, request(sampler=TRAINED)) == [None]
+    for failure in (CapacityError("no memory for another sampler"), RuntimeError("a bug")):
+        backend.drop_sampler(TRAINED)
+        _Trainer.last.load_failure = failure
+        bench.load(backend)
+        assert gaps(backend, request(sampler=TRAINED)) == [None]
+        assert f"which cannot be loaded there: {failure}" in caplog.text
     assert backend.meters().compared_samples == 0
 
 
