@@ -71,8 +71,15 @@ class OwnServer:
 
     def __init__(self, config: VllmConfig, base_model: str, trainer: Capabilities) -> None:
         """Raises UserError if there is no command, or it could not serve the trainer's adapters."""
-        port = config.port or _free_port()
-        command = [*find_command(config), *serve_flags(config, base_model, trainer, port)]
+        self._reserved = _reserve_port()
+        port = config.port or int(self._reserved.getsockname()[1])
+        if sys.platform != "linux":
+            self._reserved.close()
+        try:
+            command = [*find_command(config), *serve_flags(config, base_model, trainer, port)]
+        except UserError:
+            self._reserved.close()
+            raise
         self._command = [sys.executable, "-P", guard.__file__, *command]
         key = config.api_key or SecretStr(secrets.token_urlsafe(16))  # others on this machine could load adapters
         self.config = config.model_copy(update={"url": f"http://127.0.0.1:{port}", "api_key": key})
@@ -99,6 +106,7 @@ class OwnServer:
         """End the process with all that it has started. Idempotent."""
         with self._lock:
             self._closing.set()
+            self._reserved.close()
             if self._process is not None and self._process.stdin is not None:
                 self._process.stdin.close()
         self._thread.join(_CLOSE_S)
@@ -147,7 +155,12 @@ class OwnServer:
             return self._process
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def _reserve_port() -> socket.socket:
+    """Return a socket with a free port, which no other program gets as long as it is open.
+
+    On Linux a server that reuses addresses, as vLLM does, may listen at the port all the same. Elsewhere it is closed.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
