@@ -22,12 +22,14 @@ from tests.support.tiny import (
 )
 
 SLOTS = {"sample_slots": 32, "max_sample_tokens": 32 * 64}
-"""Row counts of 2, 8, 16 and 32. Slots of 64 positions, so that samples outgrow them and some are preempted."""
+"""Row counts of 2, 8, 16 and 32. Pages for 64 positions of each, so that some are preempted."""
 
 
-def start(model: TinyModel) -> SampleScheduler:
+def start(model: TinyModel, *, by_layer: bool = True) -> SampleScheduler:
+    """Return a scheduler; not by layer, it decodes as devices other than one CPU do."""
     config = TINY_CONFIG.model_copy(update=SLOTS)
     device = JaxPrograms(model.params, model.config, config)
+    device._is_one_cpu = by_layer
     scheduler = SampleScheduler(device, config, device.memory, ())
     scheduler.load(RED, model.adapter(1))
     scheduler.load(BLUE, model.adapter(2))
@@ -64,6 +66,19 @@ def check(model: TinyModel) -> None:
         assert {key: results.bits[key] for key in alone.bits} == alone.bits, f"with {size} other samples"
         again = run(scheduler, mine[1])  # a hit of the prefix cache
         assert again.bits["red", 0] == alone.bits["red", 0]
+
+
+@pytest.mark.slow
+def test_long_and_preempted_samples_change_no_bit_where_every_slot_is_a_row(tiny: TinyModel) -> None:
+    """All have one adapter: mixed tiles of rows are another program there."""
+    mine = ask("mine", prompt_of(40), sampler=RED, samples=3, temperature=0.9, max_tokens=50)
+    alone = run(start(tiny, by_layer=False), mine).bits
+    scheduler, results = start(tiny, by_layer=False), Results()
+    others = [ask(f"c{n}", prompt_of(5 + 20 * n, seed=n), sampler=RED, samples=5, max_tokens=90) for n in range(8)]
+    begin(scheduler, *others[::2])
+    results.add(scheduler.step())
+    run(scheduler, mine, *others[1::2], into=results)
+    assert {key: results.bits[key] for key in alone} == alone and len(results.ended) == 43
 
 
 @pytest.mark.slow
