@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -61,13 +61,17 @@ class MemoryPlan:
     offload_above: int | None = None
     """Longer rows have the inputs of layers in the host's memory; in tokens of each device. None: no row has."""
 
+    policies: tuple[tuple[int, RematPolicy], ...] = field(init=False, compare=False, repr=False)
+    """Each remat policy with the tokens of each device above which it is taken, the first that applies."""
+
+    def __post_init__(self) -> None:
+        above = (0 if self.remat else self.remat_above, RematPolicy.FULL)
+        known = ((self.offload_above, RematPolicy.OFFLOAD), above, (-1, RematPolicy.SAVE_MATMULS))
+        object.__setattr__(self, "policies", tuple((size, each) for size, each in known if size is not None))
+
     def policy(self, num_tokens: int) -> RematPolicy:
         """Return the remat policy of a micro-batch, or of a longer row, of `num_tokens` on each device."""
-        if self.offload_above is not None and num_tokens > self.offload_above:
-            return RematPolicy.OFFLOAD
-        if self.remat or (self.remat_above is not None and num_tokens > self.remat_above):
-            return RematPolicy.FULL
-        return RematPolicy.SAVE_MATMULS
+        return next(remat for above, remat in self.policies if num_tokens > above)
 
     @property
     def policy_of_longest(self) -> RematPolicy:

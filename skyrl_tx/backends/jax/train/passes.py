@@ -205,7 +205,8 @@ class JaxPass(Pass):
         raise no_memory("this pass, in the smallest micro-batches", error) from error
 
     def _remat(self, plan: MemoryPlan, num_tokens: int) -> RematPolicy:
-        return plan.policy(num_tokens // math.prod(self._shards))
+        own = num_tokens // math.prod(self._shards)
+        return next(remat for above, remat in plan.policies if own > above)
 
     def _dispatch(self, step: _Step) -> training.Outputs:
         request = step.request
