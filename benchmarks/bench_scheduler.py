@@ -38,7 +38,7 @@ class InstantPrograms(FakePrograms):
 
     def decode(self, samples: Sequence[RunningSample], num_steps: int) -> list[Drawn]:
         started = time.process_time()
-        rows = Rows.arrange(samples, self._num_slots, is_one_cpu=False)
+        rows = Rows.arrange(samples, self._num_slots, merges=True)
         block_table([sample and sample.table for sample in rows.samples], self._memory.table_pages)
         self._inputs.of(rows)
         self.inputs_s.append(time.process_time() - started)

@@ -59,6 +59,8 @@ class JaxPrograms:
         """The memory for keys and values of samples and prompts."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
+        # bfloat16 has no guarantee that bits do not depend on other samples.
+        self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
         self._counts = RowCounts(config.sample_slots, self._bits_of)
         self._inputs = RowInputs(config.decode_slice_tokens)
         self._cache: Cache | None = None
@@ -163,7 +165,7 @@ class JaxPrograms:
         for group in groups:
             any_adapter = any(sample.adapter != BASE for sample in group)
             count = self._num_rows(len(group), any_adapter=any_adapter)
-            rows = Rows.arrange(group, count, is_one_cpu=self._is_one_cpu)
+            rows = Rows.arrange(group, count, merges=self._merges)
             drawn = self._run(rows, num_steps, max(sample.position for sample in group))
             found |= {id(sample): drawn.row(row, num_steps) for row, sample in rows.by_row().items()}
         return [found[id(sample)] for sample in samples]
@@ -262,7 +264,7 @@ class JaxPrograms:
             counts = {self._num_rows(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._read_length(length) <= most:
-                    for num_groups in group_counts(count, any_adapter=any_adapter, is_one_cpu=self._is_one_cpu):
+                    for num_groups in group_counts(count, any_adapter=any_adapter, merges=self._merges):
                         self._run(Rows((None,) * count, (adapter,) * num_groups), 1, length)
 
 

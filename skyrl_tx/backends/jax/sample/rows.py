@@ -65,16 +65,16 @@ class Rows:
     """Adapter slots: of all rows, of each tile of rows, or of each row."""
 
     @classmethod
-    def arrange(cls, samples: Iterable[RunningSample], count: int, *, is_one_cpu: bool) -> "Rows":
+    def arrange(cls, samples: Iterable[RunningSample], count: int, *, merges: bool) -> "Rows":
         """Return rows for the samples, such that tiles share an adapter if there are rows enough for that.
 
-        On accelerators an adapter that all share is two plain products, of which nothing is gathered by tile. On one
-        CPU device these add in another order than tiles do, and cost as much.
+        If it `merges`, an adapter that all samples share is that of all rows: two plain products, of which nothing is
+        gathered by tile. They add in another order than tiles do, so that bits depend on other samples.
         """
         by_adapter: dict[int, list[RunningSample]] = {}
         for sample in samples:
             by_adapter.setdefault(sample.adapter, []).append(sample)
-        if len(by_adapter) == 1 and not is_one_cpu:
+        if len(by_adapter) == 1 and merges:
             [(adapter, group)] = by_adapter.items()
             return cls(tuple(_padded(group, count)), (adapter,))
         groups, size = [group for _, group in sorted(by_adapter.items())], len(tiles(count)[0])
@@ -96,10 +96,10 @@ class Rows:
         return {row: sample for row, sample in enumerate(self.samples) if sample is not None}
 
 
-def group_counts(count: int, *, any_adapter: bool, is_one_cpu: bool) -> list[int]:
+def group_counts(count: int, *, any_adapter: bool, merges: bool) -> list[int]:
     """Return how many adapters programs of `count` rows are given: one for each group of equal size, see `Rows`."""
     num_tiles = len(tiles(count))
-    fewest = num_tiles if is_one_cpu else 1
+    fewest = 1 if merges else num_tiles
     return sorted({fewest, num_tiles, count}) if any_adapter else [fewest]
 
 

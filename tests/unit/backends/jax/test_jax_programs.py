@@ -18,7 +18,7 @@ from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import SampleRequest
-from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, Table
@@ -307,3 +307,17 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
         return [each.temp_size_in_bytes for each in found]
 
     assert temporary(1000) == temporary(100)
+
+
+def test_greedy_decoding_with_one_adapter_of_all_rows(tiny):
+    """As on accelerators in bfloat16: rows of one adapter are merged, those of two are not."""
+    scheduler = start(tiny)
+    scheduler._programs._is_one_cpu, scheduler._programs._merges = False, True
+    red = [ask(f"red{n}", prompt_of(5 + n), sampler=RED, temperature=0.0, max_tokens=12) for n in range(3)]
+    blue = ask("blue", prompt_of(6), sampler=BLUE, temperature=0.0, max_tokens=12)
+    for requests in (red, [blue, replace(red[0], request_id=RequestId("red"))]):
+        results = run(scheduler, *requests)
+        for request in requests:
+            sequence = results.sequence(request.request_id)
+            assert sequence.tokens.tolist() == greedy(tiny, request, request.params.max_tokens)
+            np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)

@@ -53,24 +53,24 @@ def test_a_count_with_other_bits_is_not_used_and_each_is_tried_once(caplog):
 
 def test_tiles_share_an_adapter_if_there_are_rows_enough():
     first, second, third = samples(2, 1, 2)
-    rows = Rows.arrange([first, second, third], 8, is_one_cpu=True)
+    rows = Rows.arrange([first, second, third], 8, merges=False)
     assert rows.samples == (second, None, None, None, first, third, None, None) and rows.adapters == (1, 2)
     assert rows.by_row() == {0: second, 4: first, 5: third} and rows.any_adapter
-    assert not Rows.arrange(samples(0, 0), 8, is_one_cpu=True).any_adapter
+    assert not Rows.arrange(samples(0, 0), 8, merges=False).any_adapter
 
 
-def test_on_accelerators_all_rows_have_an_adapter_that_all_samples_share():
+def test_merged_rows_have_one_adapter_if_all_samples_share_it():
     running = samples(2, 2)
-    rows = Rows.arrange(running, 8, is_one_cpu=False)
+    rows = Rows.arrange(running, 8, merges=True)
     assert rows.samples == (*running, *[None] * 6) and rows.adapters == (2,) and rows.any_adapter
-    assert Rows.arrange(samples(2, 1), 8, is_one_cpu=False).adapters == (1, 2)
-    assert group_counts(8, any_adapter=True, is_one_cpu=False) == [1, 2, 8]
-    assert group_counts(8, any_adapter=False, is_one_cpu=True) == [2]
+    assert Rows.arrange(samples(2, 1), 8, merges=True).adapters == (1, 2)
+    assert group_counts(8, any_adapter=True, merges=True) == [1, 2, 8]
+    assert group_counts(8, any_adapter=False, merges=False) == [2]
 
 
 def test_rows_have_adapters_of_their_own_otherwise():
     running = samples(1, 2, 3)
-    rows = Rows.arrange(running, 8, is_one_cpu=True)
+    rows = Rows.arrange(running, 8, merges=False)
     assert rows.samples == (*running, *[None] * 5) and rows.adapters == (1, 2, 3, *[0] * 5)
 
 
