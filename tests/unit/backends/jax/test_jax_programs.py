@@ -141,7 +141,7 @@ def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
     request = ask("many", prompt_of(5), sampler=RED, samples=12, max_tokens=70)
     config = TINY_CONFIG.model_copy(update={"prefix_cache_tokens": 0})
     device = JaxPrograms(tiny.params, tiny.config, config)
-    few = SampleScheduler(device, config, replace(device.memory, num_slots=12, tokens=128, prefix_tokens=0), ())
+    few = SampleScheduler(device, config, replace(device.memory, num_slots=12, tokens=7 * 64, prefix_tokens=0), ())
     few.load(RED, tiny.adapter(SEEDS[RED]))
     assert device.memory.num_pages == 1 + 14
     results, ample = run(few, request), run(scheduler, request)
