@@ -365,7 +365,7 @@ def main() -> None:
         "--memory-fraction",
         type=float,
         default=1.0,
-        help="staggered: KV cache size relative to full-length slots; below 1, slots start short and grow",
+        help="staggered: KV cache size relative to the longest samples; below 1, some wait for pages",
     )
     parser.add_argument("--short", type=int, default=24, help="staggered: number of requests for 16 tokens")
     parser.add_argument("--futures", type=int, default=2000, help="futures: number of concurrent futures")
