@@ -5,7 +5,6 @@
 """
 
 import ast
-import importlib
 import importlib.util
 import inspect
 import json
