@@ -120,7 +120,8 @@ def test_each_comparison_is_logged_and_a_large_gap_warns_once(bench: Bench, capl
     with caplog.at_level(logging.INFO, "skyrl_tx.backends.trainer_checks"):
         gaps(backend, *(request(f"r{n}", sampler=TRAINED, max_tokens=20) for n in range(3)))
     assert "sample 0 of r1: log-probabilities differ from the trainer's by 0.5 nats on average" in caplog.text
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    of_checks = [record for record in caplog.records if record.name == "skyrl_tx.backends.trainer_checks"]
+    (warning,) = [record for record in of_checks if record.levelno == logging.WARNING]
     assert "its samples are not those of the trained weights" in warning.getMessage()
 
 

@@ -173,7 +173,7 @@ def test_other_backends_are_not_examined(subject) -> None:
 def test_the_plan_is_for_the_form_of_adapters_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of models that fit is replaced by the number of parameters of one, at rank 1."""
 
-    def num_parameters(*arguments: object, reserved: int) -> int:
+    def num_parameters(*arguments: object) -> int:
         (model,) = (each for each in arguments if isinstance(each, models.ModelConfig))
         return sum(leaf.size for leaf in jax.tree.leaves(models.adapter_shapes(model, 1).weights))
 

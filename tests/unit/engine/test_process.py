@@ -99,7 +99,7 @@ def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, n
 
     async def run() -> EngineEnd:
         process = EngineProcess(launch)
-        return await process.wait(lambda ready: os.kill(process.pid, number))
+        return await process.wait(lambda ready: os.kill(process.place.pid, number))
 
     end = asyncio.run(run())
     assert (end.is_crash, end.is_final) == (is_crash, False)
