@@ -93,6 +93,7 @@ def test_killed_hosts_change_nothing_and_none_is_left(
         assert train(server.url, lambda _: None) == disturbed
 
 
+@pytest.mark.exhaustive
 def test_hosts_end_with_the_command(tmp_path: Path, cluster: str, environment: dict[str, str]) -> None:
     """Nothing is left of a command that was killed, and the next one finds the nodes free."""
     with on_ray(tmp_path, cluster, environment, *FAKE) as server:
