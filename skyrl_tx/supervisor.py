@@ -201,18 +201,7 @@ async def run_servers(api: SupervisedApi, listener: socket.socket, engines: Sequ
 
     Raises CannotServe if the API cannot continue, or none of the engines.
     """
-    stop = asyncio.Event()
-
-    def on_signal(number: int) -> None:
-        if stop.is_set():
-            for engine in engines:
-                engine.kill()
-            os._exit(128 + number)
-        _log.info("stopping: finishing the running work and accepting no more; a second signal exits at once")
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
+    with _stop_on_signal(engines) as stop:
         await _serve_until(stop, api, listener, engines)
     if not api.started:
         raise CannotServe("the API could not start; the log above says why")
@@ -238,6 +227,17 @@ async def _serve_until(
 
 async def _run_alone(engines: Sequence[EngineSupervisor]) -> None:
     """Run engines without an API until a signal. Raises CannotServe if none can continue."""
+    with _stop_on_signal(engines) as stop:
+        supervising, stopped = asyncio.create_task(_supervise(engines)), asyncio.create_task(stop.wait())
+        await asyncio.wait({supervising, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await _stop(supervising, engines)
+        stopped.cancel()
+        await supervising
+
+
+@contextlib.contextmanager
+def _stop_on_signal(engines: Sequence[EngineSupervisor]) -> Generator[asyncio.Event]:
+    """Yield an event that SIGINT and SIGTERM set. A second signal kills the engines and exits."""
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -245,15 +245,12 @@ async def _run_alone(engines: Sequence[EngineSupervisor]) -> None:
             for engine in engines:
                 engine.kill()
             os._exit(128 + number)
+        _log.info("stopping: finishing the running work and accepting no more; a second signal exits at once")
         stop.set()
 
     loop = asyncio.get_running_loop()
     with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
-        supervising, stopped = asyncio.create_task(_supervise(engines)), asyncio.create_task(stop.wait())
-        await asyncio.wait({supervising, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        await _stop(supervising, engines)
-        stopped.cancel()
-        await supervising
+        yield stop
 
 
 async def _stop(supervising: asyncio.Task[None], engines: Sequence[EngineSupervisor]) -> None:
