@@ -40,13 +40,10 @@ class RowInputs:
         if len(rows.samples) != len(self._samples) or not all(map(is_, rows.samples, self._samples)):
             self._samples, self._by_row = rows.samples, rows.by_row()
             self._constant = row_batch(self._by_row, len(rows.samples), rows.adapters, self._max_steps)
-        given_SN = self._constant.given_SN
-        if (given_SN >= 0).any() or any(sample.num_again for sample in self._by_row.values()):
-            given_SN = _given(self._by_row, len(rows.samples), self._max_steps)
         return replace(
             self._constant,
             **_progress(self._by_row, len(rows.samples)),
-            given_SN=given_SN,
+            given_SN=_given(self._by_row, len(rows.samples), self._max_steps),
             adapter_G=_as_input(rows.adapters, np.int32),
         )
 
