@@ -7,7 +7,6 @@ Legend: S rows, N steps, M pages of a row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -33,28 +32,26 @@ class RowInputs:
         self._max_steps = max_steps
         self._samples: tuple[RunningSample | None, ...] = ()
         self._by_row: dict[int, RunningSample] = {}
-        self._constant = row_batch({}, 0, (), max_steps)
+        self._draws = draw_params({}, 0)
 
     def of(self, rows: Rows) -> RowBatch:
         """Return the inputs of the next slice of these rows."""
-        if len(rows.samples) != len(self._samples) or not all(map(is_, rows.samples, self._samples)):
+        num_rows = len(rows.samples)
+        if num_rows != len(self._samples) or not all(map(is_, rows.samples, self._samples)):
             self._samples, self._by_row = rows.samples, rows.by_row()
-            self._constant = row_batch(self._by_row, len(rows.samples), rows.adapters, self._max_steps)
-        return replace(
-            self._constant,
-            **_progress(self._by_row, len(rows.samples)),
-            given_SN=_given(self._by_row, len(rows.samples), self._max_steps),
-            adapter_G=_as_input(rows.adapters, np.int32),
-        )
+            self._draws = draw_params(self._by_row, num_rows)
+        return row_batch(self._by_row, num_rows, rows.adapters, self._max_steps, self._draws)
 
 
-def row_batch(samples: ByRow, num_rows: int, adapters: Sequence[int], max_steps: int) -> RowBatch:
-    """Return the inputs of the next decode slice, of up to `max_steps`."""
+def row_batch(
+    samples: ByRow, num_rows: int, adapters: Sequence[int], max_steps: int, draws: DrawParams | None = None
+) -> RowBatch:
+    """Return the inputs of the next decode slice, of up to `max_steps`; `draws` are known from the slice before."""
     return RowBatch(
         **_progress(samples, num_rows),
         given_SN=_given(samples, num_rows, max_steps),
         adapter_G=_as_input(adapters, np.int32),
-        draws=draw_params(samples, num_rows),
+        draws=draw_params(samples, num_rows) if draws is None else draws,
         wants_topk=_as_input(any(sample.request.options.sample_topk > 0 for sample in samples.values())),
     )
 
