@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification soak format proto release docs \
-	reference vendor aot
+	reference vendor aot gpu
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -85,6 +85,9 @@ docs:  ## build the documentation site into build/site; warnings are errors
 
 aot:  ## compile models for devices that are not here, into docs/performance.md (hours; goes on where it stopped); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_aot $(FLAGS)
+
+gpu:  ## check and measure what the GPU of this machine does (under nine minutes; goes on where it stopped); FLAGS="--models Qwen3-8B"
+	python -m benchmarks.bench_gpu $(FLAGS)
 
 reference:  ## generate docs/reference and examples/config.yaml from the code
 	python -m docs.generate_reference

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +50,11 @@ class CompileCounter:
 
 
 class MatmulRate:
-    """The rate of float32 matrix products in XLA, the reference for all shares of the machine's arithmetic."""
+    """The rate of matrix products in XLA, the reference for all shares of the machine's arithmetic."""
 
-    def __init__(self) -> None:
-        x = jax.random.normal(jax.random.key(0), (MATMUL_SIZE, MATMUL_SIZE), jnp.float32)
+    def __init__(self, size: int = MATMUL_SIZE, dtype: Any = jnp.float32) -> None:
+        x = jax.random.normal(jax.random.key(0), (size, size), dtype)
+        self._size = size
         self._matrices = (x, x.T.copy())
         self._multiply = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest"))
         self.sample()
@@ -61,15 +63,15 @@ class MatmulRate:
         """Return the seconds per FLOP, averaged over a few products."""
         repeats = 8
         cost = timed(lambda: jax.block_until_ready([self._multiply(*self._matrices) for _ in range(repeats)]))
-        flops = repeats * 2 * MATMUL_SIZE**3
+        flops = repeats * 2 * self._size**3
         return Cost(cost.wall_s / flops, cost.cpu_s / flops)
 
 
 class Bandwidth:
     """The rate at which XLA reads an array that exceeds the processor's caches."""
 
-    def __init__(self) -> None:
-        self._array = jnp.ones(BANDWIDTH_BYTES // 4, jnp.float32)
+    def __init__(self, num_bytes: int = BANDWIDTH_BYTES) -> None:
+        self._array = jnp.ones(num_bytes // 4, jnp.float32)
         self._sum = jax.jit(jnp.sum)
         self.sample()
 
@@ -77,7 +79,8 @@ class Bandwidth:
         """Return the seconds per byte, averaged over a few reads."""
         repeats = 4
         cost = timed(lambda: jax.block_until_ready([self._sum(self._array) for _ in range(repeats)]))
-        return Cost(cost.wall_s / (repeats * BANDWIDTH_BYTES), cost.cpu_s / (repeats * BANDWIDTH_BYTES))
+        num_bytes = repeats * self._array.nbytes
+        return Cost(cost.wall_s / num_bytes, cost.cpu_s / num_bytes)
 
 
 def reset_peak_memory() -> None:

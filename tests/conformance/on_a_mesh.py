@@ -154,6 +154,7 @@ def main() -> None:
     for mesh in meshes:
         config = JaxConfig(
             compile_cache_dir=None,
+            dtype="float32",
             expert_lora=expert_lora,  # type: ignore[arg-type]
             mesh=MeshConfig(**dict(pair.split("=") for pair in mesh.split(","))),  # type: ignore[arg-type]
             micro_batch_tokens=768,

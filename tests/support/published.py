@@ -46,3 +46,10 @@ QWEN3_600M: dict[str, Any] = {
     "intermediate_size": 3072,
     "tie_word_embeddings": True,
 }
+
+QWEN3_4B: dict[str, Any] = {
+    **QWEN3_8B,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "tie_word_embeddings": True,
+}

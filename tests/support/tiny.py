@@ -45,6 +45,7 @@ RANK = 4
 
 TINY_CONFIG = JaxConfig(
     compile_cache_dir=None,
+    dtype="float32",  # also on a GPU
     max_context_length=256,
     max_lora_adapters=3,
     max_lora_rank=8,

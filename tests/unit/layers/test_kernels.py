@@ -1,4 +1,7 @@
-"""Attention kernels against the loops, in interpret mode: packed rows, windows, sinks, and what they refuse."""
+"""Attention kernels against the loops: packed rows, windows, sinks, and what they refuse.
+
+In interpret mode on CPU; on an accelerator the kernel of its own is compiled and run (`make gpu`).
+"""
 
 from functools import partial
 
@@ -11,6 +14,7 @@ from skyrl_tx.layers.attention import DENSE_LENGTH, causal_attention
 from skyrl_tx.layers.kernels.choice import SPLASH, TABLE, TRITON, AttentionKernel, Heads, Kernels
 from tests.support.fast_jit import fast_jit
 
+KERNELS = [(platform, kernel) for (platform, _), kernel in TABLE.items()]
 LENGTHS = 70, 5, 130, 64, 1, 27
 NUM_TOKENS = sum(LENGTHS) + 13
 """With padding, which is one more sequence."""
@@ -37,7 +41,10 @@ SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
 
 def attention(heads: Heads, kernel: AttentionKernel | None):
     """Return attention over arrays."""
-    attend = Kernels(kernel, interpret=True).attend(heads)
+    platform = jax.default_backend()
+    if kernel is not None and platform != "cpu" and (platform, kernel) not in KERNELS:
+        pytest.skip(f"{kernel.name} is not for {platform}")
+    attend = Kernels(kernel, interpret=platform == "cpu").attend(heads)
     assert (attend is None) == (kernel is None)
     sinks = SINKS if heads.has_sinks else None
     return lambda q, k, v, start: causal_attention(q, k, v, start, sinks, window=heads.window, kernel=attend)

@@ -1,0 +1,320 @@
+"""Parity and speed of one GPU: its numbers against those of the CPU, and its share of its peak.
+
+The parts are `parity` (the tests of tests/gpu), `kernels` (each against plain JAX), for each model `training`,
+`decoding-64` and `decoding-256`, and `contract` (the backend suite). Each part is a process of its own, and a record as
+soon as it is done. A run does the parts that have no record of this commit, in this order, and starts none that may not
+end in the time that is left: it can be stopped and continued.
+
+Models have the shapes of published ones and made-up weights in bfloat16. Training steps, with an adapter of rank 32,
+have 32,768 tokens in sequences of 2,048; their share is that of the peak of the data sheet, and of the rate of a
+product measured here. Decoding is of samples of 1,000 tokens on average, each with a prompt of its own, with one
+adapter; its share is that of the rate at which the memory can deliver weights and cache, by data sheet and as measured.
+
+`--models tiny` shows on any machine that the program works.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.bench_aot import load, save
+from benchmarks.bench_sampling import Work, least_work, make_request
+from benchmarks.bench_training import example, least_flops
+from benchmarks.common import commit, machine, quartiles
+from benchmarks.meters import Bandwidth, CompileCounter, MatmulRate, peak_memory_mb, timed
+from skyrl_tx import models
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import StatePart
+from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.plan.hardware import KINDS, Kind
+from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_600M
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results" / "gpu.json"
+TINY = {
+    **QWEN3_600M,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": QWEN3_600M,
+    "Qwen3-4B": QWEN3_4B,
+    "Qwen3-8B": QWEN3_8B,
+    "tiny": TINY,
+}
+TESTS = {
+    "parity": ("-m", "gpu", "tests/gpu"),
+    "kernels": ("-m", "", "tests/unit/layers/test_kernels.py"),
+    "contract": ("tests/contract/test_jax.py::TestJax",),
+}
+"""Arguments of pytest for the parts that are tests."""
+TRAINING = "training"
+EXPECTED_S = {
+    "parity": 150.0,
+    "kernels": 60.0,
+    "contract": 240.0,
+    "Qwen3-0.6B": 60.0,
+    "Qwen3-4B": 80.0,
+    "Qwen3-8B": 110.0,
+    "tiny": 5.0,
+}
+"""How long a part may take; a run starts none for which less is left."""
+RANK = 32
+ADAPTER, SAMPLER = ModelId("adapter"), SamplerId("adapter")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The lengths of sequences and samples, in tokens."""
+
+    rows: int
+    """Sequences of a training step."""
+    length: int
+    prompt: int
+    new: int
+    """Tokens after a prompt, of which the middle ones are timed."""
+
+
+FULL, SMALL = Scale(16, 2048, 936, 128), Scale(2, 128, 48, 48)
+
+
+def scale_of(model: str) -> Scale:
+    return SMALL if model == "tiny" else FULL
+
+
+def parts_of(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return pairs of a part and its model, in the order of a run."""
+    tasks = (TRAINING, *(f"decoding-{slots}" for slots in (64, 256)))
+    return [("parity", ""), ("kernels", ""), *((task, name) for name in names for task in tasks), ("contract", "")]
+
+
+def started(folder: Path, **settings: Any) -> JaxBackend:
+    backend = JaxBackend(str(folder), JaxConfig(load_format="dummy", dtype="bfloat16", max_lora_adapters=1, **settings))
+    backend.start()
+    backend.create_model(ADAPTER, ModelSpec(lora=LoraSpec(rank=RANK, seed=0)))
+    return backend
+
+
+def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -> dict[str, Any]:
+    """Time training steps, each with forward_backward and optim_step."""
+    backend, draw = started(folder, sample_slots=1, max_sample_tokens=2 * scale.length), np.random.default_rng(0)
+    examples = [example(RequestId("r"), ADAPTER, scale.length, shape.vocab_size, draw) for _ in range(scale.rows)]
+    batch = PreparedModelPassBatch(examples=tuple(examples))
+
+    def step() -> None:
+        backend.forward_backward(batch)
+        backend.optim_step(ADAPTER, OptimizerParams())
+
+    first = timed(step)
+    compiles = CompileCounter()
+    seconds = [timed(step).wall_s for _ in range(repeats)]
+    late = compiles.take()["compiles"]
+    tokens, flops = scale.rows * scale.length, least_flops(shape, RANK, [scale.length] * scale.rows, True)
+    rates = _rates()
+    return {
+        "tokens_per_s": quartiles([tokens / each for each in seconds], 1),
+        **_shares([flops / each for each in seconds], rates["peak_flops"], rates["flops"]),
+        "first_step_s": round(first.wall_s, 1),
+        "compiles_after_warm_up": late,
+        "micro_batches": (backend.meters().micro_batches or 0) // (repeats + 1),
+        "peak_memory_mb": peak_memory_mb(),
+        "rates": rates,
+    }
+
+
+def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) -> dict[str, Any]:
+    """Time the decode slices in which all slots have a sample, and the prefill of their prompts before."""
+    longest = scale.prompt + scale.new
+    backend = started(
+        folder,
+        sample_slots=slots,
+        max_sample_tokens=slots * longest,
+        max_context_length=longest,
+        prefix_cache_tokens=0,
+        prefill_tokens=slots * longest,  # all prompts, then slices of all samples
+        max_sampler_adapters=1,
+    )
+    backend.load_sampler(SAMPLER, backend.capture(ADAPTER, {StatePart.WEIGHTS}))
+    backend.delete_model(ADAPTER)
+    draw = np.random.default_rng(0)
+
+    def sample(number: int) -> list[tuple[float, int]]:
+        """Sample from new prompts; return seconds and new tokens of each step of the backend."""
+        prompts = draw.integers(2, shape.vocab_size, (number, scale.prompt)).astype(np.int32)
+        requests = [make_request(str(index), prompt, SAMPLER, 1, scale.new) for index, prompt in enumerate(prompts)]
+        backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
+        steps: list[tuple[float, int]] = []
+        left = number * scale.new
+        while left:
+            before = time.perf_counter()
+            tokens = sum(len(delta.tokens) for delta in backend.step_sample())
+            steps.append((time.perf_counter() - before, tokens))
+            left -= tokens
+        return steps
+
+    warm_up = sample(2)
+    compiles = CompileCounter()
+    steps = sample(slots)
+    late = compiles.take()["compiles"]
+    most = max(tokens for _, tokens in steps)
+    whole = [seconds for seconds, tokens in steps if tokens == most]
+    others = [seconds for seconds, tokens in steps if tokens < most]
+    work = Work(slots, scale.prompt, 1, scale.new)
+    num_bytes = least_work(shape, work, RANK, 1)[1] / 2  # that is for float32
+    bytes_per_slice = num_bytes * most / slots
+    rates = _rates()
+    return {
+        "tokens_per_s": quartiles([most / each for each in whole], 1),
+        "ms_per_step": quartiles([1e3 * each * slots / most for each in whole], 2),
+        **_shares([bytes_per_slice / each for each in whole], rates["peak_bytes"], rates["bytes"]),
+        "other_steps_s": round(sum(others), 2),
+        "prompt_tokens": slots * scale.prompt,
+        "first_samples_s": round(sum(seconds for seconds, _ in warm_up), 1),
+        "compiles_after_warm_up": late,
+        "peak_memory_mb": peak_memory_mb(),
+        "rates": rates,
+    }
+
+
+def _shares(found: Sequence[float], peak: float, measured: float) -> dict[str, Any]:
+    """Return shares of a rate of the data sheet, if the device is known, and of the measured one."""
+    of_peak = {"share_of_peak": quartiles([each / peak for each in found])} if peak else {}
+    return {**of_peak, "share_of_measured_rate": quartiles([each / measured for each in found])}
+
+
+def _rates() -> dict[str, float]:
+    """Return FLOP/s and bytes/s as measured, and those of the data sheet; 0 if the device is not known."""
+    device = jax.devices()[0]
+    is_cpu, kind = device.platform == "cpu", kind_of(device.device_kind)
+    flops = MatmulRate(1024) if is_cpu else MatmulRate(8192, jnp.bfloat16)
+    band = Bandwidth() if is_cpu else Bandwidth(2 << 30)
+    return {
+        "flops": 1 / min(flops.sample().wall_s for _ in range(3)),
+        "bytes": 1 / min(band.sample().wall_s for _ in range(3)),
+        "peak_flops": kind.flops if kind else 0.0,
+        "peak_bytes": kind.bytes_per_s if kind else 0.0,
+    }
+
+
+def kind_of(name: str) -> Kind | None:
+    """Return the kind of a device by the name that JAX gives it, such as `NVIDIA H100 80GB HBM3`."""
+    parts = name.lower().replace("-", " ").split()
+    known = [kind for kind in KINDS.values() if kind.family == "gpu" and kind.name.split("-")[0] in parts]
+    if len(known) < 2:
+        return known[0] if known else None
+    exact = [kind for kind in known if all(part in name.lower() for part in kind.name.split("-")[1:])]
+    return max(exact, key=lambda kind: len(kind.name), default=None)
+
+
+def measure(task: str, model: str, repeats: int) -> dict[str, Any]:
+    """Return the figures of a part, measured in this process."""
+    content = MODELS[model]
+    shape = models.find_family(content).config_from_hf(content)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(content))
+        if task == TRAINING:
+            return train(shape, Path(folder), scale_of(model), repeats)
+        return decode(shape, Path(folder), scale_of(model), int(task.removeprefix("decoding-")))
+
+
+def run_tests(task: str) -> dict[str, Any]:
+    """Run the tests of a part, and return whether they passed, and the end of their output if not."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *TESTS[task]]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(run.stdout, flush=True)
+    summary = run.stdout.strip().splitlines()[-1]
+    return (
+        {"passed": True, "summary": summary}
+        if run.returncode == 0
+        else {"passed": False, "summary": run.stdout[-6000:]}
+    )
+
+
+def figures(task: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of a part, from a process of its own, or why there are none."""
+    if task in TESTS:
+        return run_tests(task)
+    command = [sys.executable, "-m", "benchmarks.bench_gpu", "--part", task, "--models", model]
+    command += ["--repeats", str(options.repeats)]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+    )
+    if run.returncode:
+        return {"problem": run.stderr.strip()[-2000:]}
+    return json.loads(run.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
+    parser.add_argument("--minutes", type=float, default=9.0, help="time of a run; parts that remain are for the next")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="JSON file of the records")
+    parser.add_argument("--again", action="store_true", help="also do parts that have a record of this commit")
+    parser.add_argument("--skip-tests", action="store_true", help="only measure")
+    parser.add_argument("--repeats", type=int, default=5, help="measured training steps")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(measure(options.part, options.models[0], options.repeats)))
+        return
+    end = time.monotonic() + 60 * options.minutes
+    device = _device()
+    if not device.startswith("gpu") and options.models != ["tiny"]:
+        sys.exit(f"no GPU: the first device of JAX is {device}; --models tiny runs on any")
+    records, now = load(options.records), commit()
+    known = {(each["options"]["part"], each["options"]["model"]) for each in records if each["commit"] == now}
+    left = [part for part in parts_of(options.models) if options.again or part not in known]
+    if options.skip_tests:
+        left = [part for part in left if part[0] not in TESTS]
+    for number, (task, model) in enumerate(left):
+        if end - time.monotonic() < EXPECTED_S[model or task]:
+            print(f"{len(left) - number} parts remain; run the same command again")
+            break
+        before = time.monotonic()
+        results = figures(task, model, options)
+        records.append(
+            {
+                "benchmark": "gpu",
+                "date": datetime.now(UTC).date().isoformat(),
+                "commit": now,
+                "machine": {**machine(("jax", "jaxlib", "numpy")), "device": device},
+                "conditions": "one process on the GPU",
+                "command": f"python -m benchmarks.bench_gpu {' '.join(sys.argv[1:])}".rstrip(),
+                "options": {"part": task, "model": model},
+                "results": results,
+            }
+        )
+        save(options.records, records)
+        shown = results.get("problem") or results.get("summary") or results.get("tokens_per_s")
+        print(f"{task} {model}: {shown}, {time.monotonic() - before:.0f} s", flush=True)
+
+
+def _device() -> str:
+    """Return platform and kind of the first device, asked in another process, as each takes the GPU's memory."""
+    code = "import jax; device = jax.devices()[0]; print(device.platform, device.device_kind)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
