@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     num_slots = options.slots
     memory = SampleMemory(num_slots=num_slots, tokens=num_slots * LENGTH, prefix_tokens=0, max_length=LENGTH)
-    config = JaxConfig(sample_slots=num_slots, decode_slice_tokens=options.slice_tokens)
+    config = JaxConfig(sample_slots=num_slots, decode_slice_tokens=options.slice_tokens).for_platform("cpu")
     device = InstantPrograms(num_slots, options.slice_tokens)
     scheduler = SampleScheduler(device, config, memory, ())  # type: ignore[arg-type]
     max_tokens = options.slice_tokens * (options.slices + 20) + 1

@@ -19,6 +19,8 @@ ROOM = 0.8
 """Share of a device's memory that weights may take; a mesh with more is chosen only where no other is left."""
 _SEQUENCE_TOKENS = 4096
 """Length of sequences and samples by which meshes are compared."""
+_NUM_SAMPLES = 32
+"""Samples at the same time by which meshes are compared, unless slots are configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +64,11 @@ def candidates(
             sequence_tokens=length,
             is_remat=True,
             rank=RANK,
-            num_slots=config.sample_slots,
+            num_slots=config.sample_slots or _NUM_SAMPLES,
             sample_tokens=length,
         )
         room = RoomBytes.of(model, layout, dtype.itemsize)
-        cache_bytes = (room.position * length + room.state) * config.sample_slots // shards
+        cache_bytes = (room.position * length + room.state) * work.num_slots // shards
         weight_bytes = bytes_on_each_device(described, layout, dtype)
         size = {"num_parameters": num_parameters, "itemsize": dtype.itemsize}
         found.append(

@@ -79,7 +79,8 @@ def compile_programs(
 
     Names are those of methods of `_Shapes`: forward, gradient, optimizer, prefill, decode.
     """
-    shapes = _Shapes(config, layout, model, plan)
+    assert layout.mesh is not None
+    shapes = _Shapes(config.for_platform(mesh.platform_of(layout)), layout, model, plan)
     layer_steps = {each.num_repeats for each in model.groups} - {1}
     for name in names:
         started = time.monotonic()

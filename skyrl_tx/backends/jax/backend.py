@@ -66,6 +66,7 @@ class JaxBackend(AbstractBackend):
         self._compilation = compilation_monitor()
         try:
             layout = mesh.make_layout(config.mesh)
+            config = config.for_platform(mesh.platform_of(layout))
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)
             self._model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
@@ -105,7 +106,7 @@ class JaxBackend(AbstractBackend):
         self._dispatch_limit = DispatchLimit()
         self.check_devices()  # compiles its program, which must exist when a device is lost
         self._is_started = True
-        capabilities = self._capabilities()
+        capabilities = self._capabilities(config)
         if config.warmup:
             warm_up(
                 self,
@@ -270,8 +271,8 @@ class JaxBackend(AbstractBackend):
     def _check(self, spec: ModelSpec) -> None:
         assert 1 <= spec.lora.rank <= self._config.max_lora_rank and spec.optimizer == "adamw", spec
 
-    def _capabilities(self) -> Capabilities:
-        config, devices = self._config, jax.tree.leaves(self._params)[0].devices()
+    def _capabilities(self, config: JaxConfig) -> Capabilities:
+        devices = jax.tree.leaves(self._params)[0].devices()
         device = min(devices, key=lambda device: device.id)
         return Capabilities(
             max_context_length=self._sample_memory.max_length,
@@ -285,7 +286,7 @@ class JaxBackend(AbstractBackend):
             max_sample_tokens=self._sample_memory.tokens,
             max_pass_tokens=config.max_pass_tokens,
             micro_batch_tokens=self._memory.plan.micro_batch_tokens,
-            sample_slots=config.sample_slots,
+            sample_slots=self._sample_memory.num_slots,
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             losses={name: loss.spec for name, loss in LOSSES.items()},
@@ -301,7 +302,7 @@ class JaxBackend(AbstractBackend):
                 **distributed.fingerprint(),
                 "attention_kernel": self._kernels.attention_name,
                 **self.fingerprint_changes(),
-                "sample_slots": f"{config.sample_slots} of {self._sample_memory.tokens} tokens",
+                "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
                 "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },

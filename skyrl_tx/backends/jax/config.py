@@ -91,8 +91,9 @@ class JaxConfig(BaseModel):
     # Sampling
     max_sampler_adapters: int = Field(default=16, gt=0)
     """Adapters loaded for sampling at the same time, without the base model."""
-    sample_slots: int = Field(default=32, gt=0)
-    """KV cache slots: samples that are decoded at the same time."""
+    sample_slots: int | None = Field(default=None, gt=0)
+    """KV cache slots: samples that are decoded at the same time.
+    Unset: 32 on CPU; on accelerators up to 256, as many as have 512 tokens each in the KV cache."""
     max_sample_tokens: int | None = Field(default=None, gt=0)
     """Prompt and new tokens in the KV cache, over all samples.
     Unset: what fits, at most 65536 on CPU. Changing this value compiles other programs."""
@@ -101,14 +102,24 @@ class JaxConfig(BaseModel):
     A state of linear attention counts as the tokens that take as many bytes. Unset: a quarter of max_sample_tokens."""
     decode_slice_tokens: int = Field(default=16, gt=0)
     """Tokens decoded for each sample before the next training step may run."""
-    prefill_tokens: int = Field(default=2048, gt=0)
-    """Prompt tokens computed between two decode slices, padding included."""
-    prefill_chunk_tokens: int = Field(default=256, ge=32)
-    """Size of a prefill chunk, a power of two.
+    prefill_tokens: int | None = Field(default=None, gt=0)
+    """Prompt tokens computed between two decode slices, padding included. Unset: 2048 on CPU, 8192 on accelerators."""
+    prefill_chunk_tokens: int | None = Field(default=None, ge=32)
+    """Size of a prefill chunk, a power of two. Unset: 256 on CPU, 512 on accelerators.
     Prompts with equal beginnings share whole chunks, which end at 128, 256, 512 … tokens up to this size, then at its
     multiples."""
     max_topk_logprobs: int = Field(default=20, ge=0)
     """Largest top-k of log-probabilities that a client may request."""
+
+    def for_platform(self, platform: str) -> Self:
+        """Return the settings with what is unset and depends on the devices alone. `platform` is as JAX names it."""
+        chunk, step = (256, 2048) if platform == "cpu" else (512, 8192)
+        unset = {
+            name: value
+            for name, value in {"prefill_chunk_tokens": chunk, "prefill_tokens": step}.items()
+            if getattr(self, name) is None
+        }
+        return self.model_copy(update=unset)
 
     @model_validator(mode="after")
     def _offload_needs_remat(self) -> Self:
@@ -123,7 +134,7 @@ class JaxConfig(BaseModel):
 
     @field_validator("prefill_chunk_tokens")
     @classmethod
-    def _is_power_of_two(cls, value: int) -> int:
-        if value & (value - 1):
+    def _is_power_of_two(cls, value: int | None) -> int | None:
+        if value is not None and value & (value - 1):
             raise ValueError(f"{value} is not a power of two")
         return value

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,11 @@ DEFAULT_MICRO_BATCH_TOKENS = 1024
 """Tokens of a micro-batch on a device that does not report its memory, as CPUs do not."""
 DEFAULT_SAMPLE_TOKENS = 65536
 """Positions of the KV cache on a device that does not report its memory, if the host has as much."""
+SLOTS = (256, 128, 64, 32)
+"""Samples at the same time, unless configured: on accelerators the first with SLOT_TOKENS for each, on CPU the last.
+
+An accelerator reads the weights once for all of them; arithmetic is the limit of a CPU."""
+SLOT_TOKENS = 512
 MIN_TOKENS, MAX_TOKENS = 256, 16384
 """Bounds of the tokens of each device in a micro-batch."""
 SUFFICIENT_TOKENS = 4096
@@ -317,15 +323,19 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     layout, dtype = params.layout, params.embed.dtype
     room, shards = RoomBytes.of(model, layout, dtype.itemsize), layout.num_shards("batch")
     free, memories = free_bytes(params), shards
-    most = config.sample_slots * (config.max_context_length or model.max_context_length)
+    most, numbers = sys.maxsize, SLOTS
     if free is None:
         free = _free_on_host(params)
-        most = min(most, DEFAULT_SAMPLE_TOKENS)
+        most, numbers = DEFAULT_SAMPLE_TOKENS, SLOTS[-1:]
         room, memories = RoomBytes.of(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
     fitting = int(SAMPLE_SHARE * max(free, 0)) // room.position * memories
-    memory = _largest_sample_memory(fitting, most, config, model, room, shards)
+    if config.sample_slots is not None:
+        numbers = (config.sample_slots,)
+    each = (_largest_sample_memory(number, fitting, most, config, model, room, shards) for number in numbers)
+    memory = next(memory for memory in each if memory.num_slots == numbers[-1] or _is_enough(memory))
     log.info(
-        "KV cache of %d tokens%s, and of %d for prefixes: %.1f GiB are free, a token takes %.1f KiB%s",
+        "KV cache of %d samples and %d tokens%s, and of %d for prefixes: %.1f GiB are free, a token takes %.1f KiB%s",
+        memory.num_slots,
         memory.tokens,
         " (configured)" if config.max_sample_tokens else "",
         memory.prefix_tokens,
@@ -366,15 +376,21 @@ class RoomBytes:
         return -(-self.state // self.position)
 
 
+def _is_enough(memory: SampleMemory) -> bool:
+    """Return whether there are enough tokens for each of its samples."""
+    return memory.tokens >= memory.num_slots * min(SLOT_TOKENS, memory.max_length)
+
+
 def _largest_sample_memory(
-    fitting: int, most: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes, shards: int
+    num_slots: int, fitting: int, most: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes, shards: int
 ) -> SampleMemory:
     """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together."""
+    context = model.max_context_length
+    most = min(most, num_slots * (config.max_context_length or context))
 
     def of(tokens: int) -> SampleMemory:
-        context = model.max_context_length
         return SampleMemory(
-            num_slots=config.sample_slots,
+            num_slots=num_slots,
             tokens=tokens,
             prefix_tokens=tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
             max_length=min(context, config.max_context_length or context, tokens),

@@ -57,7 +57,8 @@ class PrefillShapes:
 
     @classmethod
     def of(cls, config: JaxConfig, max_length: int) -> "PrefillShapes":
-        """Return the sizes for prompts of up to `max_length` tokens."""
+        """Return the sizes for prompts of up to `max_length` tokens. The settings are those `for_platform`."""
+        assert config.prefill_chunk_tokens is not None
         return cls(min(config.prefill_chunk_tokens, next_power(max(max_length, SHORTEST_CHUNK))))
 
     def chunk_end(self, start: int) -> int:

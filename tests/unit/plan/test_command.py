@@ -114,6 +114,7 @@ def test_a_mesh_that_shards_rows(dense: str, capsys: pytest.CaptureFixture[str])
 
 
 LONG = {**QWEN3_8B, "max_position_embeddings": 131072, "num_hidden_layers": 8}
+LONG_FLAGS = ("--rank", "8", "--backend-config.sample-slots", "32")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_cp_is_recommended_for_rows_that_fit_in_no_other_way(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LONG))
     ones = {"fsdp": 1, "tp": 1, "ep": 1, "cp": 1}
-    _, found = as_json(capsys, "--base-model", str(tmp_path), "--device", "v5e:1x2", "--rank", "8", *flags)
+    _, found = as_json(capsys, "--base-model", str(tmp_path), "--device", "v5e:1x2", *LONG_FLAGS, *flags)
     assert found["mesh"] == ones | chosen
     text, rows = "\n".join(found["warnings"]), found["long_rows"]
     if longest is None:

@@ -61,7 +61,7 @@ class JaxPrograms:
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         # bfloat16 has no guarantee that bits do not depend on other samples.
         self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
-        self._counts = RowCounts(config.sample_slots, self._bits_of)
+        self._counts = self._row_counts(self.memory.num_slots)
         self._inputs = RowInputs(config.decode_slice_tokens)
         self._cache: Cache | None = None
 
@@ -164,16 +164,18 @@ class JaxPrograms:
         found: dict[int, Drawn] = {}
         for group in groups:
             any_adapter = any(sample.adapter != BASE for sample in group)
-            count = self._num_rows(len(group), any_adapter=any_adapter)
+            count = self._counts.least(len(group), any_adapter=any_adapter)
             rows = Rows.arrange(group, count, merges=self._merges)
             drawn = self._run(rows, num_steps, max(sample.position for sample in group))
             found |= {id(sample): drawn.row(row, num_steps) for row, sample in rows.by_row().items()}
         return [found[id(sample)] for sample in samples]
 
-    def _num_rows(self, num_samples: int, *, any_adapter: bool) -> int:
+    def _row_counts(self, num_slots: int) -> RowCounts:
         if self._is_one_cpu:
-            return self._counts.least(num_samples, any_adapter=any_adapter)
-        return self._config.sample_slots
+            return RowCounts.of_one_cpu(num_slots, self._bits_of)
+        if self._merges:
+            return RowCounts.of_accelerators(num_slots, self._params.layout.num_shards("batch"))
+        return RowCounts([num_slots])
 
     def _run(self, rows: Rows, num_steps: int, longest: int) -> Drawn:
         """Decode rows, of which the longest has `longest` positions: on one CPU device with copies by layer."""
@@ -261,7 +263,7 @@ class JaxPrograms:
         lengths = ascending(self._read_length, self.memory.max_length) if self._is_one_cpu else [SEGMENT]
         for length, any_adapter in product(lengths, (False, True)):
             adapter = self.pool.slot_of(sampler) if any_adapter else BASE
-            counts = {self._num_rows(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
+            counts = {self._counts.least(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._read_length(length) <= most:
                     for num_groups in group_counts(count, any_adapter=any_adapter, merges=self._merges):

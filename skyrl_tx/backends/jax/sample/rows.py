@@ -1,13 +1,16 @@
 """The rows of a decode slice: which samples have them, and how many there are.
 
-A slice computes as many rows as the least row count that holds the running samples, so that a free slot costs nothing.
-A row has the same bits for any count in use: the order of sums is tried at the start, on the same numbers for all.
+A slice computes as many rows as the least row count that holds the running samples, so that a free slot costs little.
+On one CPU device a row has the same bits for any count in use: the order of sums is tried at the start, on the same
+numbers for all. Elsewhere this is not checked. In float32 there is one count then, and in bfloat16, whose bits depend
+on other samples anyway, there are few.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -17,6 +20,10 @@ from skyrl_tx.backends.jax.shapes import next_power, tiles
 
 SINGLE = 2
 """Rows for one or two samples. XLA on CPU adds the products of one row in another order than those of several."""
+STEP = 4
+"""Growth of row counts on accelerators, from 16.
+
+Programs of few rows read the weights as long as those of many, and each takes its time to compile."""
 FEW = 8
 """Measured on CPU, in ms of a step with 30M parameters: two rows 16, four 19, eight 21, 16 rows 26, 64 rows 59."""
 
@@ -26,16 +33,29 @@ log = logging.getLogger(__name__)
 class RowCounts:
     """The numbers of rows that slices may have. The largest is always in use."""
 
-    def __init__(self, num_slots: int, bits_of: Callable[[int, bool], Any]) -> None:
-        """Create the counts for up to `num_slots` samples.
+    def __init__(self, counts: Sequence[int], bits_of: Callable[[int, bool], Any] | None = None) -> None:
+        """Create the counts, in ascending order.
 
         `bits_of(count, any_adapter)` returns the numbers that programs with and without adapters compute of some rows.
+        Without it all counts are in use.
         """
-        largest = max(next_power(num_slots), FEW)
-        few = [] if largest == FEW else [SINGLE]  # eight rows are enough of a gain to need no other program
-        self.all = [*few, *(FEW << i for i in range((largest // FEW).bit_length()))]
+        self.all = counts
         self._bits_of = bits_of
         self._agrees: dict[tuple[int, bool], bool] = {}
+
+    @classmethod
+    def of_one_cpu(cls, num_slots: int, bits_of: Callable[[int, bool], Any]) -> Self:
+        """Return the counts for up to `num_slots` samples on one CPU device; see `__init__`."""
+        largest = max(next_power(num_slots), FEW)
+        few = [] if largest == FEW else [SINGLE]  # eight rows are enough of a gain to need no other program
+        return cls([*few, *(FEW << i for i in range((largest // FEW).bit_length()))], bits_of)
+
+    @classmethod
+    def of_accelerators(cls, num_slots: int, num_shards: int) -> Self:
+        """Return the counts for up to `num_slots` samples in bfloat16, whose rows are cut into shards."""
+        few = (STEP**n for n in itertools.count(2))
+        counts = itertools.takewhile(lambda count: count < num_slots, few)
+        return cls([*(count for count in counts if count % num_shards == 0), num_slots])
 
     def least(self, num_samples: int, *, any_adapter: bool) -> int:
         """Return the least count in use that has a row for each sample."""
@@ -43,11 +63,11 @@ class RowCounts:
 
     def is_used(self, count: int, any_adapter: bool) -> bool:
         """Return whether rows have the same bits as with the largest count, with which they are compared once."""
-        if count == self.all[-1]:
+        if count == self.all[-1] or self._bits_of is None:
             return True
         key = count, any_adapter
         if key not in self._agrees:
-            mine, largest = self._bits_of(count, any_adapter), self._bits_of(self.all[-1], any_adapter)
+            mine, largest = (self._bits_of(each, any_adapter) for each in (count, self.all[-1]))
             pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(largest), strict=True)
             self._agrees[key] = all(np.array_equal(own, other[: len(own)]) for own, other in pairs)
             if not self._agrees[key]:

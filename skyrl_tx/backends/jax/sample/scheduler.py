@@ -114,7 +114,8 @@ class SampleScheduler:
         self, programs: JaxPrograms, config: JaxConfig, memory: SampleMemory, eos_token_ids: Collection[int]
     ) -> None:
         self._programs = programs
-        self._config = config
+        assert config.prefill_tokens is not None
+        self._prefill_tokens = config.prefill_tokens
         self._memory = memory
         self._slice = config.decode_slice_tokens
         self._eos = frozenset(eos_token_ids)
@@ -216,7 +217,7 @@ class SampleScheduler:
         self._insert()
         first, self._blocked = self._blocked, None
         for queue in sorted(self._queues(), key=lambda queue: queue is not first):
-            budget = self._config.prefill_tokens
+            budget = self._prefill_tokens
             if queue.current is not None:
                 share = budget // 2 if queue.new or queue.preempted else budget
                 budget -= self._compute(queue.take_current(), share, queue, deltas)

@@ -309,10 +309,18 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
     assert temporary(1000) == temporary(100)
 
 
-def test_greedy_decoding_with_one_adapter_of_all_rows(tiny):
-    """As on accelerators in bfloat16: rows of one adapter are merged, those of two are not."""
-    scheduler = start(tiny)
-    scheduler._programs._is_one_cpu, scheduler._programs._merges = False, True
+def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch):
+    """Rows of one adapter are merged, those of two are not, and few samples take few rows."""
+    scheduler, counts = start(tiny, sample_slots=32), set[int]()
+    device = scheduler._programs
+    device._is_one_cpu, device._merges = False, True
+    device._counts, run_rows = device._row_counts(32), device._run
+
+    def recorded(rows, num_steps, longest):
+        counts.add(len(rows.samples))
+        return run_rows(rows, num_steps, longest)
+
+    monkeypatch.setattr(device, "_run", recorded)
     red = [ask(f"red{n}", prompt_of(5 + n), sampler=RED, temperature=0.0, max_tokens=12) for n in range(3)]
     blue = ask("blue", prompt_of(6), sampler=BLUE, temperature=0.0, max_tokens=12)
     for requests in (red, [blue, replace(red[0], request_id=RequestId("red"))]):
@@ -321,3 +329,8 @@ def test_greedy_decoding_with_one_adapter_of_all_rows(tiny):
             sequence = results.sequence(request.request_id)
             assert sequence.tokens.tolist() == greedy(tiny, request, request.params.max_tokens)
             np.testing.assert_allclose(sequence.logprobs, trainer(tiny, request, sequence.tokens), atol=1e-5)
+    assert counts == {16}
+    wanted = greedy(tiny, red[1], red[1].params.max_tokens)
+    many = run(scheduler, replace(red[1], request_id=RequestId("many"), num_samples=17))
+    assert counts == {16, 32}
+    assert all(many.sequence(RequestId("many"), index).tokens.tolist() == wanted for index in range(17))

@@ -151,7 +151,8 @@ def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(t
 
     # Half of 20,000 positions: 33 pages that are empty or of partly filled ends, 97 of samples and 25 of prefixes.
     assert planned(20_000 * token) == planned(20_100 * token) == SampleMemory(32, 6144, 1536, 512)
-    assert planned(10_000_000 * token) == SampleMemory(32, 32 * 1024, 8 * 1024, 512)
+    assert planned(10_000_000 * token) == SampleMemory(256, 256 * 1024, 64 * 1024, 512)
+    assert planned(10_000_000 * token, sample_slots=32) == SampleMemory(32, 32 * 1024, 8 * 1024, 512)
     assert planned(0).tokens == 1
     assert planned(10_000 * token, max_sample_tokens=9999).tokens == 9999
     assert planned(20_000 * token, prefix_cache_tokens=0) == SampleMemory(32, 7168, 0, 512)
@@ -177,7 +178,7 @@ def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog)
     with caplog.at_level("INFO"):
         assert plan_sample_memory(JaxConfig(max_context_length=65536), tiny.params, tiny.config).tokens == 65536
         assert plan_sample_memory(JaxConfig(max_context_length=64), tiny.params, tiny.config).tokens == 32 * 64
-    assert "KV cache of 65536 tokens" in caplog.text
+    assert "KV cache of 32 samples and 65536 tokens" in caplog.text
 
 
 def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, monkeypatch, caplog):

@@ -28,11 +28,21 @@ def equal_bits(count: int, any_adapter: bool) -> np.ndarray:
     ("num_slots", "counts"), [(1, [8]), (8, [8]), (9, [2, 8, 16]), (32, [2, 8, 16, 32]), (40, [2, 8, 16, 32, 64])]
 )
 def test_row_counts_reach_the_number_of_slots(num_slots, counts):
-    assert RowCounts(num_slots, equal_bits).all == counts
+    assert RowCounts.of_one_cpu(num_slots, equal_bits).all == counts
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_shards", "counts"),
+    [(8, 1, [8]), (32, 1, [16, 32]), (256, 1, [16, 64, 256]), (256, 32, [64, 256]), (100, 4, [16, 64, 100])],
+)
+def test_there_are_few_row_counts_on_accelerators(num_slots, num_shards, counts):
+    found = RowCounts.of_accelerators(num_slots, num_shards)
+    assert found.all == counts
+    assert [found.least(number, any_adapter=True) for number in counts] == counts
 
 
 def test_the_least_count_that_holds_the_samples_is_used():
-    counts = RowCounts(32, equal_bits)
+    counts = RowCounts.of_one_cpu(32, equal_bits)
     found = {num: counts.least(num, any_adapter=False) for num in (1, 2, 3, 8, 9, 17, 32)}
     assert found == {1: 2, 2: 2, 3: 8, 8: 8, 9: 16, 17: 32, 32: 32}
 
@@ -44,7 +54,7 @@ def test_a_count_with_other_bits_is_not_used_and_each_is_tried_once(caplog):
         tried.append((count, any_adapter))
         return [np.arange(count), np.zeros(count) + (count == 8 and any_adapter)]
 
-    counts = RowCounts(16, bits)
+    counts = RowCounts.of_one_cpu(16, bits)
     assert [counts.least(5, any_adapter=True) for _ in range(3)] == [16] * 3
     assert counts.least(5, any_adapter=False) == 8
     assert tried == [(8, True), (16, True), (8, False), (16, False)]

@@ -21,7 +21,7 @@ from tests.support.fake_programs import FakePrograms
 from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
 
 EOS = 1
-CONFIG = JaxConfig(sample_slots=16, decode_slice_tokens=4, prefill_tokens=96)
+CONFIG = JaxConfig(sample_slots=16, decode_slice_tokens=4, prefill_tokens=96, prefill_chunk_tokens=256)
 MEMORY = SampleMemory(num_slots=16, tokens=16 * 160, prefix_tokens=640, max_length=512, page=16)
 
 

@@ -5,10 +5,13 @@ import pytest
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.shapes import FIRST_CHUNK, PrefillShapes, padded_chunk
 
+CPU = JaxConfig().for_platform("cpu")
+
 
 def test_chunks_are_no_longer_than_the_context():
-    assert PrefillShapes.of(JaxConfig(), 100) == PrefillShapes(128)
-    assert PrefillShapes.of(JaxConfig(), 300) == PrefillShapes(256)
+    assert PrefillShapes.of(CPU, 100) == PrefillShapes(128)
+    assert PrefillShapes.of(CPU, 300) == PrefillShapes(256)
+    assert PrefillShapes.of(JaxConfig().for_platform("gpu"), 4000) == PrefillShapes(512)
     assert PrefillShapes.of(JaxConfig(prefill_chunk_tokens=1024), 1500) == PrefillShapes(1024)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -71,6 +72,28 @@ def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     assert plan.kv_bytes == plan.samples.num_pages * 64 * of_position + plan.samples.num_states * of_state
     assert plan.samples.state_tokens == -(-of_state // of_position) == 1572
     assert plan.samples.num_states > 1 + 16 + 4 + plan.samples.prefix_tokens // 2 // 1572, "with some for prefixes"
+
+
+@pytest.mark.parametrize(
+    ("model", "platform", "limit", "configured", "slots"),
+    [
+        (QWEN3_8B, "gpu", 100, {}, 256),
+        (QWEN3_8B, "gpu", 40, {}, 64),
+        (QWEN3_8B, "gpu", 18, {}, 32),
+        (QWEN3_8B, "gpu", 40, {"max_context_length": 300}, 128),
+        (QWEN3_8B, "gpu", 18, {"sample_slots": 100}, 100),
+        (QWEN3_8B, "cpu", None, {}, 32),
+    ],
+)
+def test_there_are_as_many_slots_as_have_enough_tokens(
+    model: dict[str, Any], platform: str, limit: int | None, configured: dict[str, int], slots: int
+) -> None:
+    config, layout = JaxConfig(**configured), layout_without_devices(MeshConfig())  # type: ignore[arg-type]
+    limit_bytes = None if limit is None else limit * GIB
+    plan = plan_start(config, layout, model_of(model), BFLOAT16, platform=platform, limit_bytes=limit_bytes)
+    assert plan.samples.num_slots == slots
+    enough = slots * min(512, plan.samples.max_length)
+    assert slots == 32 or "sample_slots" in configured or plan.samples.tokens >= enough
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 3}, {"fsdp": 5}])
