@@ -118,10 +118,14 @@ class EngineEnd:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """The machine and the process in which an engine runs."""
+    """The machine and the process in which an engine runs.
+
+    A container that starts again has the host name and the process id of before, so `boot_id` says which run it is.
+    """
 
     host: str
     pid: int
+    boot_id: str
 
 
 class EngineProcess:
@@ -133,7 +137,9 @@ class EngineProcess:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, child_end = spawn.Pipe()
         self._num_memory_kills = _num_memory_kills()
-        self._process = spawn.Process(target=_run_child, args=(launch, child_end), name="skyrl-tx engine")
+        self._boot_id = engine_state.new_boot_id()
+        arguments = launch, child_end, self._boot_id
+        self._process = spawn.Process(target=_run_child, args=arguments, name="skyrl-tx engine")
         # Ctrl-C in a terminal signals the whole process group. SIGINT is blocked in the child: the parent stops it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -146,9 +152,9 @@ class EngineProcess:
 
     @property
     def place(self) -> EnginePlace:
-        """The machine and the process id of the child."""
+        """The machine, the process id and the run of the child."""
         assert self._process.pid is not None  # it has been started
-        return EnginePlace(socket.gethostname(), self._process.pid)
+        return EnginePlace(socket.gethostname(), self._process.pid, self._boot_id)
 
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Wait for the end of the child and return its reason; calls `on_ready` when the engine is ready."""
@@ -216,30 +222,30 @@ def _num_memory_kills() -> int:
 
 def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
     """Run the engine in this process until a signal; a second one exits at once. Raises CannotServe."""
+    boot_id = engine_state.new_boot_id()
     try:
-        _run(launch, on_ready, _end_in_foreground, second_signal_exits=True)
+        _run(launch, boot_id, on_ready, _end_in_foreground, second_signal_exits=True)
     except Exception as error:
         end = _end_by(error)
         if end.is_crash:
             with closing(open_store(launch.settings, threading.Event())) as store:
-                here = EnginePlace(socket.gethostname(), os.getpid())
-                store.write(lambda tx: record_end(tx, here, is_crash=True))
+                store.write(lambda tx: record_end(tx, boot_id, is_crash=True))
         if launch.hosts.size > 1:
             _log.critical("%s", end.message)
             os._exit(1)  # at its exit JAX would wait for the other hosts
         raise CannotServe(end.message) from error
 
 
-def record_end(tx: Session, place: EnginePlace, *, is_crash: bool) -> None:
-    """Record the end of an engine: a crash counts for the request that ran alone.
+def record_end(tx: Session, boot_id: str, *, is_crash: bool) -> None:
+    """Record the end of a run of an engine: a crash counts for the request that ran alone.
 
-    An engine that has published no status has run nothing.
+    A run that has published no status has run nothing. One whose number another engine has now counts for nothing.
     """
-    if (number := engine_state.number_of(tx, place.host, place.pid)) is not None:
+    if (number := engine_state.number_of(tx, boot_id)) is not None:
         futures.record_end(tx, is_crash=is_crash, engine=number)
 
 
-def _run_child(launch: EngineLaunch, parent: Connection) -> None:
+def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
     """Run the engine as a child; the entry point of its process."""
     os.environ.update(launch.environment)
     configure_logging("engine", launch.log_level, launch.log_format)
@@ -252,7 +258,7 @@ def _run_child(launch: EngineLaunch, parent: Connection) -> None:
         _end_stuck_process(reason)
 
     try:
-        _run(launch, parent.send, on_stuck, second_signal_exits=False)
+        _run(launch, boot_id, parent.send, on_stuck, second_signal_exits=False)
         if launch.hosts.rank > 0:
             parent.send(EngineEnd(message="host 0 has stopped", is_final=False, is_crash=False))
     except Exception as error:
@@ -274,6 +280,7 @@ def _follow_parent(parent: Connection) -> None:
 
 def _run(
     launch: EngineLaunch,
+    boot_id: str,
     on_ready: Callable[[Capabilities], None],
     on_stuck: Callable[[Store, str], object],
     *,
@@ -300,6 +307,7 @@ def _run(
             config,
             on_ready,
             on_stuck,
+            boot_id=boot_id,
             over_hosts=partial(_over_hosts, launch),
             second_signal_exits=second_signal_exits,
         )
@@ -389,12 +397,14 @@ def run_engine(
     on_ready: Callable[[Capabilities], None] = lambda _: None,
     on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
     *,
+    boot_id: str | None = None,
     over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
     second_signal_exits: bool = True,
 ) -> None:
     """Run an engine on the main thread until SIGTERM or SIGINT.
 
-    `over_hosts` returns the backend with which the engine works; it also receives what ends this process.
+    `boot_id` is the id of this run, a new one by default. `over_hosts` returns the backend with which the engine works;
+    it also receives what ends this process.
     A second signal ends the process at once, unless `second_signal_exits` is False because a parent decides on that.
     Raises EngineLost, and other errors if the engine cannot start.
     """
@@ -418,7 +428,8 @@ def run_engine(
                 max_cache_bytes=settings.max_artifact_cache_bytes,
                 min_free_bytes=settings.min_free_disk_bytes,
             )
-            engine = Engine(settings, backend, store, artifacts, EngineMeters(with_owners=settings.metrics_owners))
+            meters = EngineMeters(with_owners=settings.metrics_owners)
+            engine = Engine(settings, backend, store, artifacts, meters, boot_id or engine_state.new_boot_id())
             path = socket_path(settings.data_dir, store.engine)
             with _served_metrics(path, engine.meters), recorded_notices(store, "engine"):
                 engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))

@@ -331,7 +331,7 @@ def _supervised(
 
         def work(tx: Session) -> bool:
             if supervisor.place is not None:
-                record_end(tx, supervisor.place, is_crash=end.is_crash)
+                record_end(tx, supervisor.place.boot_id, is_crash=end.is_crash)
             return futures.any_answered_since(tx, since)
 
         return store.write(work)

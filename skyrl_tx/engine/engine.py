@@ -57,6 +57,7 @@ class Engine:
     store: Store
     artifacts: ArtifactStore
     meters: EngineMeters = field(default_factory=EngineMeters)
+    boot_id: str = field(default_factory=engine_state.new_boot_id)
 
     def run(
         self,
@@ -81,7 +82,7 @@ class Engine:
         watchdog = Watchdog(activity, self.backend, self.settings, on_stuck)
         watchdog.start()
         self.store.observe_commits(self.meters.store_write_s.observe, self.meters.store_group_size.observe)
-        status = StatusPublisher(self.store, self.settings.base_models, watchdog)
+        status = StatusPublisher(self.store, self.boot_id, self.settings.base_models, watchdog)
         membership.leave_to_others(self.store)
         status.start()
         background_writer = BackgroundWriter(self.store.wake, activity)

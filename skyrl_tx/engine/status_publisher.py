@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -25,11 +24,11 @@ _PERIOD_S = 1.0
 class StatusPublisher:
     """Writes the engine's current status to the database: at once when it changes, and every second."""
 
-    def __init__(self, store: Store, base_models: list[str], watchdog: Watchdog) -> None:
+    def __init__(self, store: Store, boot_id: str, base_models: list[str], watchdog: Watchdog) -> None:
         self._store = store
         self._watchdog = watchdog
         self._base_models = base_models
-        self._boot_id = secrets.token_hex(8)
+        self._boot_id = boot_id
         self._status: EngineStatus = "starting"
         self._capabilities: Mapping[str, object] = {}
         self.sample_load: engine_state.SampleLoad | None = None

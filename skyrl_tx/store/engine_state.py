@@ -1,5 +1,6 @@
 """The status that each engine publishes, which the API serves."""
 
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,11 +155,14 @@ def get(tx: Session) -> EngineStateRow | None:
     return main_engine(all_engines(tx))
 
 
-def number_of(tx: Session, host: str, pid: int) -> int | None:
-    """Return the number of the engine that last ran as a process; None if it has published no status."""
-    its_own = col(EngineStateRow.host) == host, col(EngineStateRow.pid) == pid
-    newest = select(EngineStateRow.number).where(*its_own).order_by(col(EngineStateRow.updated_at).desc())
-    return tx.exec(newest.limit(1)).first()
+def new_boot_id() -> str:
+    """Return a random id of a run of an engine, which no other run ever has."""
+    return secrets.token_hex(8)
+
+
+def number_of(tx: Session, boot_id: str) -> int | None:
+    """Return the number of a run of an engine; None if it has published no status, or another run has its number."""
+    return tx.exec(select(EngineStateRow.number).where(col(EngineStateRow.boot_id) == boot_id)).first()
 
 
 def sample_load(row: EngineStateRow | None) -> SampleLoad | None:

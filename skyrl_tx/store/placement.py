@@ -107,9 +107,10 @@ _UNWRITTEN = select(col(SamplingSessionRow.sampling_session_id), col(SamplingSes
 """Sampling sessions whose weights may be in the memory of their model's engine only."""
 _SET_MODEL = update(ModelRow).where(col(ModelRow.model_id) == bindparam("name")).values(engine=bindparam("to"))
 _SET_REQUEST = text(
-    "UPDATE requests SET engine = :to, position = nextval(pg_get_serial_sequence('requests', 'position'))"
-    " WHERE position = :old"
+    "UPDATE requests SET engine = :to, position = nextval(pg_get_serial_sequence('requests', 'position')),"
+    " is_alone = false WHERE position = :old"
 )
+"""A request that moves does not run yet, so that a crash of its new engine is not its fault."""
 
 
 def models_of(tx: Session, number: int) -> list[ModelId]:

@@ -343,6 +343,7 @@ class EngineStateRow(SQLModel, table=True):
     number: int = Field(default=1, primary_key=True)
     """The engine's number, from 1. While it runs it holds the lease of this number, see `leases`."""
     boot_id: str
+    """Random id of the run of the engine: another one after each start, unlike host and process id in a container."""
     host: str = ""
     """Name of the machine, or of the container."""
     pid: int

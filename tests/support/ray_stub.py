@@ -45,7 +45,7 @@ class StubActor:
                 raise self.fails_to_start
             case "start":
                 self.launch = arguments[0]
-                return EnginePlace(f"node{self.rank}", 100 + self.rank)
+                return EnginePlace(f"node{self.rank}", 100 + self.rank, f"run{self.rank}")
             case "ready":
                 return await self.is_ready
             case "stop" | "kill":

@@ -58,7 +58,7 @@ def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pyt
         assert one.launch.environment["XLA_FLAGS"] == "--of-all"
         zero.is_ready.set_result(READY)
         assert await ready.get() == READY
-        assert engine.place == EnginePlace("node0", 100)
+        assert engine.place == EnginePlace("node0", 100, "run0")
         one.finish(KILL)
         zero.finish(FOLLOWER_LOST)
         assert await living == replace(KILL, message="host 1: killed by SIGKILL")

@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -18,6 +19,7 @@ from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineLost, EngineP
 from skyrl_tx.process_setup import CannotServe
 from skyrl_tx.store import engine_state, futures, models
 from skyrl_tx.store.database import Store, StoreInUse
+from skyrl_tx.store.tables import EngineStateRow
 from tests.support.engine_harness import EngineHarness, Perishable, forward_backward, optim_step, run_fake_engine
 from tests.support.waiting import until
 
@@ -164,6 +166,33 @@ def test_engine_alone_records_a_stuck_call_as_a_crash(harness, monkeypatch):
     engine_process._end_in_foreground(harness.api, "forward_backward has taken longer")
     assert ends == ["forward_backward has taken longer"]
     assert harness.api.read(lambda tx: futures.max_crashes(tx, [passed])) == 1
+
+
+@pytest.mark.parametrize("has_published", [False, True])
+def test_a_crash_counts_only_for_what_this_run_of_a_container_ran(harness, monkeypatch, has_published):
+    """Both runs have the host name and the process id of this process, as a container has after a restart."""
+    passed = harness.submit(forward_backward(), model_id=harness.create()[0], seq_id=1)
+    harness.api.write(lambda tx: futures.count_delivery_attempt(tx, [passed], is_alone=True))
+    publish(harness.api, "the run before")
+
+    def fail(_launch: EngineLaunch, boot_id: str, *_: object, **__: object) -> None:
+        if has_published:
+            publish(harness.api, boot_id)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(engine_process, "_run", fail)
+    launch = EngineLaunch(settings=harness.settings, backend="fake", backend_config=harness.config, log_level="info")
+    with pytest.raises(CannotServe, match="no such kernel"):
+        engine_process.run_in_foreground(launch, lambda _: None)
+    assert harness.api.read(lambda tx: futures.max_crashes(tx, [passed])) == int(has_published)
+
+
+def publish(store: Store, boot_id: str) -> None:
+    where = {"host": socket.gethostname(), "pid": os.getpid()}
+    row = EngineStateRow(
+        boot_id=boot_id, **where, status="recovering", capabilities={}, base_models=["tiny"], updated_at=time.time()
+    )
+    store.write(lambda tx: engine_state.publish(tx, row))
 
 
 @pytest.mark.parametrize(("num_hosts", "status"), [(1, []), (2, [1])])

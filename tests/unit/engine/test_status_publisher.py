@@ -19,7 +19,7 @@ def test_an_engine_whose_clock_is_behind_is_not_silent(
     engine = Store.open(tmp_path / "engine", role="engine", url=postgresql_url)
     with closing(api), closing(engine):
         publisher = StatusPublisher(
-            engine, ["tiny"], SimpleNamespace(shown_activity=lambda: ("start", 5.0), overdue="")
+            engine, "boot", ["tiny"], SimpleNamespace(shown_activity=lambda: ("start", 5.0), overdue="")
         )
         real_time = time.time
         monkeypatch.setattr(time, "time", lambda: real_time() - 3600)

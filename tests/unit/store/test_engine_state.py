@@ -56,12 +56,10 @@ def test_meters_of_several_engines_are_added() -> None:
     assert engine_state.meters_of(rows) == expected, "an engine that has ended does not count"
 
 
-def test_an_engine_is_known_by_its_process(open_store) -> None:
+def test_an_engine_is_known_by_its_run(open_store) -> None:
     store = open_store("api")
-    for number, host, at in ((1, "a", 1.0), (2, "b", 2.0), (3, "a", 3.0)):
-        found = row(number, updated_at=at)
-        found.host, found.pid = host, 7
+    for found in (row(1), row(2)):
         store.write(lambda tx, found=found: engine_state.publish(tx, found))
-    assert store.read(lambda tx: engine_state.number_of(tx, "a", 7)) == 3, "the newest"
-    assert store.read(lambda tx: engine_state.number_of(tx, "b", 7)) == 2
-    assert store.read(lambda tx: engine_state.number_of(tx, "b", 8)) is None
+    assert store.read(lambda tx: engine_state.number_of(tx, "boot 2")) == 2
+    assert store.read(lambda tx: engine_state.number_of(tx, "boot 3")) is None
+    assert engine_state.new_boot_id() != engine_state.new_boot_id()

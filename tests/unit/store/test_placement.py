@@ -173,6 +173,21 @@ def test_what_may_have_ended_two_engines_stays_for_a_while_with_its_model(
     assert moved.num_held == (3 if is_held else 0)
 
 
+def test_a_request_that_ran_alone_elsewhere_is_not_blamed_for_a_crash_of_its_new_engine(
+    api: Store, session_id: SessionId
+) -> None:
+    def work(tx: Session) -> tuple[placement.Moved, RequestId]:
+        publish(tx, 2, age_s=2 * placement.HOLD_S)
+        moved = add_request(tx, session_id, 2)
+        futures.count_delivery_attempt(tx, [moved], is_alone=True)
+        return placement.move(tx, 2, [1]), moved
+
+    moved, name = api.write(work)
+    assert (moved.num_requests, moved.num_held) == (1, 0)
+    api.write(lambda tx: futures.record_end(tx, is_crash=True, engine=1))
+    assert api.read(lambda tx: futures.max_crashes(tx, [name])) == 0
+
+
 def test_samples_of_weights_in_memory_follow_their_model(api: Store, session_id: SessionId) -> None:
     name = SamplingSessionId("unwritten")
 
