@@ -23,12 +23,13 @@ from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.pacing import QuotaPacing
 from skyrl_tx.engine.pauses import Pauses
+from skyrl_tx.engine.portions import Portions, Work
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import SamplingExecutor
-from skyrl_tx.engine.schedule import Schedule
+from skyrl_tx.engine.schedule import MAX_RUNNING_REQUESTS, Schedule
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
@@ -226,6 +227,7 @@ class _Loop:
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
         self._membership = membership.Membership(context, self._schedule)
+        self._portions = Portions(context.store) if context.store.is_shared else None
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
@@ -236,6 +238,7 @@ class _Loop:
         self._membership.check()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
+        self._take_portions()
         self._is_busy = self._use_device()
         worked |= self._is_busy
         context.request_log.check_commits()
@@ -340,6 +343,25 @@ class _Loop:
             self._context.models.snapshot_and_wait(model)
         self._context.background_writer.drain()  # the last snapshots may have replaced others
         self._context.request_log.wait_for_commits()
+
+    def _take_portions(self) -> None:
+        """With several engines, bound what runs here by this engine's portions of quotas."""
+        if self._portions is None:
+            return
+        context, training, sampling = self._context, self.training, self.sampling
+        passes = (
+            (first, count)
+            for first, count in self._schedule.heads()
+            if first.kind == "model_pass" and not context.pauses.is_paused(first)
+        )
+        self._portions.refresh(
+            {
+                context.training_room: Work(
+                    ((each, 1) for each in training.running_requests()), passes, MAX_RUNNING_REQUESTS
+                ),
+                context.sample_room: Work(sampling.open_samples(), sampling.waiting_samples(), sampling.max_open),
+            }
+        )
 
     def _use_device(self) -> bool:
         """Run some training steps, then some decode slices. The settings bound how long each side waits."""

@@ -9,7 +9,7 @@ started, and its queue moves to the end after each turn.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -103,6 +103,10 @@ class SampleQueue:
     def heads(self) -> Iterator[tuple[QueuedRequest, int]]:
         """Yield the head of each queue, with the number of its requests."""
         return ((queue[0], len(queue)) for turns in self._owners.values() for queue in turns.queues.values())
+
+    def queues(self) -> Iterator[Sequence[QueuedRequest]]:
+        """Yield the requests of each queue, which are of one session."""
+        return (queue for turns in self._owners.values() for queue in turns.queues.values())
 
     def start_round(self) -> None:
         """Start a round of admission: no queue is blocked."""

@@ -4,8 +4,9 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import islice
 
 from sqlmodel import Session
 
@@ -28,6 +29,9 @@ from skyrl_tx.store.engine_state import REQUEST_BYTES
 _log = logging.getLogger(__name__)
 _SLOTS_PER_QUEUED = 8
 """The backend holds one waiting sample for this many KV cache slots: a free slot is filled without delay."""
+
+_MAX_COUNTED = 1000
+"""Requests of a session whose samples are counted as waiting."""
 
 
 class _Running:
@@ -123,6 +127,28 @@ class SamplingExecutor:
         """The number of requests with a started sample."""
         return len(self._running)
 
+    @property
+    def max_open(self) -> int:
+        """The number of samples that the backend takes at once."""
+        return self._max_open
+
+    def open_samples(self) -> Iterator[tuple[QueuedRequest, int]]:
+        """Yield the running requests, each with the number of its samples in the backend."""
+        return ((running.queued, running.num_open) for running in self._running.values())
+
+    def waiting_samples(self) -> Iterator[tuple[QueuedRequest, int]]:
+        """Yield the head of each queue that no quota of a day holds back, with the number of samples to start.
+
+        Of a long queue that counts the first requests only.
+        """
+        for queue in self._queue.queues():
+            if not self._context.pauses.is_paused(queue[0]):
+                yield queue[0], sum(map(self._num_left, islice(queue, _MAX_COUNTED)))
+
+    def _num_left(self, queued: QueuedRequest) -> int:
+        running = self._running.get(queued.request_id)
+        return sample_of(queued).num_samples if running is None else running.num_left
+
     def sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""
         return {queued.session_id for queued in self._requests()}
@@ -208,7 +234,7 @@ class SamplingExecutor:
             return num_open_of_kind[decodes] < self._max_open
 
         self._queue.start_round()
-        self._context.sample_room.start_round((running.queued, running.num_open) for running in self._running.values())
+        self._context.sample_room.start_round(self.open_samples())
         while True:
             queued = self._queue.next(
                 self._running,

@@ -28,6 +28,7 @@ neither an owner nor a session can occupy the device alone.
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
 _MAX_BATCH_REQUESTS = 32
+MAX_RUNNING_REQUESTS = MAX_RUNNING_BATCHES * _MAX_BATCH_REQUESTS
 _OTHER_TOKENS = 256
 """The tokens for which a request counts that is no pass, such as an optimizer step."""
 
@@ -206,8 +207,11 @@ class Schedule:
         """The number of requests that wait because of a quota, or behind such a request of their model."""
         if self.pacing is None:
             return 0
-        heads = ((queue.first, len(queue)) for queue in self._waiting.values())
-        return sum(count for head, count in heads if head is not None and self.pacing.is_paused(head))
+        return sum(count for head, count in self.heads() if self.pacing.is_paused(head))
+
+    def heads(self) -> Iterator[tuple[QueuedRequest, int]]:
+        """Yield the first request of each model with waiting ones, and their number."""
+        return ((first, len(queue)) for queue in self._waiting.values() if (first := queue.first) is not None)
 
     def next_deadline(self) -> float | None:
         """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""

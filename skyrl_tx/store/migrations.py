@@ -224,6 +224,20 @@ def _add_engines() -> None:
     op.add_column("requests", sa.Column("sampler_id", sa.String))
 
 
+def _add_portions() -> None:
+    """Add what each of several engines holds of a quota of what runs at once."""
+    op.create_table(
+        "portions",
+        sa.Column("engine", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("name", sa.String, primary_key=True),
+        sa.Column("subject_kind", sa.String, primary_key=True),
+        sa.Column("subject", sa.String, primary_key=True),
+        sa.Column("num_held", sa.BigInteger, nullable=False),
+        sa.Column("num_wanted", sa.BigInteger, nullable=False),
+        sa.Column("waits_since", sa.Float, nullable=False),
+    )
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
@@ -245,4 +259,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0014": _add_custom_losses,
     "0015": _add_over,
     "0016": _add_engines,
+    "0017": _add_portions,
 }

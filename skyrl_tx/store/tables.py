@@ -325,6 +325,25 @@ class QuotaRow(SQLModel, table=True):
     """The fate of work beyond a quota of a day."""
 
 
+class PortionRow(SQLModel, table=True):
+    """The part of a quota of what runs at once that one of several engines holds, see `portions`."""
+
+    __tablename__ = "portions"
+
+    engine: int = Field(primary_key=True)
+    """The engine's number."""
+    name: str = Field(primary_key=True)
+    """The limit: one of `quotas.LIMITS`."""
+    subject_kind: SubjectKind = Field(primary_key=True, sa_type=String)
+    subject: str = Field(primary_key=True)
+    num_held: int = Field(sa_type=BigInteger)
+    """The most that the engine runs before it takes again."""
+    num_wanted: int = Field(sa_type=BigInteger)
+    """The number that runs or could start without the quota."""
+    waits_since: float
+    """When the oldest request that waits arrived; infinite if none waits."""
+
+
 class ProjectMemberRow(SQLModel, table=True):
     """An owner who sees what is in a project."""
 

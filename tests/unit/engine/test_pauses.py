@@ -129,6 +129,19 @@ def test_what_runs_counts_once_when_usage_is_read_again(world: World) -> None:
     assert world.pauses.is_paused(a_pass())
 
 
+def test_what_other_engines_add_counts_after_five_seconds(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "is_shared", True)
+    put(world.store, "ann", "training_tokens_per_day", PASS_TOKENS)
+    world.pauses.refresh()
+    work = Work(kind="training", tokens=PASS_TOKENS)
+    session_id = world.store.write(lambda tx: sessions.create(tx, owner="ann", now=DAY))
+    world.store.write(lambda tx: usage.add(tx, "ann", session_id, "m", world.now, (work,)))
+    world.later(4.9)
+    assert not world.pauses.is_paused(a_pass())
+    world.later(0.1)
+    assert world.pauses.is_paused(a_pass())
+
+
 def test_a_new_day_ends_the_pause(world: World) -> None:
     put(world.store, "*", "training_tokens_per_day", 5)
     world.pauses.refresh()
