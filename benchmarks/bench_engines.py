@@ -4,6 +4,10 @@
 the engines cost little CPU, and the numbers show what sharing a store costs, not what devices compute. Each tenant
 trains a model over HTTP with one pass in flight, or samples with one request in flight; the requests that get their
 results within `--seconds` are counted.
+
+`--work bursts` instead measures how long bursts take that load the engines unevenly: as many new sampling clients as
+there are engines send `BURST_REQUESTS` requests of `BURST_SAMPLES` samples each at once. The requests of a client
+prefer one engine, and those of two clients may prefer the same. The ideal is that all engines work until the end.
 """
 
 import argparse
@@ -11,7 +15,8 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,8 @@ from tests.support.live_server import LiveServer
 from tests.support.postgresql_server import PostgresqlServer
 
 _WARM_UP_S = 3.0
+BURST_REQUESTS = 4
+BURST_SAMPLES = 8
 _TOKENS = list(range(1, 17))
 _DATUM = {
     "model_input": {"chunks": [{"type": "encoded_text", "tokens": _TOKENS[:-1]}]},
@@ -61,6 +68,7 @@ class Tenant:
     async def open(self, work: str) -> None:
         """Create the session, and what the work needs."""
         self._session_id = (await self._post("create_session", tags=[], sdk_version="0.38.0"))["session_id"]
+        self._num_sent = 0
         if work == "train":
             config = {"rank": 8, "seed": 1}
             new = {"session_id": self._session_id, "model_seq_id": 0, "base_model": "fake", "lora_config": config}
@@ -76,12 +84,14 @@ class Tenant:
         ids = {"model_id": self._model_id, "seq_id": self._num_sent}
         await self._result(await self._post("forward_backward", **ids, forward_backward_input=passed))
 
-    async def sample(self) -> None:
-        """Draw one sample of 16 tokens: one step of the backend."""
+    async def sample(self, num_samples: int = 1) -> None:
+        """Draw samples of 16 tokens, each of which is one step of a backend with one slot."""
         self._num_sent += 1
         ids = {"sampling_session_id": self._sampler_id, "seq_id": self._num_sent}
         params = {"max_tokens": 16, "temperature": 1.0, "seed": self._num_sent, "stop": []}
-        await self._result(await self._post("asample", **ids, prompt=_PROMPT, num_samples=1, sampling_params=params))
+        await self._result(
+            await self._post("asample", **ids, prompt=_PROMPT, num_samples=num_samples, sampling_params=params)
+        )
 
 
 async def count(url: str, work: str, num_tenants: int, seconds: float) -> float:
@@ -102,8 +112,23 @@ async def count(url: str, work: str, num_tenants: int, seconds: float) -> float:
     return num_done / seconds
 
 
-def measure(options: argparse.Namespace, database: PostgresqlServer, work: str, num_engines: int) -> float:
-    """Return the results a second of a server with a number of engines."""
+async def time_bursts(url: str, num_tenants: int, num_bursts: int) -> list[float]:
+    """Return the seconds of each burst."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers={"X-API-Key": "tml-local"}) as http:
+        seconds: list[float] = []
+        for _ in range(num_bursts):
+            tenants = [Tenant(http) for _ in range(num_tenants)]
+            await asyncio.gather(*(tenant.open("sample") for tenant in tenants))
+            started = time.monotonic()
+            await asyncio.gather(*(tenant.sample(BURST_SAMPLES) for tenant in tenants for _ in range(BURST_REQUESTS)))
+            seconds.append(round(time.monotonic() - started, 2))
+    return seconds
+
+
+@contextmanager
+def serving(options: argparse.Namespace, database: PostgresqlServer, num_engines: int) -> Generator[str]:
+    """Run a server with a number of engines, and yield its URL when all are ready."""
     flags = ["--base-model", "fake", "--backend", "fake", "--backend-config.sample-slots", "1"]
     flags += ["--backend-config.step-delay-s", str(options.step_delay_s)]
     flags += ["--database-url", database.new_database(), "--engines", str(num_engines)]
@@ -114,7 +139,21 @@ def measure(options: argparse.Namespace, database: PostgresqlServer, work: str, 
         if num_engines > 1:
             ready = re.compile(rf"({num_engines}) of {num_engines} engines are ready")
             server.wait_for(ready, within_s=180)
-        return asyncio.run(count(server.url, work, options.tenants, options.seconds))
+        yield server.url
+
+
+def measure(options: argparse.Namespace, database: PostgresqlServer, work: str, num_engines: int) -> float:
+    """Return the results a second of a server with a number of engines."""
+    with serving(options, database, num_engines) as url:
+        return asyncio.run(count(url, work, options.tenants, options.seconds))
+
+
+def measure_bursts(options: argparse.Namespace, database: PostgresqlServer) -> dict[str, Any]:
+    """Return the seconds of bursts on several engines, their mean, and the ideal."""
+    with serving(options, database, options.engines) as url:
+        seconds = asyncio.run(time_bursts(url, options.engines, options.bursts))
+    ideal_s = BURST_REQUESTS * BURST_SAMPLES * options.step_delay_s
+    return {"mean_s": round(sum(seconds) / len(seconds), 2), "ideal_s": round(ideal_s, 2), "seconds": seconds}
 
 
 def main() -> None:
@@ -125,11 +164,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement")
     parser.add_argument("--step-delay-s", type=float, default=0.1, help="time of each step of the fake backend")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--work", nargs="+", choices=("train", "sample"), default=["train", "sample"])
+    parser.add_argument("--bursts", type=int, default=12)
+    parser.add_argument("--work", nargs="+", choices=("train", "sample", "bursts"), default=["train", "sample"])
     options = parser.parse_args()
     results: dict[str, Any] = {}
     with PostgresqlServer(is_durable=True) as database:
-        for work in options.work:
+        if "bursts" in options.work:
+            results["bursts"] = measure_bursts(options, database)
+        for work in [work for work in options.work if work != "bursts"]:
             pairs = [
                 {number: measure(options, database, work, number) for number in (1, options.engines)}
                 for _ in range(options.repeats)

@@ -31,6 +31,7 @@ from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import MAX_RUNNING_REQUESTS, Schedule
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.spreading import Spreading
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
@@ -226,7 +227,7 @@ class _Loop:
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
-        self._membership = membership.Membership(context, self._schedule)
+        self._membership = membership.Membership(context, self._schedule, Spreading(context, self.sampling))
         self._portions = Portions(context.store) if context.store.is_shared else None
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()

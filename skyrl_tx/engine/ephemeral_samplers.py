@@ -107,6 +107,10 @@ class EphemeralSamplers:
         unwritten = self._unwritten.get(sampler)
         return None if unwritten is None else unwritten.snapshot
 
+    def is_in_files(self, sampler: SamplerId) -> bool:
+        """Whether a sampler does not depend on the memory of this engine."""
+        return sampler not in self._unwritten and sampler not in self._lost
+
     def has_unwritten(self, model_id: ModelId, up_to: int | None = None) -> bool:
         """Whether a sampler of this model has no files yet, of a log record up to `up_to` if that is given."""
         of_model = [each for each in self._unwritten.values() if each.model_id == model_id]

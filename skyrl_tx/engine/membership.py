@@ -14,6 +14,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.schedule import Schedule
+from skyrl_tx.engine.spreading import Spreading
 from skyrl_tx.store import engine_state, leases, models, placement, portions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import EngineStateRow
@@ -90,6 +91,7 @@ class Membership:
 
     context: EngineContext
     schedule: Schedule
+    spreading: Spreading
     _checked_at: float = 0.0
     _balanced_at: float = field(default_factory=time.monotonic)
     _seen: dict[int, _Seen] = field(default_factory=dict[int, _Seen])
@@ -114,6 +116,7 @@ class Membership:
         for row in rows:
             if row.number in holders and row.number != store.engine:
                 self._end_if_stuck(row, holders[row.number], now)
+        self.spreading.look(rows, holders)
         if now - self._balanced_at >= _BALANCE_PERIOD_S:
             self._balanced_at = now
             self._give_away_one()

@@ -85,6 +85,8 @@ class SamplingExecutor:
         self._max_per_turn = 1 if slots else sys.maxsize  # samples of one request that start in one turn
         self._last_cancellation = 0
         self._clock_s, self._num_live = 0.0, 0  # device seconds of one sample that runs all the time
+        self.newest = 0
+        """Position of the last request that was added."""
         self.num_bytes = 0
         """Memory of the waiting requests."""
         self.num_held_bytes: Counter[str] = Counter()
@@ -109,6 +111,7 @@ class SamplingExecutor:
             self._context.fail(queued, error)
             return
         self._queue.add(queued)
+        self.newest = max(self.newest, queued.position)
         self.num_bytes += queued.num_bytes
         self.num_held_bytes[queued.owner] += queued.num_bytes + REQUEST_BYTES
 
@@ -148,6 +151,27 @@ class SamplingExecutor:
     def _num_left(self, queued: QueuedRequest) -> int:
         running = self._running.get(queued.request_id)
         return sample_of(queued).num_samples if running is None else running.num_left
+
+    def movable(self, position: int) -> list[QueuedRequest]:
+        """Return the requests up to a position that another engine can start in place of this one, oldest first.
+
+        None of their samples has started, no quota holds them back, and their weights are in files.
+        """
+        found: list[QueuedRequest] = []
+        for queue in self._queue.queues():
+            if not self._is_held(queue[0]):
+                found += [each for each in queue if each.position <= position and self._is_movable(each)]
+        return sorted(found, key=lambda queued: queued.position)
+
+    def _is_movable(self, queued: QueuedRequest) -> bool:
+        sampler = sample_of(queued).sampler
+        if queued.attempts or queued.request_id in self._running or queued.request_id in self._isolated:
+            return False
+        return sampler is None or self._context.ephemeral_samplers.is_in_files(sampler)
+
+    def forget_given(self, request_ids: Collection[RequestId]) -> None:
+        """Forget waiting requests that another engine has now."""
+        self._remove(request_ids)
 
     def sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import bindparam, func, literal_column, select, text, update
 from sqlmodel import Session, col
 
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store import engine_state, leases, models
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, RequestRow, SamplingSessionRow
@@ -98,6 +98,7 @@ _OPEN_OF = (
     .where(_IS_OPEN, col(RequestRow.engine) == bindparam("engine"))
     .order_by(col(RequestRow.position))
 )
+_ANY_OPEN_OF = select(col(RequestRow.position)).where(_IS_OPEN, col(RequestRow.engine) == bindparam("engine")).limit(1)
 _NUM_OPEN = select(col(RequestRow.engine), func.count()).where(_IS_OPEN).group_by(col(RequestRow.engine))
 _UNWRITTEN = select(col(SamplingSessionRow.sampling_session_id), col(SamplingSessionRow.model_id)).where(
     col(SamplingSessionRow.model_id).is_not(None),
@@ -158,6 +159,27 @@ def move(tx: Session, number: int, to: Sequence[int], *, hold: bool | None = Non
     if moved.models or moved.num_requests:
         leases.ring(tx)
     return moved
+
+
+_GIVE = text(
+    "UPDATE requests SET engine = :to, position = nextval(pg_get_serial_sequence('requests', 'position'))"
+    " WHERE position = ANY(:positions) AND engine = :own AND status = 'open' RETURNING request_id"
+)
+
+
+def give(tx: Session, own: int, to: int, positions: Sequence[int]) -> list[RequestId]:
+    """Give requests of this engine that have not started to an engine without any open request; return those given.
+
+    A request that was cancelled meanwhile is left out. None is given to an engine that is not ready, or has work now.
+    """
+    row, now = tx.get(EngineStateRow, to), engine_state.shared_time(tx)
+    if row is None or not engine_state.is_ready(row, now) or to not in leases.holders(tx):
+        return []
+    if execute(tx, _ANY_OPEN_OF, {"engine": to}).first() is not None:
+        return []
+    given = execute(tx, _GIVE, {"own": own, "to": to, "positions": list(positions)})
+    leases.ring(tx)
+    return [RequestId(name) for (name,) in given]
 
 
 def _shared_out(model_ids: Iterable[ModelId], counts: Mapping[int, int], to: Collection[int]) -> dict[ModelId, int]:

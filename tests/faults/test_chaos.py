@@ -98,12 +98,21 @@ def test_kills_on_postgresql_change_no_bit(
         assert differences(found, undisturbed_by_tenants[num_tenants]) == []
 
 
-def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], postgresql: PostgresqlServer) -> None:
+def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], postgresql: PostgresqlServer) -> Outcome:
     """Compare runs on four engines of one database, which are killed, with an undisturbed run of one engine."""
     undisturbed = run(server, num_tenants, [])
     found = run(replace(server, database_url=postgresql.new_database(), num_engines=4), num_tenants, kills)
     assert found.done.total() >= 3, found.done
     assert differences(found, undisturbed) == []
+    return found
+
+
+@pytest.mark.slow
+def test_kills_of_engines_that_give_each_other_samples_change_no_bit(postgresql: PostgresqlServer) -> None:
+    """With one slot the second request of a client waits for seconds, while another engine has nothing to do."""
+    server = replace(fake_server(step_delay_s=0.05, slice_tokens=1, sample_slots=1), slowness=10.0)
+    found = check_several_engines(server, 2, random_kills(seed=5, num_kills=12), postgresql)
+    assert found.num_given >= 1
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ Results, saved weights and the log on disk are compared with those of the same c
 """
 
 import hashlib
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,15 +59,19 @@ class Outcome:
     num_repeated: int
     """Number of models with duplicate or missing log sequence numbers."""
     changed_results: int = 0
+    num_given: int = 0
+    """Number of times that an engine gave samples to another one."""
     history: Counter[str] = field(default_factory=Counter[str])
     """The history that people read, without times: points, usage, samples, steps, checkpoints and the audit log."""
     done: Counter[tuple[Victim, str]] = field(default_factory=Counter[tuple[Victim, str]])
 
 
-def fake_server(database_url: str | None = None) -> Server:
-    """Return a server with the fake backend, slowed so that random kills hit its work."""
+def fake_server(database_url: str | None = None, **config: float) -> Server:
+    """Return a server with the fake backend, slowed so that random kills hit its work. `config` is of the backend."""
     common = ("--base-model", "fake", "--backend", "fake")
-    slowed = ("--backend-config.step-delay-s", "0.01", "--backend-config.slice-tokens", "4")
+    slowed: list[str] = []
+    for name, value in {"step_delay_s": 0.01, "slice_tokens": 4, **config}.items():
+        slowed += [f"--backend-config.{name.replace('_', '-')}", str(value)]
     flags = (*common, *slowed, *_ENGINE_FLAGS)
     name = "fake" if database_url is None else "fake, PostgreSQL"
     return Server(name=name, base_model="fake", api_flags=common, engine_flags=flags, database_url=database_url)
@@ -141,6 +146,7 @@ def _outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> Outco
         num_open=num_open,
         num_repeated=sum(len(set(counts)) != 1 for counts in per_model),
         changed_results=processes.changed_results,
+        num_given=len(re.findall(r"gave \d+ samples to engine", processes.log_path.read_text())),
         history=_history(found),
         done=processes.done,
     )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psycopg
@@ -9,7 +10,7 @@ import pytest
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store import engine_state, futures, leases, models, placement, samplers, sessions
+from skyrl_tx.store import cancellations, engine_state, futures, leases, models, placement, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.futures import NewRequest
@@ -186,6 +187,32 @@ def test_a_request_that_ran_alone_elsewhere_is_not_blamed_for_a_crash_of_its_new
     assert (moved.num_requests, moved.num_held) == (1, 0)
     api.write(lambda tx: futures.record_end(tx, is_crash=True, engine=1))
     assert api.read(lambda tx: futures.max_crashes(tx, [name])) == 0
+
+
+def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
+    api: Store, session_id: SessionId, tmp_path: Path, postgresql_url: str
+) -> None:
+    def position_of(tx: Session, request_id: RequestId) -> int:
+        return next(row.position for row in futures.pending(tx, 0, 100) if row.request_id == request_id)
+
+    def give(*request_ids: RequestId) -> list[RequestId]:
+        return api.write(lambda tx: placement.give(tx, 1, 2, [position_of(tx, name) for name in request_ids]))
+
+    first, second, third = (api.write(lambda tx: add_request(tx, session_id, 1)) for _ in range(3))
+    api.write(lambda tx: publish(tx, 2))
+    assert give(first) == [], "it has no lease"
+    with ExitStack() as stack:
+        for _ in range(2):
+            store = Store.open(tmp_path / "engine", role="engine", url=postgresql_url, is_shared=True)
+            stack.enter_context(closing(store))
+        api.write(lambda tx: publish(tx, 2, "starting"))
+        assert give(first) == []
+        api.write(lambda tx: publish(tx, 2))
+        positions = api.read(lambda tx: [position_of(tx, name) for name in (first, second)])
+        assert api.write(lambda tx: cancellations.cancel(tx, second, "ann", b"", 2.0)) == "cancelled"
+        assert api.write(lambda tx: placement.give(tx, 1, 2, positions)) == [first]
+        assert waiting(api, 1) == [third] and waiting(api, 2) == [first]
+        assert give(third) == [], "it has a request now"
 
 
 def test_samples_of_weights_in_memory_follow_their_model(api: Store, session_id: SessionId) -> None:
