@@ -18,7 +18,7 @@ from skyrl_tx.backends.hosts.settings import HostsSettings, join_address, split_
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EnginePlace
 from skyrl_tx.process_setup import CannotServe
-from skyrl_tx.ray_host import HostFacts, RayHost
+from skyrl_tx.ray_host import BEAT_S, HostFacts, RayHost
 from skyrl_tx.settings import RaySettings
 
 _log = logging.getLogger(__name__)
@@ -169,6 +169,7 @@ class RayEngine:
         except errors as error:
             return EngineEnd(message=f"a host cannot start: {_line(error)}", is_final=False, is_crash=False)
         ready = asyncio.create_task(self._wait_ready(on_ready))
+        calls = [asyncio.create_task(self._call_again(actor)) for actor in self._actors]
         ended: list[Ended] = []
 
         async def wait_for(rank: int) -> None:
@@ -185,7 +186,7 @@ class RayEngine:
         if others:
             _, others = await asyncio.wait(others, timeout=_OTHERS_S)
             by_itself = list(ended)
-        for task in (ready, *others):
+        for task in (ready, *calls, *others):
             task.cancel()
         return cause_of(by_itself, num_hosts=len(self._actors))
 
@@ -203,6 +204,13 @@ class RayEngine:
         self.place = places[0]
         for rank, (place, fact) in enumerate(zip(places, facts, strict=True)):
             _log.info("host %d: engine process %d started on %s (%s)", rank, place.pid, place.host, fact.ip)
+
+    async def _call_again(self, actor: Any) -> None:
+        """Tell a host that the command is there, until the host has ended."""
+        with suppress(self._ray.exceptions.RayError):
+            while True:
+                await actor.beat.remote()
+                await asyncio.sleep(BEAT_S)
 
     async def _wait_ready(self, on_ready: Callable[[Capabilities], None]) -> None:
         ready = await self._actors[0].ready.remote()

@@ -2,8 +2,10 @@
 
 import asyncio
 import importlib
+import logging
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,17 @@ from skyrl_tx import __version__
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EnginePlace, EngineProcess
 
+BEAT_S = 5.0
+"""Period in which the command calls each of its hosts."""
+SILENCE_S = 60.0
+"""Time without a call after which a host ends.
+
+Its command has ended or cannot reach it, and Ray, which ends the actors of an ended command, has not done so: it cannot
+without the head of the cluster."""
+_LOOK_S = 1.0
 _MAX_TRIES = 100
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +47,8 @@ class RayHost:
         self._process: EngineProcess | None = None
         self._ready: asyncio.Future[Capabilities] | None = None
         self._end: asyncio.Task[EngineEnd] | None = None
+        self._called_at = time.monotonic()
+        self._watch: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         """Return what Ray writes before each line of this process's log."""
@@ -54,7 +68,20 @@ class RayHost:
         self._ready = asyncio.get_running_loop().create_future()
         self._process = EngineProcess(launch)
         self._end = asyncio.create_task(self._process.wait(self._ready.set_result))
+        self._called_at = time.monotonic()
+        self._watch = asyncio.create_task(self._end_without_command())
         return self._process.place
+
+    async def beat(self) -> None:
+        """Note that the command is there."""
+        self._called_at = time.monotonic()
+
+    async def _end_without_command(self) -> None:
+        while (silence_s := time.monotonic() - self._called_at) < SILENCE_S:
+            await asyncio.sleep(_LOOK_S)
+        _log.critical("host %d: the command has not called for %.0f s; this host ends", self._rank, silence_s)
+        await self.kill()
+        os._exit(1)
 
     async def ready(self) -> Capabilities:
         """Wait until the engine process is ready. Never returns if it ends before."""

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,31 @@ def test_hosts_end_with_the_command(tmp_path: Path, cluster: str, environment: d
     wait_until_gone(first)
     with on_ray(tmp_path, cluster, environment, *FAKE) as server:
         server.wait_for(JOINED)
+
+
+@pytest.mark.exhaustive
+def test_hosts_end_when_the_head_of_the_cluster_is_lost(tmp_path: Path, environment: dict[str, str]) -> None:
+    with running_cluster(environment) as address, on_ray(tmp_path, address, environment, *FAKE) as server:
+        server.wait_for(JOINED)
+        first = list(engines(server).values())
+        [control] = [pid for pid in pids_of("gcs_server") if os.getpid() in ancestors(pid)]
+        os.kill(control, signal.SIGKILL)
+        assert server.wait(150) == 1
+        until(lambda: all(state_and_parent(pid)[0] == "Z" for pid in first), within_s=150)
+
+
+def pids_of(program: str) -> Iterator[int]:
+    """Yield the processes of a program."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if path.read_text().partition("\0")[0].endswith(f"/{program}"):
+                yield int(path.parent.name)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the parent of a process, its parent, and so on."""
+    while (pid := state_and_parent(pid)[1]) > 0:
+        yield pid
 
 
 @pytest.mark.exhaustive

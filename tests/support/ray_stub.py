@@ -46,6 +46,8 @@ class StubActor:
             case "start":
                 self.launch = arguments[0]
                 return EnginePlace(f"node{self.rank}", 100 + self.rank, f"run{self.rank}")
+            case "beat":
+                return None
             case "ready":
                 return await self.is_ready
             case "stop" | "kill":

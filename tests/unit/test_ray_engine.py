@@ -1,14 +1,16 @@
 """Placing, starting and ending the hosts of an engine in a Ray cluster, and why it ended."""
 
 import asyncio
+import os
 import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx import ray_engine
+from skyrl_tx import ray_engine, ray_host
 from skyrl_tx.backends.hosts.channel import listen
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.cli import read_settings
@@ -16,7 +18,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EnginePlace
 from skyrl_tx.process_setup import CannotServe
 from skyrl_tx.ray_engine import Ended, RayEngine, cause_of, connected
-from skyrl_tx.ray_host import reserved_ports
+from skyrl_tx.ray_host import RayHost, reserved_ports
 from skyrl_tx.settings import RaySettings, SettingsError
 from skyrl_tx.supervisor import launch_of
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -59,6 +61,7 @@ def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pyt
         zero.is_ready.set_result(READY)
         assert await ready.get() == READY
         assert engine.place == EnginePlace("node0", 100, "run0")
+        assert "beat" in zero.calls and "beat" in one.calls
         one.finish(KILL)
         zero.finish(FOLLOWER_LOST)
         assert await living == replace(KILL, message="host 1: killed by SIGKILL")
@@ -206,3 +209,41 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CannotServe, match=r"pip install 'skyrl_tx\[ray\]'"), connected(RaySettings()):
         pass
+
+
+def test_a_host_ends_when_the_command_does_not_call_it(launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, exits = [100.0], asyncio.Queue[int]()
+    monkeypatch.setattr(ray_host, "_LOOK_S", 0.0)
+    monkeypatch.setattr(ray_host, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ray_host, "os", SimpleNamespace(_exit=exits.put_nowait, chdir=os.chdir))
+    monkeypatch.setattr(ray_host, "EngineProcess", StubProcess)
+
+    async def work() -> None:
+        host = RayHost(0)
+        await host.start(launch, "no directory")
+        now[0] += 59
+        await host.beat()
+        now[0] += 59
+        await asyncio.sleep(0.01)
+        assert exits.empty()
+        now[0] += 2
+        assert await exits.get() == 1
+        assert await host.end() == KILL, "the engine process ends before"
+
+    run(work)
+
+
+class StubProcess:
+    """An engine process that runs until it is killed."""
+
+    place = EnginePlace("node0", 100, "run0")
+
+    def __init__(self, _: EngineLaunch) -> None:
+        self._killed = asyncio.Event()
+
+    async def wait(self, _: object) -> EngineEnd:
+        await self._killed.wait()
+        return KILL
+
+    def kill(self) -> None:
+        self._killed.set()
