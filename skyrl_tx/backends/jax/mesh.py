@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
@@ -66,9 +66,15 @@ def make_layout(config: MeshConfig) -> Layout:
 
 
 def layout_over(devices: Sequence[Any], config: MeshConfig) -> Layout:
-    """Return a layout over the first devices of a list, as many as the mesh has."""
+    """Return a layout over the first devices of a list, as many as the mesh has.
+
+    On TPU their order follows the links between chips; elsewhere it is that of the list.
+    """
     axes = config.axes
-    return layout_of(Mesh(np.array(devices[: config.num_devices]).reshape(tuple(axes.values())), tuple(axes)))
+    own = mesh_utils.create_device_mesh(
+        tuple(axes.values()), devices[: config.num_devices], allow_split_physical_axes=True
+    )
+    return layout_of(Mesh(own, tuple(axes)))
 
 
 def layout_of(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = RULES) -> Layout:
