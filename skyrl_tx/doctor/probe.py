@@ -45,7 +45,7 @@ def examine(question: Question) -> Answer:
     except mesh.MeshError as error:
         return Answer(devices=devices, problem=str(error), setting="--backend-config.mesh")
     except KernelError as error:
-        return Answer(devices=devices, problem=str(error), setting="--backend-config.attention-kernel")
+        return Answer(devices=devices, problem=str(error), setting=error.setting)
     except (models.UnsupportedModel, hf.CheckpointError) as error:
         return Answer(devices=devices, problem=str(error), setting="--base-model")
     return Answer(devices=devices, plan=msgspec.structs.replace(plan, file_bytes=file_bytes, has_end=has_end))

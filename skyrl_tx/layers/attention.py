@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.apart import exp_apart
-from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold, no_keys
+from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold, joined, no_keys
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
 from skyrl_tx.layers.steady import sum_last
 
@@ -86,13 +86,15 @@ def paged_attention(
     sinks_N: jax.Array | None = None,
     *,
     window: int | None = None,
+    kernel: Callable[..., Stats] | None = None,
 ) -> jax.Array:
     """Return attention of new tokens at `position_BT` over the past of their rows and over new keys, [B, T, N, H].
 
     Row b attends to its positions < `start_B[b]`, and token t to the new keys [B, K, U, H] that `seen_TU` names. The
     past is read in blocks up to the longest, whatever the number of pages is, and from the first block that is in the
     window of any token. A block that a row does not attend to changes none of its bits. Windows and sinks are as in
-    `causal_attention`; a window must be in `seen_TU` too.
+    `causal_attention`; a window must be in `seen_TU` too. The past is read by the kernel for these heads
+    (`kernels.choice.Kernels.past`) if there is one.
     """
     B, T, N, H = q_BTNH.shape
     K, (*_, page_size, _) = new.k.shape[1], past.stack.k.shape
@@ -113,9 +115,12 @@ def paged_attention(
         v_BKUH = jnp.where(seen_BU[:, None, :, None], block.values, 0)
         return fold(carry, scores(block.k, visible_BTU[:, None, None]), v_BKUH)
 
-    first = 0 if window is None else jnp.maximum(position_BT.min() - (window - 1), 0) // size
     carry = no_keys(q_BKGTH, H, _by_group(sinks_N, K))
-    carry = jax.lax.fori_loop(first, (start_B.max() + size - 1) // size, past_block, carry)
+    if kernel is None:
+        first = 0 if window is None else jnp.maximum(position_BT.min() - (window - 1), 0) // size
+        carry = jax.lax.fori_loop(first, (start_B.max() + size - 1) // size, past_block, carry)
+    else:
+        carry = joined(carry, kernel(q_BKGTH, past, start_B, position_BT[:, 0]))
     _, total, out = fold(carry, scores(new.k, seen_TU), new.values)
     return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 

@@ -78,6 +78,13 @@ def fold(carry: Stats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) -> Stats:
     return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
 
 
+def joined(one: Stats, other: Stats) -> Stats:
+    """Return the statistics of the keys of both."""
+    higher = jnp.maximum(one[0], other[0])
+    first, second = jnp.exp(one[0] - higher), jnp.exp(other[0] - higher)
+    return higher, one[1] * first + other[1] * second, one[2] * first[..., None] + other[2] * second[..., None]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(
     query_block: int,

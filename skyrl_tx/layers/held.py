@@ -8,6 +8,7 @@ Legend: n layers of a stack, S rows of a decode step, B batch rows, M pages of a
 kv heads, T tokens, H head dim.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx.layers.attention import cached_attention, paged_attention
+from skyrl_tx.layers.flash_attention import Stats
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append, read_segments
 from skyrl_tx.layers.parameter import Axis, Parameter
 
@@ -65,10 +67,11 @@ class ChunkHeld:
         sinks_N: jax.Array | None = None,
         *,
         window: int | None = None,
+        kernel: Callable[..., Stats] | None = None,
     ) -> tuple[jax.Array, KeyValues]:
         """Return attention over the past and the chunk, [B, T, N, H], and the chunk's keys and values.
 
-        Without values, the keys are the values too.
+        Without values, the keys are the values too. The kernel is that for chunks (`kernels.choice.Kernels.past`).
         """
         B, T = q_BTNH.shape[:2]
         new = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 1, 2), KeyValues(k=k_BTKH, v=v_BTKH))
@@ -77,7 +80,9 @@ class ChunkHeld:
             seen_TT &= ~jnp.tri(T, k=-window, dtype=jnp.bool_)
         start_B = jnp.broadcast_to(self.start, (B,))
         position_BT = start_B[:, None] + jnp.arange(T)
-        mixed = paged_attention(q_BTNH, position_BT, self.past, start_B, new, seen_TT, sinks_N, window=window)
+        mixed = paged_attention(
+            q_BTNH, position_BT, self.past, start_B, new, seen_TT, sinks_N, window=window, kernel=kernel
+        )
         return mixed, new
 
 
@@ -99,8 +104,12 @@ class StepHeld:
         sinks_N: jax.Array | None = None,
         *,
         window: int | None = None,
+        kernel: Callable[..., Stats] | None = None,
     ) -> tuple[jax.Array, KeyValues]:
-        """Return attention over all tokens up to the new one, [S, N, H], and the slice's keys and values with it."""
+        """Return attention over all tokens up to the new one, [S, N, H], and the slice's keys and values with it.
+
+        The kernel is that for steps (`kernels.choice.Kernels.past`); segments have none.
+        """
         recent = append(self.recent, KeyValues(k=k_SKH, v=v_SKH), self.num_recent)
         num_recent, start_S, past = self.num_recent + 1, self.start_S, self.past
         if not isinstance(past, Pages):
@@ -109,7 +118,7 @@ class StepHeld:
         seen_T = token_T < num_recent if window is None else (token_T < num_recent) & (token_T >= num_recent - window)
         position_S1 = start_S[:, None] + self.num_recent
         mixed_S1NH = paged_attention(
-            q_SNH[:, None], position_S1, past, start_S, recent, seen_T[None], sinks_N, window=window
+            q_SNH[:, None], position_S1, past, start_S, recent, seen_T[None], sinks_N, window=window, kernel=kernel
         )
         return mixed_S1NH[:, 0], recent
 

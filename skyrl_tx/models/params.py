@@ -35,7 +35,7 @@ class DecoderParams:
     final_norm: Any  # [D]
     unembed: Any = None  # [V, D]; None when tied to `embed`
     layout: Layout = struct.field(pytree_node=False, default=WHOLE)  # of these arrays and all that is computed of them
-    kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)  # with which they are trained
+    kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)  # of all that is computed of them
 
     @property
     def unembed_VD(self) -> Any:

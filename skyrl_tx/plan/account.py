@@ -111,7 +111,7 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     try:
         fastest = longest_row(found[0].mesh)
     except KernelError as error:
-        raise UserError(f"--backend-config.attention-kernel: {error}") from error
+        raise UserError(f"{error.setting}: {error}") from error
     rows = None
     wanted = min(config.max_context_length or 0, model.max_context_length)
     if fastest < wanted:

@@ -88,8 +88,8 @@ class JaxBackend(AbstractBackend):
         except mesh.MeshError as error:
             raise UserError(f"--backend-config.mesh: {error}") from error
         except KernelError as error:
-            raise UserError(f"--backend-config.attention-kernel: {error}") from error
-        for line in explain_kernels(self._kernels, self._model):
+            raise UserError(f"{error.setting}: {error}") from error
+        for line in explain_kernels(self._kernels, self._model, layout):
             log.info(line)
         self._placement = mesh.adapter_placement(layout, self._model)
         self._format = models.adapter_format(self._model, family.weights, self._base_model)
@@ -301,6 +301,7 @@ class JaxBackend(AbstractBackend):
                 "mesh": str(config.mesh),
                 **distributed.fingerprint(),
                 "attention_kernel": self._kernels.attention_name,
+                "pages_kernel": self._kernels.pages_name,
                 **self.fingerprint_changes(),
                 "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
                 "prefill_chunk_tokens": str(config.prefill_chunk_tokens),

@@ -89,6 +89,10 @@ class JaxConfig(BaseModel):
     changes results bitwise."""
 
     # Sampling
+    pages_kernel: Literal["auto", "loops", "mosaic", "triton"] = "auto"
+    """Kernel that reads the pages of the KV cache. 'auto': mosaic on TPU, triton on GPU with bfloat16, else loops.
+    'loops' is plain JAX, which runs everywhere and also reads what a kernel cannot. Changing this value changes results
+    bitwise."""
     max_sampler_adapters: int = Field(default=16, gt=0)
     """Adapters loaded for sampling at the same time, without the base model."""
     sample_slots: int | None = Field(default=None, gt=0)

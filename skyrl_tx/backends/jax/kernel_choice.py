@@ -1,38 +1,61 @@
 """The choice of kernels at the start of the backend: by the platform of the devices and the type of base weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.layers.kernels.choice import LOOPS, TABLE, Kernels
+from skyrl_tx.layers.kernels.choice import LOOPS, PAGES_TABLE, TABLE, AttentionKernel, Kernels, PagesKernel
+from skyrl_tx.layers.sharding import Layout
+
+_Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel)
 
 
 class KernelError(ValueError):
     """The configured kernel is for other devices, or another type of weights. The message names both."""
 
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.setting = f"--backend-config.{field.replace('_', '-')}"
+
 
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
-    """Return the kernels for a platform, as JAX names it. Raises KernelError if the configured one is for another."""
-    found, wanted = TABLE.get((platform, dtype.name)), config.attention_kernel
+    """Return the kernels for a platform, as JAX names it. Raises KernelError if a configured one is for another."""
+    return Kernels(
+        _chosen("attention_kernel", config.attention_kernel, TABLE, platform, dtype),
+        _chosen("pages_kernel", config.pages_kernel, PAGES_TABLE, platform, dtype),
+    )
+
+
+def _chosen(
+    field: str, wanted: str, table: Mapping[tuple[str, str], _Kernel], platform: str, dtype: jnp.dtype
+) -> _Kernel | None:
+    found = table.get((platform, dtype.name))
     if wanted == LOOPS:
-        return Kernels()
+        return None
     if wanted != "auto" and (found is None or found.name != wanted):
-        others = " and ".join(f"{kind} with {each}" for (kind, each), kernel in TABLE.items() if kernel.name == wanted)
-        raise KernelError(f"{wanted} is for {others}, not {platform} with {dtype}")
-    return Kernels(found)
+        others = " and ".join(f"{kind} with {each}" for (kind, each), kernel in table.items() if kernel.name == wanted)
+        raise KernelError(field, f"{wanted} is for {others}, not {platform} with {dtype}")
+    return found
 
 
-def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str]:
-    """Yield how the layers of a model attend in training: by which kernel, or why by loops."""
-    reasons: dict[str, list[int]] = {}
-    for layer, block in enumerate(model.blocks):
-        if block.mixer is not None and (heads := block.mixer.heads) is not None:
-            refusal = None if kernels.attention is None else kernels.attention.refusal(heads)
-            how = (
-                kernels.attention_name if refusal is None else f"{LOOPS}, as {kernels.attention_name} has no {refusal}"
-            )
-            reasons.setdefault(how, []).append(layer)
-    for how, layers in reasons.items():
-        yield f"attention of {len(layers)} layers in training: {how}"
+def explain_kernels(kernels: Kernels, model: models.ModelConfig, layout: Layout) -> Iterator[str]:
+    """Yield how the layers of a model attend in training and in sampling: by which kernel, or why by loops."""
+    attention, pages = kernels.attention, kernels.pages
+    heads = [block.mixer.heads for block in model.blocks if block.mixer is not None]
+    of_layers = [each for each in heads if each is not None]
+    in_training = [
+        _how(kernels.attention_name, None if attention is None else attention.refusal(each)) for each in of_layers
+    ]
+    in_sampling = [
+        _how(kernels.pages_name, None if pages is None else pages.refusal(each, layout)) for each in of_layers
+    ]
+    for where, found in (("training", in_training), ("sampling", in_sampling)):
+        for how in dict.fromkeys(found):
+            yield f"attention of {found.count(how)} layers in {where}: {how}"
+
+
+def _how(kernel: str, refusal: str | None) -> str:
+    return kernel if refusal is None else f"{LOOPS}, as {kernel} has no {refusal}"

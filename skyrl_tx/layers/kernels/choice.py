@@ -1,6 +1,7 @@
-"""The table of attention kernels in training by platform and type, and what each of them cannot compute.
+"""The tables of attention kernels by platform and type, and what each of them cannot compute.
 
-What no kernel computes, and all on other platforms, is computed by the loops of `layers.flash_attention`.
+There is one for training and one for what the KV cache has in pages. What no kernel computes, and all on other
+platforms, is computed by loops: those of `layers.flash_attention`, and that of `layers.attention.paged_attention`.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,11 +10,27 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from skyrl_tx.layers.flash_attention import Stats
+from skyrl_tx.layers.kv_cache import Pages
+from skyrl_tx.layers.parameter import Axis
+from skyrl_tx.layers.sharding import Layout
 
 Attend = Callable[..., jax.Array]
 """A function of (q, k, v, start, sinks) that returns the same as `causal_attention`, up to rounding.
 
 Further arguments are `window`, and `interpret`, with which a kernel runs on any platform, slowly.
+"""
+
+
+Past = Callable[..., Stats]
+"""A function of (q, pages, start, first) that returns the statistics of the past of rows, up to rounding.
+
+Row b of the queries [B, K, G, T, H] attends to its positions < `start[b]`. Its queries are at consecutive positions
+from `first[b]` on, by which a window is cut. What pages hold is finite: they are cleared when they are taken. Further
+arguments are `window` and `interpret`, as of Attend.
 """
 
 
@@ -25,6 +42,8 @@ class Heads:
     value_dim: int
     window: int | None = None
     has_sinks: bool = False
+    is_latent: bool = False
+    """Whether the cache keeps one latent for all heads, in place of keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +70,30 @@ class AttentionKernel:
         return "sinks" if heads.has_sinks and not self.has_sinks else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesKernel:
+    """A kernel that reads the pages of the KV cache, as data. Sinks are no concern of it."""
+
+    name: str
+    past: Past
+    dims: frozenset[int] | None
+    """The dims of heads that it has; None: all multiples of `multiple`."""
+    multiple: int
+    has_windows: bool
+    has_chunks: bool
+    """Whether it computes chunks of prompts too, and not only steps."""
+
+    def refusal(self, heads: Heads, layout: Layout) -> str | None:
+        """Return what the kernel lacks for these heads, or for the mesh; None if it can read their pages."""
+        if layout.num_shards("batch") > 1:
+            return "rows whose pages are on other devices (fsdp, cp, ep)"
+        if heads.is_latent:
+            return "latents"
+        if heads.key_dim % self.multiple or (self.dims is not None and heads.key_dim not in self.dims):
+            return f"heads of {heads.key_dim} dims"
+        return "windows" if heads.window is not None and not self.has_windows else None
+
+
 # Kernels are imported when they are first called: they are in experimental modules of JAX, which no CPU needs.
 
 
@@ -67,6 +110,19 @@ def _triton(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
     return triton.attend(*arrays, interpret=interpret)
 
 
+def _mosaic(*arrays: Any, window: int | None, interpret: bool) -> Stats:
+    from skyrl_tx.layers.kernels import tpu_pages
+
+    return tpu_pages.past(*arrays, window=window, interpret=interpret)
+
+
+def _triton_pages(*arrays: Any, window: int | None, interpret: bool) -> Stats:
+    from skyrl_tx.layers.kernels import gpu_pages
+
+    assert window is None
+    return gpu_pages.past(*arrays, interpret=interpret)
+
+
 SPLASH = AttentionKernel(
     name="splash", attend=_splash, max_dim=576, has_windows=True, has_sinks=True, has_two_dims=True
 )
@@ -81,6 +137,23 @@ TABLE: Mapping[tuple[str, str], AttentionKernel] = {
 }
 """The kernel of each platform and type of the base weights; the loops elsewhere."""
 
+MOSAIC_PAGES = PagesKernel(name="mosaic", past=_mosaic, dims=None, multiple=128, has_windows=True, has_chunks=True)
+TRITON_PAGES = PagesKernel(
+    name="triton",
+    past=_triton_pages,
+    dims=frozenset((16, 32, 64, 128, 256)),
+    multiple=16,
+    has_windows=False,
+    has_chunks=False,
+)
+
+PAGES_TABLE: Mapping[tuple[str, str], PagesKernel] = {
+    ("tpu", "bfloat16"): MOSAIC_PAGES,
+    ("tpu", "float32"): MOSAIC_PAGES,
+    ("gpu", "bfloat16"): TRITON_PAGES,
+}
+"""The kernel that reads pages, of each platform and type of the base weights; the loop elsewhere."""
+
 LOOPS = "loops"
 """The name of attention without a kernel."""
 
@@ -91,6 +164,8 @@ class Kernels:
 
     attention: AttentionKernel | None = None
     """In training; None for the loops."""
+    pages: PagesKernel | None = None
+    """In sampling; None for the loop."""
     interpret: bool = False
     """Whether kernels run on any platform, slowly; for tests."""
 
@@ -99,11 +174,52 @@ class Kernels:
         """The name of the attention kernel."""
         return LOOPS if self.attention is None else self.attention.name
 
+    @property
+    def pages_name(self) -> str:
+        """The name of the kernel that reads pages."""
+        return LOOPS if self.pages is None else self.pages.name
+
     def attend(self, heads: Heads) -> partial[jax.Array] | None:
         """Return the function for the attention of a layer, without its arrays; None for the loops."""
         if self.attention is None or self.attention.refusal(heads) is not None:
             return None
         return partial(self.attention.attend, window=heads.window, interpret=self.interpret)
+
+    def past(self, heads: Heads, layout: Layout, *, is_chunk: bool) -> Past | None:
+        """Return the function for the past of a layer, in chunks of prompts or in steps; None for the loop.
+
+        On a mesh each device computes its kv heads.
+        """
+        if self.pages is None or (is_chunk and not self.pages.has_chunks) or self.pages.refusal(heads, layout):
+            return None
+        kernel = partial(self.pages.past, window=heads.window, interpret=self.interpret)
+        return partial(_on_each_device, kernel, layout) if layout.is_split else kernel
+
+
+def _on_each_device(
+    kernel: Past, layout: Layout, q_BKGTH: jax.Array, pages: Pages, start_B: jax.Array, first_B: jax.Array
+) -> Stats:
+    def past(q_BKGTH: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, *places: jax.Array) -> Stats:
+        return kernel(q_BKGTH, Pages(stack, layer, page_BM), *places)
+
+    def heads(x: jax.Array, dim: int, ndim: int) -> PartitionSpec:
+        axes: list[Axis | None] = [None] * ndim
+        axes[dim] = "kv_heads"
+        return layout.spec(tuple(axes), x.shape[:ndim])
+
+    q = heads(q_BKGTH, 1, 5)
+    stack = jax.tree.map(lambda leaf: heads(leaf, 2, 5), pages.stack)
+    stats = heads(q_BKGTH, 1, 4)
+    whole = PartitionSpec()
+    alone = jax.shard_map(
+        past,
+        mesh=layout.mesh,
+        in_specs=(q, stack, whole, whole, whole, whole),
+        out_specs=(stats, stats, q),
+        check_vma=False,
+    )
+    found: Stats = alone(q_BKGTH, pages.stack, jnp.int32(pages.layer), pages.page_BM, start_B, first_B)
+    return found
 
 
 NO_KERNELS = Kernels()

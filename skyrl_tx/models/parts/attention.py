@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.attention import causal_attention
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
-from skyrl_tx.layers.kernels.choice import Heads
+from skyrl_tx.layers.kernels.choice import Heads, Past
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.norm import rms_norm
@@ -122,15 +122,31 @@ class Attention:
         return _output(mixed_BTNH, gate, params, adapters)
 
     def extend(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld | StepHeld, at: Place
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
     ) -> tuple[jax.Array, Held]:
-        """See Mixer. How keys and values are kept, and how many tokens each row has, are the cache's business."""
+        """See Mixer."""
+        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout, is_chunk=True))
+
+    def step(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
+    ) -> tuple[jax.Array, Held]:
+        """See Mixer."""
+        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout, is_chunk=False))
+
+    def _over_cache(
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        adapters: LayerAdapters,
+        held: ChunkHeld | StepHeld,
+        at: Place,
+        kernel: Past | None,
+    ) -> tuple[jax.Array, Held]:
+        """How keys and values are kept, and how many tokens each row has, are the cache's business."""
         q, k, v, gate = self._project(x, params, adapters, at)
-        mixed, kept = held.attend(q, k, v, params.get("sinks"), window=self.window)
+        mixed, kept = held.attend(q, k, v, params.get("sinks"), window=self.window, kernel=kernel)
         mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
         return _output(mixed, gate, params, adapters), Held(positions=kept)
-
-    step = extend
 
     def _project(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place

@@ -81,7 +81,7 @@ class Place:
     prepared: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """In training, what `prepare` of each mixer returned."""
     kernels: Kernels = NO_KERNELS
-    """The kernels in training."""
+    """The kernels in training and in sampling."""
     size: jax.Array | None = None
     """The number of tokens of a chunk of prompts that are no padding; None if all."""
 
@@ -112,7 +112,7 @@ class Mixer(Part, Protocol):
 
     @property
     def heads(self) -> Heads | None:
-        """The heads of a mixer with softmax attention, by which its kernel in training is chosen."""
+        """The heads of a mixer with softmax attention, by which its kernels are chosen."""
         ...
 
     def room(self) -> Room:

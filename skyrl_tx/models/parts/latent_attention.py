@@ -69,7 +69,7 @@ class LatentAttention:
     @property
     def heads(self) -> Heads:
         """See Mixer."""
-        return Heads(self.plain_dim + self.rotary_dim, self.value_dim)
+        return Heads(self.plain_dim + self.rotary_dim, self.value_dim, is_latent=True)
 
     def targets(self) -> dict[str, Target]:
         """See Part. The maps from latents are not among them, as on the hosted service."""

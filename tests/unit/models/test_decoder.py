@@ -12,7 +12,9 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.layers import held
 from skyrl_tx.layers.attention import DENSE_LENGTH
+from skyrl_tx.layers.kernels.choice import NO_KERNELS, TRITON_PAGES, Kernels
 from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.layers.sharding import WHOLE
 from skyrl_tx.models.config import Group, Stack, group_blocks
 from tests.support.fast_jit import fast_jit
 from tests.support.paged import positions_of, table_of
@@ -196,14 +198,18 @@ def test_chunked_prefill_equals_the_full_forward(each_family, chunks):
         start += size
 
 
-def test_samples_decode_at_separate_positions(loaded):
+@pytest.mark.parametrize("kernels", [NO_KERNELS, Kernels(pages=TRITON_PAGES, interpret=True)], ids=["loop", "kernel"])
+def test_samples_decode_at_separate_positions(loaded, kernels):
     config = loaded.config
     x = tokens()
     whole = evaluate(loaded.params, config, x)
+    heads = [mixer.heads for mixer in config.mixers]
+    assert all((kernels.past(each, WHOLE, is_chunk=False) is None) == (kernels is NO_KERNELS) for each in heads)
     _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a sample's position must not be seen
     cache = started(prefilled, range(3))
     rows, positions = np.arange(3), np.array([3, 7, 9])
-    hidden, cache = decode_step(loaded.params, config, x[rows, positions], positions, cache)
+    params = replace(loaded.params, kernels=kernels)
+    hidden, cache = decode_step(params, config, x[rows, positions], positions, cache)
     np.testing.assert_allclose(hidden, whole[rows, positions], atol=1e-5)
 
 

@@ -67,20 +67,22 @@ def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_pat
         ("Qwen3MoeForCausalLM", ("--device", "v5e:2x4", "--mesh", EIGHT), SPLASH, "gradient,decode"),
         ("Qwen3ForCausalLM", ("--device", "h200:1"), TRITON, "gradient,decode"),
         ("Qwen3ForCausalLM", ("--device", "h200:8", "--mesh", "fsdp=4,tp=2"), TRITON, "gradient,decode"),
+        ("Qwen3ForCausalLM", ("--device", "h200:2", "--mesh", "tp=2"), TRITON, "gradient,decode"),
         *(
             pytest.param("Qwen3MoeForCausalLM", (*flags, "--mesh", EIGHT), kernels, "", marks=pytest.mark.exhaustive)
             for flags, kernels in ((("--device", "v5e:2x4"), SPLASH), (("--device", "h100:8"), TRITON))
         ),
     ],
-    ids=["v5e-1", "v5e-8", "h200-1", "h200-8", "v5e-8-all", "h100-8-all"],
+    ids=["v5e-1", "v5e-8", "h200-1", "h200-8", "h200-2", "v5e-8-all", "h100-8-all"],
 )
 def test_programs_compile_for_one_device_and_for_eight(
     architecture: str, flags: tuple[str, ...], kernels: tuple[str, ...], names: str, tmp_path: Path, client_environment
 ) -> None:
-    write_model(tmp_path, architecture, num_layers=3)
+    write_model(tmp_path, architecture, num_layers=3, head_dim=128)
     found, programs = compiled(client_environment, tmp_path, names, "--context", "512", *flags)
     assert tuple(programs) == (tuple(names.split(",")) if names else PROGRAMS)
     is_one = found["device"]["number"] == 1
+    reads_pages = all(found["mesh"][axis] == 1 for axis in ("fsdp", "cp", "ep"))
     weights = found["memory"][0]["bytes"]
     for name, each in programs.items():
         assert each["problem"] == "", each
@@ -92,9 +94,9 @@ def test_programs_compile_for_one_device_and_for_eight(
         names = list(programs[name]["text"]["kernels"])
         return all(any(each.startswith(kernel) for each in names) for kernel in kernels)
 
-    # The fused attention is in the program of training, for all three layers, and in no other.
+    # The fused attention of each is in the program for all three layers, where rows have their pages on their device.
     assert has_kernels("gradient") and set(programs["gradient"]["text"]["kernels"].values()) == {3}
-    assert not programs["decode"]["text"]["kernels"]
+    assert programs["decode"]["text"]["kernels"] == ({"paged_past": 3} if reads_pages else {})
     assert is_one == (programs["gradient"]["text"]["in_layers"] == {})
     gradient = programs["gradient"]
     assert gradient["argument_bytes"] + gradient["temporary_bytes"] <= 1.15 * gradient["planned_bytes"]

@@ -15,11 +15,13 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
 from skyrl_tx.backends.jax.mesh import make_layout, parameter_sharding
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.backends.jax.train.adapters import fresh_training_state
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import LoraSpec
-from skyrl_tx.layers.kernels.choice import NO_KERNELS, SPLASH, TRITON, Kernels
+from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, NO_KERNELS, SPLASH, TRITON, TRITON_PAGES, Kernels
 from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.layers.sharding import WHOLE
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 from tests.support.fast_jit import fast_jit
@@ -36,25 +38,35 @@ def hub_model(name: str) -> models.ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "setting", "kernel"),
+    ("platform", "dtype", "setting", "kernels"),
     [
-        ("tpu", BFLOAT16, "auto", SPLASH),
-        ("tpu", FLOAT32, "auto", SPLASH),
-        ("gpu", BFLOAT16, "auto", TRITON),
-        ("gpu", BFLOAT16, "triton", TRITON),
-        ("gpu", FLOAT32, "auto", None),
-        ("cpu", FLOAT32, "auto", None),
-        ("cpu", BFLOAT16, "auto", None),
-        ("tpu", BFLOAT16, "loops", None),
+        ("tpu", BFLOAT16, "auto", Kernels(SPLASH, MOSAIC_PAGES)),
+        ("tpu", FLOAT32, "auto", Kernels(SPLASH, MOSAIC_PAGES)),
+        ("gpu", BFLOAT16, "auto", Kernels(TRITON, TRITON_PAGES)),
+        ("gpu", BFLOAT16, "triton", Kernels(TRITON, TRITON_PAGES)),
+        ("gpu", FLOAT32, "auto", NO_KERNELS),
+        ("cpu", FLOAT32, "auto", NO_KERNELS),
+        ("cpu", BFLOAT16, "auto", NO_KERNELS),
+        ("tpu", BFLOAT16, "loops", NO_KERNELS),
     ],
 )
-def test_platform_and_type_choose_the_kernel(platform, dtype, setting, kernel):
-    assert choose_kernels(JaxConfig(attention_kernel=setting), platform, dtype) == Kernels(kernel)
+def test_platform_and_type_choose_the_kernels(platform, dtype, setting, kernels):
+    assert choose_kernels(JaxConfig(attention_kernel=setting, pages_kernel=setting), platform, dtype) == kernels
+
+
+def test_each_kernel_has_a_setting_of_its_own():
+    assert choose_kernels(JaxConfig(pages_kernel="loops"), "tpu", BFLOAT16) == Kernels(SPLASH)
+    assert choose_kernels(JaxConfig(attention_kernel="loops"), "gpu", BFLOAT16) == Kernels(None, TRITON_PAGES)
 
 
 def test_a_kernel_of_another_platform_is_refused():
     with pytest.raises(KernelError, match="triton is for gpu with bfloat16, not tpu with float32"):
         choose_kernels(JaxConfig(attention_kernel="triton"), "tpu", FLOAT32)
+    with pytest.raises(
+        KernelError, match="mosaic is for tpu with bfloat16 and tpu with float32, not gpu with"
+    ) as found:
+        choose_kernels(JaxConfig(pages_kernel="mosaic"), "gpu", BFLOAT16)
+    assert found.value.setting == "--backend-config.pages-kernel"
 
 
 def test_the_backend_names_the_flag_of_a_kernel_that_is_refused(tmp_path):
@@ -65,20 +77,35 @@ def test_the_backend_names_the_flag_of_a_kernel_that_is_refused(tmp_path):
 
 
 def test_what_a_kernel_lacks_is_named():
+    gpu, tpu = Kernels(TRITON, TRITON_PAGES), Kernels(SPLASH, MOSAIC_PAGES)
     mixed = hub_model("gpt-oss-20b")
-    assert list(explain_kernels(Kernels(TRITON), mixed)) == [
+    assert list(explain_kernels(gpu, mixed, WHOLE)) == [
         "attention of 12 layers in training: loops, as triton has no windows",
         "attention of 12 layers in training: loops, as triton has no sinks",
+        "attention of 12 layers in sampling: loops, as triton has no windows",
+        "attention of 12 layers in sampling: triton",
     ]
-    assert list(explain_kernels(Kernels(SPLASH), mixed)) == ["attention of 24 layers in training: splash"]
+    assert list(explain_kernels(tpu, mixed, WHOLE)) == [
+        "attention of 24 layers in training: splash",
+        "attention of 24 layers in sampling: loops, as mosaic has no heads of 64 dims",
+    ]
     linear = hub_model("Qwen3.5-9B")
-    assert list(explain_kernels(Kernels(TRITON), linear)) == ["attention of 8 layers in training: triton"]
+    assert list(explain_kernels(gpu, linear, WHOLE)) == [
+        "attention of 8 layers in training: triton",
+        "attention of 8 layers in sampling: triton",
+    ]
     latent = hub_model("DeepSeek-V3.1")
-    assert list(explain_kernels(Kernels(TRITON), latent)) == [
-        "attention of 61 layers in training: loops, as triton has no values of another dim than keys"
+    assert list(explain_kernels(gpu, latent, WHOLE)) == [
+        "attention of 61 layers in training: loops, as triton has no values of another dim than keys",
+        "attention of 61 layers in sampling: loops, as triton has no latents",
     ]
     dense = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
-    assert list(explain_kernels(NO_KERNELS, dense)) == ["attention of 36 layers in training: loops"]
+    assert list(explain_kernels(NO_KERNELS, dense, WHOLE)) == [
+        "attention of 36 layers in training: loops",
+        "attention of 36 layers in sampling: loops",
+    ]
+    *_, sampling = explain_kernels(tpu, dense, layout_without_devices(MeshConfig(fsdp=2)))
+    assert sampling.endswith("loops, as mosaic has no rows whose pages are on other devices (fsdp, cp, ep)")
 
 
 def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):
@@ -88,7 +115,8 @@ def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):
         capabilities = backend.start()
     backend.close()
     assert "attention of 2 layers in training: loops" in caplog.messages
-    assert capabilities.fingerprint["attention_kernel"] == "loops"
+    assert "attention of 2 layers in sampling: loops" in caplog.messages
+    assert capabilities.fingerprint["attention_kernel"] == capabilities.fingerprint["pages_kernel"] == "loops"
 
 
 def _model_on_a_mesh(folder: Path) -> None:

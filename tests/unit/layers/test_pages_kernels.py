@@ -1,0 +1,166 @@
+"""Kernels that read the pages of the KV cache against the loop, in interpret mode, and what they refuse."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.mesh import make_layout
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
+from skyrl_tx.layers.attention import paged_attention
+from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, PAGES_TABLE, TRITON_PAGES, Heads, Kernels, PagesKernel
+from skyrl_tx.layers.kv_cache import KeyValues, Pages
+from skyrl_tx.layers.sharding import WHOLE, Layout
+from tests.support.fast_jit import fast_jit
+from tests.support.own_process import run_in_own_process
+from tests.support.paged import table_of
+
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows with a past of `starts` positions and `tokens` new ones; each query head has `groups` others."""
+
+    kernel: PagesKernel
+    starts: tuple[int, ...]
+    pages: int
+    dim: int
+    tokens: int = 1
+    groups: int = 2
+    window: int | None = None
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.dim, self.dim, self.window, has_sinks=True)
+
+
+def drawn(case: Case, seed: int = 0, dtype: str = "float32") -> tuple:
+    """Return queries of two kv heads, pages of two layers and new keys and values."""
+    g, rows = np.random.default_rng(seed), len(case.starts)
+
+    def normal(*shape: int):
+        return jnp.asarray(g.standard_normal(shape), dtype)
+
+    stack = KeyValues(*(normal(2, 1 + rows * case.pages, 2, PAGE, case.dim) for _ in "kv"))
+    new = KeyValues(*(normal(rows, 2, case.tokens, case.dim) for _ in "kv"))
+    return normal(rows, case.tokens, 2 * case.groups, case.dim), stack, new
+
+
+@partial(fast_jit, static_argnames=("case", "kernel", "layout"))
+def attention(x, starts, layer, case: Case, kernel: PagesKernel | None, layout: Layout = WHOLE):
+    """Return attention of the new tokens over the past in the pages of a layer, and over each other."""
+    (q, stack, new), rows = x, len(case.starts)
+    past = Pages(stack, layer, table_of(rows, case.pages).page_BM)
+    seen = np.tri(case.tokens, dtype=bool) & ~np.tri(case.tokens, k=-(case.window or case.tokens), dtype=bool)
+    sinks = jnp.linspace(-1, 2, 2 * case.groups)
+    read = Kernels(pages=kernel, interpret=True).past(case.heads, layout, is_chunk=case.tokens > 1)
+    assert (read is None) == (kernel is None)
+    positions = starts[:, None] + jnp.arange(case.tokens)
+    return paged_attention(q, positions, past, starts, new, seen, sinks, window=case.window, kernel=read)
+
+
+def starts_of(case: Case) -> np.ndarray:
+    return np.array(case.starts, np.int32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(MOSAIC_PAGES, (0, 5, 64, 300, 384), 6, 128), id="mosaic", marks=pytest.mark.slow),
+        pytest.param(Case(MOSAIC_PAGES, (0, 44, 384, 200), 6, 128, groups=9, window=30), id="mosaic-window"),
+        pytest.param(Case(MOSAIC_PAGES, (256,), 5, 128, tokens=64, window=70), id="mosaic-chunk"),
+        pytest.param(
+            Case(MOSAIC_PAGES, (128, 0), 4, 128, tokens=256, groups=3), id="mosaic-splits", marks=pytest.mark.slow
+        ),
+        pytest.param(Case(TRITON_PAGES, (0, 5, 64, 300, 384), 6, 64), id="triton"),
+        pytest.param(Case(TRITON_PAGES, (0, 44, 192), 3, 128, groups=17), id="triton-groups"),
+    ],
+)
+def test_a_kernel_reads_ragged_rows_as_the_loop_does(case: Case) -> None:
+    with jax.default_matmul_precision("highest"):
+        wanted, found = (attention(drawn(case), starts_of(case), 1, case, each) for each in (None, case.kernel))
+        other = attention(drawn(case), starts_of(case), 0, case, case.kernel)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert np.abs(np.asarray(other) - wanted).max() > 0.1, "the layer is data"
+
+
+@pytest.mark.parametrize("kernel", [MOSAIC_PAGES, TRITON_PAGES])
+def test_no_row_changes_a_bit_of_another(kernel: PagesKernel) -> None:
+    """A row has the same bits, in bfloat16 too, whatever the others hold and however long they are."""
+    case = Case(kernel, (300, 5, 64, 0), 6, 128)
+    (q, stack, new), (other_q, other_stack, other_new) = (drawn(case, seed, "bfloat16") for seed in (0, 1))
+    own = table_of(4, case.pages).page_BM[0]
+    other_stack = jax.tree.map(lambda theirs, mine: theirs.at[:, own].set(mine[:, own]), other_stack, stack)
+    other_new = jax.tree.map(lambda theirs, mine: theirs.at[0].set(mine[0]), other_new, new)
+    one = attention((q, stack, new), starts_of(case), 1, case, kernel)
+    other_starts = np.array([300, 384, 0, 100], np.int32)
+    two = attention((other_q.at[0].set(q[0]), other_stack, other_new), other_starts, 1, case, kernel)
+    np.testing.assert_array_equal(one[0], two[0])
+    assert np.all(np.any(np.asarray(one)[1:] != np.asarray(two)[1:], axis=(1, 2, 3)))
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(MOSAIC_PAGES, marks=pytest.mark.slow), TRITON_PAGES])
+def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel: PagesKernel) -> None:
+    """Twice the loop's distance, because the kernel of GPUs rounds the scaled queries."""
+    case = Case(kernel, (300, 5, 64, 384), 6, 128)
+    x = drawn(case, dtype="bfloat16")
+    exact = attention(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), x), starts_of(case), 1, case, None)
+
+    def distance(kernel: PagesKernel | None) -> float:
+        found = np.float32(attention(x, starts_of(case), 1, case, kernel))
+        return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+    assert distance(kernel) < 2 * distance(None) and distance(None) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("heads", "mosaic", "triton"),
+    [
+        (Heads(128, 128), None, None),
+        (Heads(64, 64, has_sinks=True), "heads of 64 dims", None),
+        (Heads(96, 96), "heads of 96 dims", "heads of 96 dims"),
+        (Heads(256, 256, window=128), None, "windows"),
+        (Heads(192, 128, is_latent=True), "latents", "latents"),
+    ],
+)
+def test_what_a_kernel_lacks_is_read_by_the_loop(heads: Heads, mosaic: str | None, triton: str | None) -> None:
+    for kernel, reason in ((MOSAIC_PAGES, mosaic), (TRITON_PAGES, triton)):
+        assert kernel.refusal(heads, WHOLE) == reason
+        assert (Kernels(pages=kernel).past(heads, WHOLE, is_chunk=False) is None) == (reason is not None)
+    assert Kernels().past(heads, WHOLE, is_chunk=False) is None
+
+
+def test_a_mesh_that_shards_rows_has_the_loop() -> None:
+    """Then the pages of a row may be on any device."""
+    heads, layout = Heads(128, 128), layout_without_devices(MeshConfig(fsdp=2, tp=2))
+    for kernel in (MOSAIC_PAGES, TRITON_PAGES):
+        assert kernel.refusal(heads, layout) == "rows whose pages are on other devices (fsdp, cp, ep)"
+        assert Kernels(pages=kernel).past(heads, layout, is_chunk=False) is None
+
+
+def test_chunks_of_prompts_are_read_by_the_kernel_of_tpus_alone() -> None:
+    heads = Heads(128, 128)
+    assert Kernels(pages=MOSAIC_PAGES).past(heads, WHOLE, is_chunk=True) is not None
+    assert Kernels(pages=TRITON_PAGES).past(heads, WHOLE, is_chunk=True) is None
+    assert {platform for platform, _ in PAGES_TABLE} == {"gpu", "tpu"}
+
+
+def _pages_on_a_mesh(_: Path) -> None:
+    """Compare a kernel, on the kv heads of each device, with the loop on one device."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    case, layout = Case(TRITON_PAGES, (0, 5, 64, 100), 2, 128), make_layout(MeshConfig(tp=2))
+    wanted = attention(drawn(case), starts_of(case), 1, case, None)
+    found = attention(drawn(case), starts_of(case), 1, case, case.kernel, layout)
+    assert len(found.sharding.device_set) == 2
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_each_device_of_a_mesh_reads_its_heads(tmp_path: Path) -> None:
+    run_in_own_process(_pages_on_a_mesh, tmp_path)
