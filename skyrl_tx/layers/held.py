@@ -170,9 +170,12 @@ def write(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.
         page_BT = jnp.where((token_T < size) & (page_BT > 0), page_BT, num_pages)
 
         def put(into: jax.Array, new_nBKTH: jax.Array) -> jax.Array:
-            # Two index arrays with a slice between put their dims first: [B, T, n, K, H].
-            rows = jnp.transpose(new_nBKTH, (1, 3, 0, 2, 4)).astype(into.dtype)
-            return into.at[:, page_BT, :, position_BT % page_size].set(rows, mode="drop")
+            # All dims but the last are indexed. For slices between indices, XLA on TPU copies the cache into another
+            # layout and back.
+            n, _, K, _, _ = new_nBKTH.shape
+            layer_n111, head_K1 = jnp.arange(n)[:, None, None, None], jnp.arange(K)[:, None]
+            at = (layer_n111, page_BT[:, None], head_K1, position_BT[:, None] % page_size)
+            return into.at[at].set(new_nBKTH.astype(into.dtype), mode="drop")
 
         return jax.tree.map(put, into, new)
 
