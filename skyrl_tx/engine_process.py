@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,7 +34,7 @@ from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.exposition import MetricsSocket, render, socket_path
+from skyrl_tx.exposition import MetricsSocket, render, served_at, socket_path
 from skyrl_tx.process_setup import (
     CannotServe,
     LogFormat,
@@ -409,6 +409,7 @@ def run_engine(
     Raises EngineLost, and other errors if the engine cannot start.
     """
     stop = threading.Event()
+    meters = EngineMeters(with_owners=settings.metrics_owners)
     store = open_store(settings, stop)
 
     def on_signal(number: int) -> None:
@@ -417,7 +418,7 @@ def run_engine(
         stop.set()
         store.wake()
 
-    with closing(store), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
+    with closing(store), _served_at_port(settings, meters), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
         try:
             backend = over_hosts(
                 spec.load()(settings.base_model, backend_config), lambda reason: on_stuck(store, reason)
@@ -428,7 +429,6 @@ def run_engine(
                 max_cache_bytes=settings.max_artifact_cache_bytes,
                 min_free_bytes=settings.min_free_disk_bytes,
             )
-            meters = EngineMeters(with_owners=settings.metrics_owners)
             engine = Engine(settings, backend, store, artifacts, meters, boot_id or engine_state.new_boot_id())
             path = socket_path(settings.data_dir, store.engine)
             with _served_metrics(path, engine.meters), recorded_notices(store, "engine"):
@@ -450,6 +450,21 @@ def _served_metrics(path: Path, meters: EngineMeters) -> Generator[None]:
         yield
     finally:
         served.close()
+
+
+@contextmanager
+def _served_at_port(settings: EngineSettings, meters: EngineMeters) -> Generator[None]:
+    """Serve the engine's metrics at a port, if one is set. Raises OSError if it cannot be used."""
+    if not settings.metrics_port:
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(served_at(settings.metrics_host, settings.metrics_port, meters.registry))
+        except OSError as error:
+            where = f"--metrics-host {settings.metrics_host} --metrics-port {settings.metrics_port}"
+            raise OSError(f"{where}: {error.strerror or error}") from error
+        yield
 
 
 def open_store(settings: EngineSettings, stop: threading.Event) -> Store:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
@@ -105,6 +105,21 @@ class MetricsSocket:
             with connection, suppress(OSError):  # the reader has gone, or is slow
                 connection.settimeout(_CLIENT_TIMEOUT_S)
                 connection.sendall(self._render(connection.recv(len(_OPENMETRICS)) == _OPENMETRICS))
+
+
+@contextmanager
+def served_at(host: str, port: int, registry: CollectorRegistry) -> Generator[int]:
+    """Serve a registry over HTTP, at a port of an address, and yield the port; 0 stands for any free one.
+
+    Raises OSError if the port cannot be used.
+    """
+    server, thread = start_http_server(port, addr=host, registry=registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 async def read_metrics(data_dir: Path, *, is_openmetrics: bool, timeout_s: float) -> bytes | None:

@@ -313,6 +313,8 @@ def serve(settings: ServerSettings) -> int:
 @contextlib.contextmanager
 def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[list[Callable[[], RunningEngine]]]:
     """Yield what starts each engine: as a child of this process, or on nodes of a Ray cluster. Raises CannotServe."""
+    if settings.metrics_port:
+        raise CannotServe("--metrics-port is for one engine alone: `skyrl-tx engine`, without --launcher ray")
     if settings.launcher != "ray":
         shares = device_shares(settings.engines, os.environ, Path("/dev"))
         yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]

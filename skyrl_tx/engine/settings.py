@@ -68,6 +68,10 @@ class EngineSettings(CommonSettings):
     """Database space for the kept samples of one owner from one model; above it the oldest are removed."""
     metrics_owners: bool = False
     """Count tokens by owner in `/metrics`: the first 50 owners since the engine started, then `other`."""
+    metrics_port: int = Field(default=0, ge=0, le=65_535)
+    """Port at which an engine alone (`skyrl-tx engine`) serves its metrics, without a key; 0: none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of `--metrics-port`; 0.0.0.0 is every address of the machine or the container."""
     housekeeping_interval_s: float = Field(default=60.0, gt=0)
     """Seconds between two removals of expired and unreferenced data."""
 

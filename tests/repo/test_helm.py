@@ -117,7 +117,7 @@ def test_helm_finds_no_fault(helm: Helm) -> None:
 def test_resources_are_valid(helm: Helm, environment: PreparedEnvironment, given: tuple[str, ...], tmp_path) -> None:
     checked = 0
     for (kind, name), resource in rendered(helm, given).items():
-        if kind in ("ServiceMonitor", "LeaderWorkerSet"):
+        if kind in ("ServiceMonitor", "PodMonitor", "LeaderWorkerSet"):
             continue  # not of Kubernetes itself
         file = tmp_path / f"{kind}-{name}.yaml"
         file.write_text(yaml.safe_dump(resource))
@@ -210,6 +210,14 @@ def test_engines_are_pods_of_their_own_that_are_replaced_one_at_a_time(helm: Hel
     monitored = rendered(helm, (*ENGINES, "metrics.serviceMonitor.enabled=true"))
     (endpoint,) = monitored["ServiceMonitor", "prod-skyrl-tx"]["spec"]["endpoints"]
     assert endpoint["metricRelabelings"][0]["regex"] == "skyrl_tx_engine_up;(api|server)", "no pod has both"
+    scraped = monitored["StatefulSet", "prod-skyrl-tx-engine"]["spec"]["template"]
+    (engine,) = scraped["spec"]["containers"]
+    assert engine["ports"] == [{"name": "metrics", "containerPort": 9100}]
+    settings = read_settings("engine", ["--base-model", "m", *flags_of(engine)])
+    assert (settings.metrics_host, settings.metrics_port) == ("0.0.0.0", 9100)
+    of_engines = monitored["PodMonitor", "prod-skyrl-tx-engine"]["spec"]
+    assert of_engines["selector"]["matchLabels"].items() <= scraped["metadata"]["labels"].items()
+    assert of_engines["podMetricsEndpoints"][0]["port"] == "metrics"
     labels = engines["template"]["metadata"]["labels"].items()
     assert engines["selector"]["matchLabels"].items() <= labels
     for (kind, _), each in resources.items():

@@ -3,13 +3,14 @@
 import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from skyrl_tx import exposition
-from skyrl_tx.exposition import MetricsSocket, joined, read_metrics, render, socket_path
+from skyrl_tx.exposition import MetricsSocket, joined, read_metrics, render, served_at, socket_path
 
 
 def registry(value: float) -> CollectorRegistry:
@@ -32,6 +33,16 @@ def test_series_of_several_engines_have_the_engine_as_label(is_openmetrics: bool
         ({"engine": "1"}, 1.0),
         ({"engine": "2"}, 2.0),
     ]
+
+
+def test_an_engine_alone_serves_its_metrics_at_a_port() -> None:
+    with served_at("127.0.0.1", 0, registry(3.0)) as port:
+        answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
+        assert {family.name for family in parse_text(answer.text)} == {"tokens", "queue"}
+        with pytest.raises(OSError), served_at("127.0.0.1", port, registry(1.0)):
+            pass
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/metrics")
 
 
 def test_each_engine_of_a_data_directory_has_a_socket(tmp_path: Path) -> None:

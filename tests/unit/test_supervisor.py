@@ -206,6 +206,15 @@ def test_only_rank_0_serves(tmp_path):
         supervisor.serve(read_settings("serve", flags))
 
 
+def test_only_an_engine_alone_has_a_metrics_port(tmp_path):
+    flags = ("--base-model", "fake", "--backend", "fake", "--data-dir", str(tmp_path), "--metrics-port", "9100")
+    refusal = "--metrics-port is for one engine alone: `skyrl-tx engine`, without --launcher ray"
+    with pytest.raises(CannotServe, match=refusal):
+        supervisor.serve(read_settings("serve", (*flags, "--port", "0")))
+    with pytest.raises(CannotServe, match=refusal):
+        supervisor.serve_engine(read_settings("engine", (*flags, "--launcher", "ray")))
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_sampler_with_several_hosts_is_refused_with_the_reason(tmp_path, rank):
     flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", rank, "--hosts.address", "127.0.0.1:7700")

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 
+import httpx
 import pytest
 
 from skyrl_tx import engine_process, threads
@@ -21,6 +22,7 @@ from skyrl_tx.store import engine_state, futures, models
 from skyrl_tx.store.database import Store, StoreInUse
 from skyrl_tx.store.tables import EngineStateRow
 from tests.support.engine_harness import EngineHarness, Perishable, forward_backward, optim_step, run_fake_engine
+from tests.support.free_ports import free_ports
 from tests.support.waiting import until
 
 
@@ -166,6 +168,30 @@ def test_engine_alone_records_a_stuck_call_as_a_crash(harness, monkeypatch):
     engine_process._end_in_foreground(harness.api, "forward_backward has taken longer")
     assert ends == ["forward_backward has taken longer"]
     assert harness.api.read(lambda tx: futures.max_crashes(tx, [passed])) == 1
+
+
+def test_the_metrics_of_an_engine_alone_are_served_at_its_port(harness):
+    settings = harness.settings.model_copy(update={"metrics_port": free_ports(1)})
+    url, found = f"http://127.0.0.1:{settings.metrics_port}/metrics", []
+
+    def on_ready(_ready: object) -> None:
+        found.append(httpx.get(url).text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run_engine(settings, find_backend("fake"), harness.config, on_ready)
+    assert "skyrl_tx_" in found[0]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_a_metrics_port_that_is_in_use_is_named(harness):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = harness.settings.model_copy(update={"metrics_port": port})
+        with pytest.raises(OSError, match=rf"--metrics-port {port}: Address already in use"):
+            run_engine(settings, find_backend("fake"), harness.config)
 
 
 @pytest.mark.parametrize("has_published", [False, True])

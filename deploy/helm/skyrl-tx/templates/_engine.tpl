@@ -31,6 +31,13 @@ spec:
         {{- if .isGroup }}
         - --launcher=lws
         {{- end }}
+        {{- if and .hasProbe .root.Values.metrics.serviceMonitor.enabled }}
+        - --metrics-host=0.0.0.0
+        - --metrics-port={{ .root.Values.metrics.enginePort }}
+      ports:
+        - name: metrics
+          containerPort: {{ .root.Values.metrics.enginePort }}
+        {{- end }}
       {{- if .hasProbe }}
       # Once it is ready, the engine watches itself and the others watch it: no probe could tell a long step from a stuck one.
       startupProbe:
