@@ -154,28 +154,21 @@ def read_states(cache: Cache, state_B: jax.Array) -> tuple[Any, ...]:
     return tuple(jax.tree.map(lambda leaf: leaf.at[:, state_B].get(mode="clip"), held.fixed) for held in cache)
 
 
-def write(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.Array) -> Cache:
+def write(
+    cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.Array, *, is_sharded: bool = False
+) -> Cache:
     """Write the first `size` new positions of each row from `start_B` on, and replace its state.
 
-    Positions for which a row has no page, and the state of a row that has none, are ignored.
+    Positions for which a row has no page, and the state of a row that has none, are ignored. Pages may be on several
+    devices if the cache `is_sharded`.
     """
 
     def positions(into: Any, new: Any) -> Any:
-        if not jax.tree.leaves(into):
-            return into
-        (_, num_pages, _, page_size, _), num_tokens = jax.tree.leaves(into)[0].shape, jax.tree.leaves(new)[0].shape[3]
-        token_T = jnp.arange(num_tokens)
-        position_BT = start_B[:, None] + token_T
-        page_BT = jnp.take_along_axis(table.page_BM, position_BT // page_size, axis=1, mode="fill", fill_value=0)
-        page_BT = jnp.where((token_T < size) & (page_BT > 0), page_BT, num_pages)
-
         def put(into: jax.Array, new_nBKTH: jax.Array) -> jax.Array:
-            # All dims but the last are indexed. For slices between indices, XLA on TPU copies the cache into another
-            # layout and back.
-            n, _, K, _, _ = new_nBKTH.shape
-            layer_n111, head_K1 = jnp.arange(n)[:, None, None, None], jnp.arange(K)[:, None]
-            at = (layer_n111, page_BT[:, None], head_K1, position_BT[:, None] % page_size)
-            return into.at[at].set(new_nBKTH.astype(into.dtype), mode="drop")
+            given = into, new_nBKTH.astype(into.dtype), table.page_BM, start_B, size
+            if is_sharded:
+                return put_by_position(*given)
+            return jax.lax.platform_dependent(*given, tpu=put_by_page, default=put_by_position)
 
         return jax.tree.map(put, into, new)
 
@@ -187,6 +180,48 @@ def write(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.
         Held(positions(held.positions, each.positions), jax.tree.map(state, held.fixed, each.fixed))
         for held, each in zip(cache, new, strict=True)
     )
+
+
+def put_by_position(
+    into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size: jax.Array
+) -> jax.Array:
+    """Write the first `size` positions of each row into its pages, each head of each position by itself.
+
+    All dims but the last are indexed. For slices between indices, XLA on TPU copies the cache into another layout and
+    back.
+    """
+    (_, num_pages, _, page_size, _), token_T = into.shape, jnp.arange(new_nBKTH.shape[3])
+    position_BT = start_B[:, None] + token_T
+    page_BT = jnp.take_along_axis(page_BM, position_BT // page_size, axis=1, mode="fill", fill_value=0)
+    page_BT = jnp.where((token_T < size) & (page_BT > 0), page_BT, num_pages)
+    n, _, K, _, _ = new_nBKTH.shape
+    layer_n111, head_K1 = jnp.arange(n)[:, None, None, None], jnp.arange(K)[:, None]
+    at = (layer_n111, page_BT[:, None], head_K1, position_BT[:, None] % page_size)
+    return into.at[at].set(new_nBKTH, mode="drop")
+
+
+def put_by_page(
+    into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size: jax.Array
+) -> jax.Array:
+    """Do the same by changing whole pages, one after the other: few large copies, where TPUs are slow with many small.
+
+    With pages on several devices each of them would be sent to all.
+    """
+    page_size, (_, B, _, T, _), M = into.shape[3], new_nBKTH.shape, page_BM.shape[1]
+    span = (T + page_size - 2) // page_size + 1  # the pages that T positions may lie in
+
+    def one(i: jax.Array, into: jax.Array) -> jax.Array:
+        row, index = i // span, start_B[i // span] // page_size + i % span
+        page = jnp.where(index < M, page_BM[row, jnp.minimum(index, M - 1)], 0)
+        first = index * page_size - start_B[row]  # the token of the page's first position, which may be before the row
+        token_P = first + jnp.arange(page_size)
+        padded = jnp.pad(new_nBKTH[:, row], ((0, 0), (0, 0), (page_size, page_size), (0, 0)))
+        own = jax.lax.dynamic_slice_in_dim(padded, first + page_size, page_size, axis=2)
+        is_new_P = (token_P >= 0) & (token_P < size) & (page > 0)
+        mixed = jnp.where(is_new_P[:, None], own, into.at[:, page].get(mode="clip"))
+        return into.at[:, page].set(mixed)
+
+    return jax.lax.fori_loop(0, B * span, one, into)
 
 
 def copy(cache: Cache, page_N2: jax.Array, num_pages: jax.Array, state_N2: jax.Array, num_states: jax.Array) -> Cache:
@@ -258,10 +293,10 @@ def open_rows(cache: Cache, table: Table, start_S: jax.Array, *, read_length: in
     )
 
 
-def close_slice(cache: Cache, ended: SliceCache, table: Table) -> Cache:
-    """Write what a decode slice changed."""
+def close_slice(cache: Cache, ended: SliceCache, table: Table, *, is_sharded: bool = False) -> Cache:
+    """Write what a decode slice changed, see `write`."""
 
     def stacked(live: Held | tuple[Held, ...]) -> Held:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *live) if isinstance(live, tuple) else live
 
-    return write(cache, tuple(map(stacked, ended.live)), table, ended.start_S, ended.num_recent)
+    return write(cache, tuple(map(stacked, ended.live)), table, ended.start_S, ended.num_recent, is_sharded=is_sharded)

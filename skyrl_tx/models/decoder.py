@@ -92,7 +92,8 @@ def extend(
     fixed, (num_rows, num_tokens) = read_states(cache, table.state_B), inputs.shape[:2]
     x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params.layers, own, fixed)
     num_new = jnp.int32(num_tokens) if size is None else size
-    grown = write(cache, kept, table, jnp.broadcast_to(start, (num_rows,)), num_new)
+    start_B, is_sharded = jnp.broadcast_to(start, (num_rows,)), at.layout.num_shards("batch") > 1
+    grown = write(cache, kept, table, start_B, num_new, is_sharded=is_sharded)
     return _finish(params, config, x_BTD), constrain_cache(at.layout, config, grown)
 
 

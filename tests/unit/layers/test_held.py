@@ -171,3 +171,19 @@ def test_longer_rows_change_no_bit_of_attention_over_pages():
     long = attend(cache, np.array([0, 60, 200, 1000], np.int32), new)
     np.testing.assert_array_equal(short[:3], long[:3])
     assert np.abs(np.asarray(short[3] - long[3])).max() > 1e-3
+
+
+@pytest.mark.parametrize(("num_tokens", "page_size", "num_rows"), [(4, 8, 5), (16, 8, 3), (17, 8, 3), (1, 8, 4)])
+def test_pages_are_written_as_positions_are(num_tokens, page_size, num_rows):
+    """On TPU whole pages are written. Rows lack pages, or end within one, and may begin anywhere."""
+    g, pages_of_row = np.random.default_rng(num_tokens), 4
+    into = jnp.asarray(g.standard_normal((2, 21, 3, page_size, 4)), jnp.float32)
+    new = jnp.asarray(g.standard_normal((2, num_rows, 3, num_tokens, 4)), jnp.float32)
+    by_position, by_page = jax.jit(held.put_by_position), jax.jit(held.put_by_page)
+    for _ in range(20):
+        pages = g.permutation(np.arange(1, 21))[: num_rows * pages_of_row].reshape(num_rows, pages_of_row)
+        for row in pages:
+            row[g.integers(0, pages_of_row + 1) :] = 0
+        start = g.integers(0, pages_of_row * page_size, num_rows).astype(np.int32)
+        given = into, new, pages.astype(np.int32), start, np.int32(g.integers(0, num_tokens + 1))
+        np.testing.assert_array_equal(by_page(*given), by_position(*given))

@@ -131,7 +131,8 @@ def decode_slice(
     """
     opened = held.open_slice(cache, table, batch.position_S, max_tokens=max_steps)
     live, drawn = _run_steps(params, config, pool, opened, batch, num_steps, max_topk=max_topk)
-    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_steps), table)
+    ended, is_sharded = replace(opened, live=live, num_recent=num_steps), params.layout.num_shards("batch") > 1
+    cache = held.close_slice(cache, ended, table, is_sharded=is_sharded)
     return models.constrain_cache(params.layout, config, cache), drawn
 
 
