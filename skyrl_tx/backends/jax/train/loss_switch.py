@@ -6,7 +6,7 @@ includes the model; evaluating a loss takes little time compared with the model.
 Legend: B rows, T positions, K targets per position, C config columns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import jax
@@ -44,22 +44,58 @@ def evaluate(
     start_BT: jax.Array | None = None,
 ) -> LossOutput:
     """Return each position's loss and metrics."""
-    branches = [
-        lambda logprobs, loss=loss: loss.evaluate(logprobs, inputs, config_BC, start_BT)
-        for loss in losses_for(target_logprobs.ndim)
-    ]
-    return jax.lax.switch(number, branches, target_logprobs)
+    return _switch(losses_for(target_logprobs.ndim), number, target_logprobs, inputs, config_BC, start_BT)
 
 
-def logprob_gradient(
+def _switch(
+    losses: Sequence[Loss],
+    branch: jax.Array,
+    target_logprobs: jax.Array,
+    inputs: Mapping[str, jax.Array],
+    config_BC: jax.Array,
+    start_BT: jax.Array | None,
+) -> LossOutput:
+    branches = [lambda logprobs, loss=loss: loss.evaluate(logprobs, inputs, config_BC, start_BT) for loss in losses]
+    return jax.lax.switch(branch, branches, target_logprobs)
+
+
+def local_gradient(
+    number: jax.Array, target_logprobs: jax.Array, inputs: Mapping[str, jax.Array], config_BC: jax.Array
+) -> jax.Array:
+    """Return d loss / d logprob at each target, for the summed loss, in the shape of `target_logprobs`.
+
+    Only for losses that are local, see `Loss.is_local`; a loss that is not gets numbers without meaning.
+    """
+    losses = [loss for loss in losses_for(target_logprobs.ndim) if loss.is_local]
+    return _gradient(losses, number, target_logprobs, inputs, config_BC, None)
+
+
+def row_gradient(
     number: jax.Array,
     target_logprobs: jax.Array,
     inputs: Mapping[str, jax.Array],
     config_BC: jax.Array,
     start_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Return d loss / d logprob at each target, for the summed loss, in the shape of `target_logprobs`."""
-    return jax.grad(lambda x: evaluate(number, x, inputs, config_BC, start_BT).loss_BT.sum())(target_logprobs)
+    """Return the same of whole rows, for losses that are not local; a local loss gets numbers without meaning."""
+    losses = [loss for loss in losses_for(target_logprobs.ndim) if not loss.is_local]
+    if not losses:
+        return jnp.zeros(target_logprobs.shape)
+    return _gradient(losses, number, target_logprobs, inputs, config_BC, start_BT)
+
+
+def _gradient(
+    losses: Sequence[Loss],
+    number: jax.Array,
+    target_logprobs: jax.Array,
+    inputs: Mapping[str, jax.Array],
+    config_BC: jax.Array,
+    start_BT: jax.Array | None,
+) -> jax.Array:
+    """Return the gradient of one of `losses`. A program has no branch for others: each takes time to compile."""
+    all_losses = losses_for(target_logprobs.ndim)
+    branch = jnp.array([losses.index(loss) if loss in losses else 0 for loss in all_losses])[number]
+    return jax.grad(lambda x: _switch(losses, branch, x, inputs, config_BC, start_BT).loss_BT.sum())(target_logprobs)
 
 
 def is_local(number: jax.Array, ndim: int) -> jax.Array:

@@ -77,11 +77,11 @@ def _head(
 
     def gradient_of_rows() -> jax.Array:
         logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-        return loss_switch.logprob_gradient(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
+        return loss_switch.row_gradient(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
 
     def gradient_of_chunk(logprobs: jax.Array, pieces: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
         of_rows, inputs = pieces
-        own = loss_switch.logprob_gradient(batch.loss, logprobs, inputs, config_BC)
+        own = loss_switch.local_gradient(batch.loss, logprobs, inputs, config_BC)
         return jnp.where(is_local, own, of_rows)
 
     of_rows = jax.lax.cond(is_local, lambda: jnp.zeros(batch.targets.shape), gradient_of_rows)

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,13 +20,18 @@ LENGTH = 6
 def by_number(number, logprobs, inputs, config_BC):
     """Return the output and the gradient of the whole sequence, and the gradients of its halves by themselves."""
     halves = [
-        loss_switch.logprob_gradient(
-            number, *jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)), config_BC
-        )
+        gradient(number, *jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)), config_BC)
         for part in (slice(LENGTH // 2), slice(LENGTH // 2, LENGTH))
     ]
     output = loss_switch.evaluate(number, logprobs, inputs, config_BC)
-    return output, loss_switch.logprob_gradient(number, logprobs, inputs, config_BC), halves
+    return output, gradient(number, logprobs, inputs, config_BC), halves
+
+
+def gradient(number, logprobs, inputs, config_BC):
+    """Return the gradient, as the training step chooses it."""
+    is_local = loss_switch.is_local(number, logprobs.ndim)
+    local = loss_switch.local_gradient(number, logprobs, inputs, config_BC)
+    return jnp.where(is_local, local, loss_switch.row_gradient(number, logprobs, inputs, config_BC))
 
 
 @partial(fast_jit, static_argnames="name")
