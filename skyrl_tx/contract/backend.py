@@ -56,6 +56,14 @@ class Pass(ABC):
     except methods that change one of its models.
     """
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next step waits for the compiler. The engine prefers passes that do not wait, then samples.
+
+        The step of a pass that waits may return False after a short time without dispatching. The default is False.
+        """
+        return False
+
     @abstractmethod
     def step(self) -> bool:
         """Dispatch one micro-batch, and return True if it was the last one. A further call does nothing.

@@ -104,6 +104,11 @@ class _Monitored:
         self._check_devices = check_devices
         self._started_by = started_by
 
+    @property
+    def is_waiting(self) -> bool:
+        """See Pass. It takes no time, and is no activity."""
+        return cast(Pass, self._target).is_waiting
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._target, name)
 

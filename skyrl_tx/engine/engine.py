@@ -398,4 +398,6 @@ class _Loop:
             self._is_turn_of_passes = training.has_turn_before(step.requests[0].owner)
             return True
         self._is_turn_of_passes = False
+        if training.is_waiting and self.sampling.num_running:
+            return step is not None  # samples need not wait for the compiler
         return training.step() or step is not None

@@ -33,7 +33,7 @@ class _PreparedPass:
     examples: tuple[PassExample, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Requests that started together, in groups that run one after the other.
 
@@ -48,6 +48,11 @@ class _Batch:
     on_device: Pass | None = None
     taken: DeviceTime = field(default_factory=lambda: DeviceTime("pass"))
     """The time of the device that the first group has taken."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next step waits for the compiler."""
+        return self.on_device is not None and self.on_device.is_waiting
 
 
 _OTHER_COST = 0.25
@@ -85,6 +90,11 @@ class TrainingExecutor:
         if not self._batches or not self._is_shared:
             return bool(self._batches)
         return min(map(self._fair_share.time_of, self._batches)) < self._fair_share.time_of(owner)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are running batches, and all wait for the compiler."""
+        return bool(self._batches) and all(self._first_able(owner) is None for owner in self._batches)
 
     @property
     def num_running(self) -> int:
@@ -127,16 +137,22 @@ class TrainingExecutor:
             handle(self._context, first)
 
     def step(self) -> bool:
-        """Dispatch one micro-batch of the next batch, and commit its results at its end. Returns whether any ran."""
+        """Dispatch one micro-batch of the next batch, and commit its results at its end. Returns whether any ran.
+
+        While all batches wait for the compiler, one of them waits for a short time.
+        """
         if not self._batches:
             return False
+        able = {owner: batch for owner in self._batches if (batch := self._first_able(owner)) is not None}
+        candidates = able or {owner: batches[0] for owner, batches in self._batches.items()}
         if self._is_shared:
-            owner = min(self._batches, key=self._fair_share.time_of)
-            self._fair_share.charge(owner, 1.0)  # micro-batches have a constant number of tokens
+            owner = min(candidates, key=self._fair_share.time_of)
+            if able:
+                self._fair_share.charge(owner, 1.0)  # micro-batches have a constant number of tokens
         else:
-            owner = next(iter(self._batches))
-        batches = self._batches.pop(owner)
-        batch = batches.popleft()
+            owner = next(iter(candidates))
+        batches, batch = self._batches.pop(owner), candidates[owner]
+        batches.remove(batch)
         self._advance(batch)
         if batch.groups:
             batches.append(batch)
@@ -145,6 +161,10 @@ class TrainingExecutor:
         if batches:
             self._batches[owner] = batches
         return True
+
+    def _first_able(self, owner: str) -> _Batch | None:
+        """Return an owner's next batch that does not wait for the compiler; None if all wait."""
+        return next((batch for batch in self._batches[owner] if not batch.is_waiting), None)
 
     def _start_batch(self, requests: Sequence[QueuedRequest], *, is_long: bool) -> None:
         """Start a batch of models without another running batch. Invalid requests fail at once."""
