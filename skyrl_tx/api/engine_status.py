@@ -36,13 +36,15 @@ class EngineReport:
     """Which activity takes longer than `--engine-silence-s`, such as a large step; the engine is healthy meanwhile."""
     outage: str | None = None
     """Which part of the backend does not work, such as a sampler on other servers, while the engine is healthy."""
+    progress: str | None = None
+    """The progress of work in the background, such as compilation."""
     pauses: tuple[Pause, ...] = ()
     """The quotas because of which requests wait."""
 
     @property
     def detail(self) -> str | None:
-        """The outage and the long activity of a healthy engine; None if there is neither."""
-        return "; ".join(filter(None, (self.outage, self.activity))) or None
+        """The outage, the long activity and the progress of a healthy engine; None if there is none of them."""
+        return "; ".join(filter(None, (self.outage, self.activity, self.progress))) or None
 
 
 class EngineHealth:
@@ -70,6 +72,7 @@ class EngineHealth:
             problem=problem,
             activity=activity,
             outage=None if problem else engine_state.outage_of(rows),
+            progress=None if problem else engine_state.progress_of(rows),
             pauses=engine_state.pauses_of(*rows),
         )
 

@@ -83,8 +83,11 @@ def screen(status: ServerStatus) -> RenderableType:
 
 def _blocks(status: ServerStatus) -> Iterator[RenderableType]:
     yield _head(status)
-    if outage := (status.meters or {"backend": {}})["backend"].get("outage"):
+    backend = (status.meters or {"backend": {}})["backend"]
+    if outage := backend.get("outage"):
         yield Text(outage, "bold red")
+    if progress := backend.get("progress"):
+        yield Text(progress)
     yield from _speed(status)
     if status.meters:
         yield from map(Text, _held(status.meters))

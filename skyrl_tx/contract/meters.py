@@ -28,6 +28,8 @@ class Meters:
     kv_cache_tokens_used: int | None = None
     outage: str | None = None
     """Which part does not work while the others do, as a sentence that everybody may read. None: all work."""
+    progress: str | None = None
+    """Progress of work in the background, such as compilation, as text that everybody may read. None: nothing runs."""
     sampler_servers: int | None = None
     """Servers that draw samples for the backend."""
     sampler_servers_lost: int | None = None

@@ -121,8 +121,17 @@ def meters_of(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
 
 def outage_of(rows: Sequence[EngineStateRow]) -> str | None:
     """Return which part of a backend does not work, as the first engine with one says; None if all work."""
+    return _said(rows, "outage")
+
+
+def progress_of(rows: Sequence[EngineStateRow]) -> str | None:
+    """Return the progress of a backend's work in the background, of the first engine with such work; None without."""
+    return _said(rows, "progress")
+
+
+def _said(rows: Sequence[EngineStateRow], name: str) -> str | None:
     backend = (meters_of(rows) or {}).get("backend")
-    found = cast(Mapping[str, object], backend).get("outage") if isinstance(backend, dict) else None
+    found = cast(Mapping[str, object], backend).get(name) if isinstance(backend, dict) else None
     return None if found is None else str(found)
 
 

@@ -46,9 +46,10 @@ def engine_view(visit: Visit, state: EngineStateRow | None) -> EngineView:
         word = state.status if state is not None and state.status != "ready" else "not ready"
         return EngineView("problem", word, report.problem)
     activity = "" if state is None else state.activity
-    if report.detail is not None:
-        return EngineView("busy", "busy" if report.outage is None else "partly down", report.detail)
-    return EngineView("ok", "ready", activity or "waits for requests")
+    if report.outage is not None or report.activity is not None:
+        return EngineView("busy", "busy" if report.outage is None else "partly down", report.detail or "")
+    detail = activity or "waits for requests"
+    return EngineView("ok", "ready", detail if report.progress is None else f"{detail}; {report.progress}")
 
 
 @pages.get("/overview")

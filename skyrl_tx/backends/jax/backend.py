@@ -12,7 +12,9 @@ import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
+from skyrl_tx.backends.jax.compiler import Compiler
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
 from skyrl_tx.backends.jax.memory import (
@@ -21,14 +23,18 @@ from skyrl_tx.backends.jax.memory import (
     device_memory,
     longest_example,
     max_models,
+    memory_limit,
     plan_training_memory,
+    plan_without_memory,
     training_costs,
 )
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, apply_gradient, fresh_training_state, padded_rank, placed
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
+from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShapes, shapes_of_params
 from skyrl_tx.backends.jax.warmup import warm_up
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
@@ -39,6 +45,7 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.contract.state_files import hash_of_base_model
+from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.losses import LOSSES
 from skyrl_tx.weights import hf
 
@@ -54,6 +61,7 @@ class JaxBackend(AbstractBackend):
         self._base_model = base_model
         self._config = config
         self._is_started = False
+        self._step_programs: StepPrograms | None = None
 
     def join_hosts(self, rank: HostRank) -> None:
         """See AbstractBackend."""
@@ -61,6 +69,13 @@ class JaxBackend(AbstractBackend):
 
     def start(self) -> Capabilities:
         """See AbstractBackend. Raises UserError for a model or mesh that is not supported."""
+        try:
+            return self._start()
+        except BaseException:
+            self._stop_compiling()
+            raise
+
+    def _start(self) -> Capabilities:
         config = self._config
         configure_jax(config)
         self._compilation = compilation_monitor()
@@ -78,6 +93,7 @@ class JaxBackend(AbstractBackend):
                 hf.dummy if config.load_format == "dummy" else partial(hf.load, self._directory, weights=family.weights)
             )
             described = models.describe_params(self._model)
+            self._step_programs = self._compile_steps(layout, described)
             params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
             self._params = replace(params, layout=layout, kernels=self._kernels)
             in_training = mesh.training_layout(layout)
@@ -118,8 +134,39 @@ class JaxBackend(AbstractBackend):
             )
         return capabilities
 
+    def _compile_steps(self, layout: Layout, described: models.DecoderParams) -> StepPrograms | None:
+        """Begin to compile programs of training, which run while weights are read; None if that is not wanted."""
+        config, in_training = self._config, mesh.training_layout(layout)
+        if not config.compile_threads or distributed.is_distributed():
+            return None
+        passes, limit = plan_without_memory(config), memory_limit(layout)
+        if limit is not None:
+            platform = mesh.platform_of(layout)
+            passes = plan_start(config, layout, self._model, self._dtype, platform=platform, limit_bytes=limit).passes
+        num_rows, num_splits = in_training.num_shards("batch"), in_training.num_shards("tokens")
+        programs = StepPrograms(
+            shapes_of_params(described, in_training, self._kernels, self._dtype),
+            self._model,
+            Compiler(config.compile_threads, self._compilation),
+        )
+        shapes = StepShapes(
+            budget=max(1, passes.micro_batch_tokens // num_rows),
+            num_rows=num_rows,
+            multiple=num_splits,
+            rank=padded_rank(min(RANK, config.max_lora_rank)),
+            remat=lambda num_tokens: passes.policy(num_tokens // (num_rows * num_splits)),
+        )
+        programs.start(shapes, config.compile_cache_dir)
+        return programs
+
+    def _stop_compiling(self) -> None:
+        programs, self._step_programs = self._step_programs, None
+        if programs is not None:
+            programs.close()
+
     def close(self) -> None:
         """See AbstractBackend."""
+        self._stop_compiling()
         if self._is_started:
             del self._params, self._training_params, self._pool, self._scheduler
             self._is_started = False
@@ -140,6 +187,7 @@ class JaxBackend(AbstractBackend):
         limit, compilation = self._dispatch_limit, self._compilation
         return replace(
             self._scheduler.meters(),
+            progress=None if self._step_programs is None else self._step_programs.progress(),
             device_memory=device_memory(self._params),
             compilations=compilation.num_compiled,
             compile_seconds=compilation.seconds,
@@ -173,6 +221,7 @@ class JaxBackend(AbstractBackend):
             memory=self._memory,
             limit=self._dispatch_limit,
             shards=self._shards,
+            programs=self._step_programs,
         )
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:

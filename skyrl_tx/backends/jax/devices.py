@@ -2,6 +2,8 @@
 
 import functools
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import jax
 import jax.monitoring
@@ -49,14 +51,28 @@ class CompilationMonitor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_running = 0  # tracing, lowering and compiling may be nested
+        self._this_thread = threading.local()
         self.num_compiled = 0
         self.seconds = 0.0
         """Time of the compiler, without tracing and lowering."""
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a program is being traced, lowered or compiled."""
+        """Whether a call waits for a program to be traced, lowered or compiled."""
         return self._num_running > 0
+
+    def leave_out_this_thread(self) -> None:
+        """Count programs of this thread as compiled, but not as waited for: it compiles in the background."""
+        self._this_thread.is_left_out = True
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Mark that this thread waits for a program that another one compiles."""
+        self._change(1)
+        try:
+            yield
+        finally:
+            self._change(-1)
 
     def on_start(self, event: str, value: float, **_: str | int) -> None:
         """Count an event that starts; a listener of JAX for scalars."""
@@ -71,9 +87,12 @@ class CompilationMonitor:
                 self.seconds += duration_secs
 
     def _count(self, event: str, change: int) -> None:
-        if event.startswith(_COMPILATION):
-            with self._lock:
-                self._num_running += change
+        if event.startswith(_COMPILATION) and not getattr(self._this_thread, "is_left_out", False):
+            self._change(change)
+
+    def _change(self, change: int) -> None:
+        with self._lock:
+            self._num_running += change
 
 
 @functools.cache

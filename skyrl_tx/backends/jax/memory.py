@@ -309,6 +309,12 @@ def device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
     return tuple(found)
 
 
+def memory_limit(layout: Layout) -> int | None:
+    """Return the memory of each device of a mesh; None when devices do not report it."""
+    assert layout.mesh is not None
+    return (layout.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+
+
 def free_bytes(params: models.DecoderParams) -> int | None:
     """Return the free memory of the fullest device of all hosts; None when devices do not report their memory."""
     free = min((each.limit_bytes - each.used_bytes for each in device_memory(params)), default=None)

@@ -68,12 +68,13 @@ def test_health_names_a_long_activity(status, problem, activity) -> None:
 def test_health_names_an_outage_next_to_a_long_activity(status, outage) -> None:
     now = time.time()
     row = SimpleNamespace(updated_at=now, status=status, detail="", activity="forward", activity_since=now - 40)
-    row.pauses, row.meters = None, {"backend": {"outage": "vLLM has not responded"}}
+    progress = "compiled 2 of 3 programs"
+    row.pauses, row.meters = None, {"backend": {"outage": "vLLM has not responded", "progress": progress}}
     health = EngineHealth(SimpleNamespace(read=lambda _: ([row], now), write_failure=None), silence_s=30.0)
     report = health.report()
     assert (report.problem is None) == (status == "ready") and report.outage == outage
     if outage:
-        assert report.detail == "vLLM has not responded; the engine has been busy for 40 s: forward"
+        assert report.detail == f"vLLM has not responded; the engine has been busy for 40 s: forward; {progress}"
 
 
 @pytest.fixture

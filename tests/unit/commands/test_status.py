@@ -26,6 +26,7 @@ METERS = {
     "backend": {
         "decode_slots": 64,
         "decode_slots_used": 7,
+        "progress": "compiled 2 of 3 programs in the background, 9 s",
         "outage": "vLLM has not responded for 12 s (ConnectError); samples wait",
         **{"compared_tokens": 2000, "trainer_gap_nats": 0.5, "trainer_gap_max_nats": 0.01},
         "device_memory": [{"used_bytes": 2**30, "limit_bytes": 2**33}],
@@ -72,6 +73,7 @@ def test_status_of_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixtur
     fill(tmp_path, age_s=1)
     assert main(["status", "--data-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
+    assert "compiled 2 of 3 programs in the background, 9 s" in shown
     assert re.search(r"engine ready: forward_backward for \d+ s · 1 × H100", shown)
     assert "100 tokens/s" in shown and "▁" in shown and "█" in shown
     assert "models 2/8" in shown and "slots 7/64" in shown and "memory 1.0 GiB/8.0 GiB" in shown

@@ -155,20 +155,25 @@ def _plan_of(
     )
 
 
-def fill(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
-    """Copy the planned examples of a request into the arrays of a micro-batch."""
-    B, T, K = plan.num_rows, plan.length, plan.num_targets
+def empty(num_rows: int, length: int, num_targets: int, loss: str = "cross_entropy") -> MicroBatch:
+    """Return the arrays of a micro-batch that holds nothing."""
+    B, T, K = num_rows, length, num_targets
     shape = (B, T) if K == 1 else (B, T, K)
-    first = examples[plan.members[0]]
-    loss = LOSSES[first.loss]
-    batch = MicroBatch(
-        loss=number_of(loss.spec.name, len(shape)),
+    return MicroBatch(
+        loss=number_of(loss, len(shape)),
         tokens_BT=np.zeros((B, T), np.int32),
         start_BT=np.zeros((B, T), np.int32),
         targets=np.zeros(shape, np.int32),
         inputs={name: np.zeros(shape, np.float32) for name in INPUTS},
         config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
     )
+
+
+def fill(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
+    """Copy the planned examples of a request into the arrays of a micro-batch."""
+    first = examples[plan.members[0]]
+    loss = LOSSES[first.loss]
+    batch = empty(plan.num_rows, plan.length, plan.num_targets, loss.spec.name)
     for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
         example = examples[index]
         assert example.loss == loss.spec.name, "the examples of a request share its loss"

@@ -20,6 +20,7 @@ from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted, no_me
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, TrainingState, zero_gradient
+from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShape
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 MAX_DISPATCHED = 2
 """The most micro-batches queued on the device: one that runs, and the next. With more, a new sample waits longer."""
+
+PROGRAM_WAIT_S = 0.2
+"""How long a step waits for its program, so that requests which need no other program go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,12 @@ class JaxPass(Pass):
         memory: Memory,
         limit: DispatchLimit,
         shards: tuple[int, int],
+        programs: StepPrograms | None = None,
     ) -> None:
-        """Plan the micro-batches. `shards` are those of the batch, each with a row, and those of a row's tokens."""
+        """Plan the micro-batches. `shards` are those of the batch, each with a row, and those of a row's tokens.
+
+        Without `programs`, each is compiled when it is first called.
+        """
         self._params = params
         self._shards = shards
         self._config = config
@@ -104,6 +112,7 @@ class JaxPass(Pass):
         self._backward = backward
         self._memory = memory
         self._limit = limit
+        self._programs = programs if backward else None
         self._requests = _group(batch.examples)
         self._before: dict[ModelId, TrainingState] = {r.model_id: pool.get(r.model_id) for r in self._requests}
         self._is_finished = self._has_shrunk = False
@@ -117,6 +126,10 @@ class JaxPass(Pass):
         self._dispatched: list[tuple[_Step, training.Outputs]] = []
         self._custom_results: dict[int, PassResult] = {}
         self._pending = deque(self._steps(memory_plan))
+        if self._programs is not None:
+            for shape in dict.fromkeys(map(self._shape, self._pending)):
+                if shape not in self._programs.ready:
+                    self._programs.need(shape)
 
     def _steps(self, memory_plan: MemoryPlan) -> list[_Step]:
         steps: list[_Step] = []
@@ -125,9 +138,19 @@ class JaxPass(Pass):
             steps += (_Step(request, plan, plan is plans[-1]) for plan in plans)
         return steps
 
+    @property
+    def is_waiting(self) -> bool:
+        """See Pass."""
+        programs, pending = self._programs, self._pending
+        return programs is not None and bool(pending) and self._shape(pending[0]) not in programs.ready
+
     def step(self) -> bool:
         """See Pass."""
         assert not self._is_finished, "this pass has ended"
+        if (programs := self._programs) is not None and self.is_waiting:
+            is_ready = programs.wait(self._shape(self._pending[0]), PROGRAM_WAIT_S)
+            if not is_ready:
+                return False
         if self._pending:
             step = self._pending.popleft()
             self._limit.wait()
@@ -208,6 +231,12 @@ class JaxPass(Pass):
         own = num_tokens // math.prod(self._shards)
         return next(remat for above, remat in plan.policies if own > above)
 
+    def _shape(self, step: _Step) -> StepShape:
+        plan, weights = step.plan, self._before[step.request.model_id].adapter.weights
+        rank = next(iter(weights.values())).a.shape[-1]
+        remat = self._remat(self._memory_plan, plan.num_tokens)
+        return StepShape(plan.num_rows, plan.length, plan.num_targets, rank, remat)
+
     def _dispatch(self, step: _Step) -> training.Outputs:
         request = step.request
         batch = packing.fill(step.plan, request.examples)
@@ -222,14 +251,15 @@ class JaxPass(Pass):
             batch = packing.fill(step.plan, weighted)
         if self._request_gradient is None:
             self._request_gradient = zero_gradient(adapter.weights)
-        self._request_gradient, outputs = training.accumulate(
-            self._params,
-            adapter,
-            self._request_gradient,
-            batch,
-            config=self._config,
-            remat=self._remat(self._memory_plan, step.plan.num_tokens),
-        )
+        arguments = self._params, adapter, self._request_gradient, batch
+        if self._programs is None:
+            remat = self._remat(self._memory_plan, step.plan.num_tokens)
+            found = training.accumulate(*arguments, config=self._config, remat=remat)
+        else:
+            program = self._programs.ready[self._shape(step)]
+            program.num_calls += 1
+            found = program.call(*arguments)
+        self._request_gradient, outputs = found
         if step.is_last:
             total = self._gradients[request.model_id]
             new = self._request_gradient

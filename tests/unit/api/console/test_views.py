@@ -82,6 +82,7 @@ def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
     ("report", "expected"),
     [
         (EngineReport(), EngineView("ok", "ready", "sampling")),
+        (EngineReport(progress="2 of 3"), EngineView("ok", "ready", "sampling; 2 of 3")),
         (EngineReport(activity="busy for 40 s"), EngineView("busy", "busy", "busy for 40 s")),
         (EngineReport(outage="vLLM is lost"), EngineView("busy", "partly down", "vLLM is lost")),
         (EngineReport(problem="no word"), EngineView("problem", "not ready", "no word")),

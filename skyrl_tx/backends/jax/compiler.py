@@ -1,0 +1,197 @@
+"""Compiles programs on threads of its own, the likeliest first, while the backend starts and requests run.
+
+Which program a request needs follows from the request alone, never from what is compiled, so that its bits do not
+depend on it. A request waits for its own programs only, which are compiled before all that are merely likely.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from skyrl_tx.backends.jax.devices import CompilationMonitor
+from skyrl_tx.threads import ServiceThread
+
+Key = TypeVar("Key", bound=Hashable)
+
+_NICENESS = 5
+"""The niceness of threads that compile: on busy cores, one of them has a third of the time of another thread."""
+_LOG_EVERY = 5
+"""Programs between two lines of the log."""
+_STOP_S = 20.0
+"""How long `close` waits for programs that are being compiled, which cannot be interrupted."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A jitted function with its static arguments, and its other arguments or their shapes."""
+
+    function: Any  # what jax.jit returns
+    arguments: tuple[Any, ...]
+    static: Mapping[str, Any]
+
+    def compile(self) -> Callable[..., Any]:
+        """Return the compiled program."""
+        return self.function.lower(*self.arguments, **self.static).compile()
+
+    def on_first_call(self) -> Callable[..., Any]:
+        """Return the function, which compiles itself when it is called."""
+        return partial(self.function, **self.static)
+
+
+@dataclass(slots=True)
+class Ready:
+    """A program that can be called with all arguments but the static ones."""
+
+    call: Callable[..., Any]
+    num_calls: int = 0
+    """Counted by the caller."""
+
+
+class Compiler(Generic[Key]):
+    """Programs by key. Its methods are called from one thread, but for `progress`."""
+
+    def __init__(self, num_threads: int, monitor: CompilationMonitor) -> None:
+        """Start the threads: one for programs that are needed, and `num_threads` of less priority for all."""
+        self.ready: dict[Key, Ready] = {}
+        """The programs that are compiled."""
+        self._monitor = monitor
+        self._lock = threading.Condition()
+        self._likely: deque[tuple[Key, Program]] = deque()
+        self._needed: deque[tuple[Key, Program]] = deque()
+        self._running: set[Key] = set()
+        self._num_done = 0
+        self._since = time.monotonic()
+        self._is_closed = False
+        self._threads = [ServiceThread("compiler", partial(self._work, self._needed))]
+        for number in range(num_threads):
+            work = partial(self._work_nicely, self._needed, self._likely)
+            self._threads.append(ServiceThread(f"compiler-{number}", work))
+        for thread in self._threads:
+            thread.start()
+
+    def expect(self, programs: Iterable[tuple[Key, Program]]) -> None:
+        """Compile programs when no request needs another, in this order."""
+        with self._lock:
+            self._likely.extend(programs)
+            self._lock.notify_all()
+
+    def need(self, key: Key, program: Callable[[], Program]) -> None:
+        """Compile a program before those that are merely likely, and after those that were needed earlier."""
+        with self._lock:
+            if key in self.ready or key in self._running or any(key == each for each, _ in self._needed):
+                return
+            found = next((each for each in self._likely if each[0] == key), None)
+            if found is not None:
+                self._likely.remove(found)
+            self._needed.append(found or (key, program()))
+            self._lock.notify_all()
+
+    def wait(self, key: Key, timeout_s: float) -> bool:
+        """Wait for a program that is needed; return whether it is ready."""
+        with self._lock, self._monitor.waiting():
+            return self._lock.wait_for(lambda: key in self.ready, timeout_s)
+
+    def progress(self) -> str | None:
+        """Describe what is left to compile; None if nothing is."""
+        with self._lock:
+            num_left = len(self._likely) + len(self._needed) + len(self._running)
+            if not num_left:
+                return None
+            return (
+                f"compiled {self._num_done} of {self._num_done + num_left} programs in the background, "
+                f"{time.monotonic() - self._since:.0f} s"
+            )
+
+    def close(self) -> None:
+        """Compile nothing more, and wait for the programs that are being compiled, 20 s at most. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._likely.clear()
+            self._needed.clear()
+            self._lock.notify_all()
+        deadline = time.monotonic() + _STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work_nicely(self, *queues: deque[tuple[Key, Program]]) -> None:
+        if sys.platform == "linux":  # elsewhere the niceness is that of the process
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._work(*queues)
+
+    def _work(self, *queues: deque[tuple[Key, Program]]) -> None:
+        self._monitor.leave_out_this_thread()
+        while (taken := self._take(queues)) is not None:
+            key, program = taken
+            try:
+                ready = Ready(program.compile())
+            except Exception:  # the request that needs it gets the error itself
+                log.warning("cannot compile %s in the background", key, exc_info=True)
+                ready = Ready(program.on_first_call())
+            with self._lock:
+                self.ready[key] = ready
+                self._running.discard(key)
+                self._num_done += 1
+                self._lock.notify_all()
+            self._report()
+
+    def _take(self, queues: Iterable[deque[tuple[Key, Program]]]) -> tuple[Key, Program] | None:
+        """Return the next program of the first queue that has one; None when the compiler is closed."""
+        with self._lock:
+            while not self._is_closed:
+                for queue in queues:
+                    while queue:
+                        taken = queue.popleft()
+                        if taken[0] not in self.ready and taken[0] not in self._running:
+                            self._running.add(taken[0])
+                            return taken
+                self._lock.wait()
+            return None
+
+    def _report(self) -> None:
+        progress = self.progress()
+        if progress is None:
+            log.info("compiled %d programs in the background, %.0f s", self._num_done, time.monotonic() - self._since)
+        elif self._num_done % _LOG_EVERY == 0:
+            log.info("%s", progress)
+
+
+class Popularity:
+    """How often programs were called, in a file that servers of the same model share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, int]:
+        """Return the calls of each program by name, the most first; empty without a readable file."""
+        try:
+            content = json.loads(self._path.read_text())
+            counts = {str(name): int(count) for name, count in content.items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+        return dict(sorted(counts.items(), key=lambda each: -each[1]))
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add calls to the file. Two servers that write at the same time may lose counts, and nothing else."""
+        total = self.read()
+        for name, count in counts.items():
+            total[name] = total.get(name, 0) + count
+        own = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            own.write_text(json.dumps(total, indent=1))
+            own.replace(self._path)
+        except OSError as error:
+            log.warning("cannot write which programs are popular: %s", error)

@@ -1,0 +1,142 @@
+"""The compiled programs of training steps, by what their shapes follow from, and which of them are likely.
+
+Programs are compiled for shapes alone, so the first are compiled while the base weights are read.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.compiler import Compiler, Popularity, Program, Ready
+from skyrl_tx.backends.jax.mesh import parameter_sharding
+from skyrl_tx.backends.jax.shapes import ascending
+from skyrl_tx.backends.jax.train import packing, step
+from skyrl_tx.layers.kernels.choice import Kernels
+from skyrl_tx.layers.lora import Adapter, LoraPair
+from skyrl_tx.layers.parameter import Parameter, map_named
+from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.layers.sharding import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape that a program of `step.accumulate` is compiled for. `length` is that of each row, `rank` is padded."""
+
+    num_rows: int
+    length: int
+    num_targets: int
+    rank: int
+    remat: RematPolicy
+
+    @property
+    def name(self) -> str:
+        """The name in the file of popular programs. The remat policy follows from the memory plan."""
+        return f"{self.num_rows} {self.length} {self.num_targets} {self.rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShapes:
+    """The shapes of the micro-batches that a server of a model computes."""
+
+    budget: int
+    """Tokens of a row, at most, unless an example is longer."""
+    num_rows: int
+    multiple: int
+    """The length of a row is a multiple of this number."""
+    rank: int
+    """The padded rank that clients use unless they choose another."""
+    remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
+
+    def likely(self, popular: Iterator[str]) -> Iterator[StepShape]:
+        """Yield the shapes of popular programs, then full micro-batches, then shorter ones in ascending order."""
+        for name in popular:
+            fields = name.split()
+            if len(fields) == 4 and all(each.isdigit() for each in fields):
+                yield self._shape(*map(int, fields))
+        lengths = list(ascending(lambda size: packing.micro_batch_length(size, self.budget), self.budget))
+        for length in (lengths[-1], *lengths[:-1]):
+            rounded = -(-length // self.multiple) * self.multiple
+            yield self._shape(self.num_rows, rounded, 1, self.rank)
+
+    def _shape(self, num_rows: int, length: int, num_targets: int, rank: int) -> StepShape:
+        return StepShape(num_rows, length, num_targets, rank, self.remat(num_rows * length))
+
+
+class StepPrograms:
+    """The programs of `step.accumulate`, compiled in the background."""
+
+    def __init__(self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[StepShape]) -> None:
+        """`params` has the shapes of the base weights in training."""
+        self.ready: dict[StepShape, Ready] = compiler.ready
+        """The compiled programs."""
+        self._params, self._config, self._compiler = params, config, compiler
+        self._popularity: Popularity | None = None
+
+    def start(self, shapes: StepShapes, cache_dir: Path | None) -> None:
+        """Begin with the likeliest programs. Which are popular is kept in `cache_dir`."""
+        if cache_dir is not None:
+            layout = self._params.layout
+            about = (self._config, layout.mesh, self._params.embed.dtype.name)
+            name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+            self._popularity = Popularity(cache_dir / "popular" / f"{name}.json")
+        popular = iter(() if self._popularity is None else self._popularity.read())
+        self._compiler.expect((each, self._program(each)) for each in dict.fromkeys(shapes.likely(popular)))
+
+    def need(self, shape: StepShape) -> None:
+        """Compile a program before the likely ones. A request waits for it, or will."""
+        self._compiler.need(shape, partial(self._program, shape))
+
+    def wait(self, shape: StepShape, timeout_s: float) -> bool:
+        """Wait for a program that is needed; return whether it is ready."""
+        return self._compiler.wait(shape, timeout_s)
+
+    def progress(self) -> str | None:
+        """Describe what is left to compile; None if nothing is."""
+        return self._compiler.progress()
+
+    def close(self) -> None:
+        """End the threads, and keep how often programs were called. Idempotent."""
+        self._compiler.close()
+        counts = {shape.name: program.num_calls for shape, program in self.ready.items() if program.num_calls}
+        if counts and self._popularity is not None:
+            self._popularity.add(counts)
+        self._popularity = None
+
+    def _program(self, shape: StepShape) -> Program:
+        adapter = _adapter(self._params.layout, self._config, shape.rank)
+        batch = packing.empty(shape.num_rows, shape.length, shape.num_targets)
+        static = {"config": self._config, "remat": shape.remat}
+        return Program(step.accumulate, (self._params, adapter, adapter.weights, batch), static)
+
+
+def shapes_of_params(
+    described: models.DecoderParams, layout: Layout, kernels: Kernels, dtype: np.dtype
+) -> models.DecoderParams:
+    """Return the shapes of base weights on a mesh."""
+
+    def shape(_: str, parameter: Parameter) -> Any:
+        stored = np.dtype(np.float32) if parameter.is_float32 else dtype
+        return jax.ShapeDtypeStruct(parameter.shape, stored, sharding=parameter_sharding(layout, parameter))
+
+    return map_named(shape, described).replace(layout=layout, kernels=kernels)
+
+
+def _adapter(layout: Layout, config: models.ModelConfig, rank: int) -> Adapter:
+    """Return the shapes of an adapter on a mesh."""
+    shapes, axes = models.adapter_shapes(config, rank), models.adapter_axes(config)
+
+    def placed(leaf: jax.Array, of: tuple[Any, ...]) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(of, leaf.shape))
+
+    weights = {
+        name: LoraPair(a=placed(pair.a, axes[name][0]), b=placed(pair.b, axes[name][1]))
+        for name, pair in shapes.weights.items()
+    }
+    return Adapter(weights=weights, scale=placed(shapes.scale, ()))

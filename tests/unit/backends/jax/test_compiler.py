@@ -1,0 +1,138 @@
+"""Compilation in the background: order, failures, progress, the end, and what is popular."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from skyrl_tx.backends.jax.compiler import Compiler, Popularity, Program
+from skyrl_tx.backends.jax.devices import CompilationMonitor
+
+WAIT_S = 30.0
+
+
+class Jitted:
+    """Stands in for a jitted function: compiles when it is allowed to, and records its name in `order`."""
+
+    def __init__(self, name: str, order: list[str], error: Exception | None = None) -> None:
+        self.name, self._order, self._error = name, order, error
+        self.started, self.allowed = threading.Event(), threading.Event()
+
+    def lower(self, *_: Any, **__: Any) -> "Jitted":
+        self.started.set()
+        assert self.allowed.wait(WAIT_S)
+        self._order.append(self.name)
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def compile(self) -> Callable[..., str]:
+        return lambda *_: f"compiled {self.name}"
+
+    def __call__(self, *_: Any, **static: Any) -> str:
+        return f"called {self.name} with {static}"
+
+
+def program(jitted: Jitted) -> Program:
+    return Program(jitted, (), {"config": 1})
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler[str]]:
+    found = Compiler[str](1, CompilationMonitor())
+    yield found
+    found.close()
+
+
+def test_a_needed_program_comes_before_likely_ones_and_is_compiled_once(compiler: Compiler[str]) -> None:
+    order: list[str] = []
+    likely = {name: Jitted(name, order) for name in "abcd"}
+    compiler.expect((name, program(each)) for name, each in likely.items())
+    assert likely["a"].started.wait(WAIT_S)
+    for name in "ac":  # one is being compiled, the other is queued
+        compiler.need(name, lambda: pytest.fail("the likely program is known"))
+    compiler.need("e", lambda: program(likely.setdefault("e", Jitted("e", order))))
+    assert likely["c"].started.wait(WAIT_S)  # by the thread for needed programs, while the other has not ended
+    assert not likely["b"].started.is_set()
+    assert compiler.progress() == "compiled 0 of 5 programs in the background, 0 s"
+    likely["c"].allowed.set()
+    assert compiler.wait("c", WAIT_S)
+    assert likely["e"].started.wait(WAIT_S)
+    for each in likely.values():
+        each.allowed.set()
+    for name in likely:
+        assert compiler.wait(name, WAIT_S)
+    assert compiler.progress() is None
+    assert sorted(order) == ["a", "b", "c", "d", "e"]
+    assert compiler.ready["e"].call() == "compiled e"
+
+
+def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compiler(
+    compiler: Compiler[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Jitted("broken", [], ValueError("no such instruction"))
+    broken.allowed.set()
+    compiler.need("broken", lambda: program(broken))
+    assert compiler.wait("broken", WAIT_S)
+    assert compiler.ready["broken"].call() == "called broken with {'config': 1}"
+    assert "cannot compile broken in the background" in caplog.text
+    assert "no such instruction" in caplog.text
+
+
+def test_close_waits_for_the_programs_that_are_being_compiled_and_starts_no_other() -> None:
+    order: list[str] = []
+    found = Compiler[str](1, CompilationMonitor())
+    running, queued = Jitted("running", order), Jitted("queued", order)
+    found.expect([("running", program(running)), ("queued", program(queued))])
+    assert running.started.wait(WAIT_S)
+    closing = threading.Thread(target=found.close)
+    closing.start()
+    running.allowed.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive() and order == ["running"] and not queued.started.is_set()
+    found.close()
+
+
+def test_only_a_call_that_waits_counts_as_compiling() -> None:
+    monitor = CompilationMonitor()
+    found = Compiler[str](1, monitor)
+    seen: list[bool] = []
+
+    class Event(Jitted):
+        def lower(self, *_: Any, **__: Any) -> "Jitted":
+            monitor.on_start("/jax/core/compile/jaxpr_trace_duration", 0.0)
+            seen.append(monitor.is_compiling)
+            monitor.on_end("/jax/core/compile/jaxpr_trace_duration", 1.0)
+            monitor.on_end("/jax/core/compile/backend_compile_duration", 2.0)
+            return super().lower()
+
+    event = Event("event", [])
+    found.expect([("event", program(event))])
+    assert event.started.wait(WAIT_S)
+    assert seen == [False] and not monitor.is_compiling
+    assert not found.wait("event", 0.0)
+    with monitor.waiting():
+        assert monitor.is_compiling
+    event.allowed.set()
+    assert found.wait("event", WAIT_S)
+    found.close()
+    assert (monitor.num_compiled, monitor.seconds, monitor.is_compiling) == (1, 2.0, False)
+
+
+def test_popular_programs_are_those_with_the_most_calls_of_all_starts(tmp_path) -> None:
+    path = tmp_path / "popular" / "model.json"
+    assert Popularity(path).read() == {}
+    Popularity(path).add({"short": 2, "long": 1})
+    Popularity(path).add({"long": 5, "other": 3})
+    assert list(Popularity(path).read().items()) == [("long", 6), ("other", 3), ("short", 2)]
+    assert [each.name for each in path.parent.iterdir()] == ["model.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": "many"}', '{"a": null}'])
+def test_an_unreadable_file_of_popular_programs_is_written_again(tmp_path, content: str) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(content)
+    assert Popularity(path).read() == {}
+    Popularity(path).add({"a": 1})
+    assert Popularity(path).read() == {"a": 1}

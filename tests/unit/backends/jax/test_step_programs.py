@@ -1,0 +1,88 @@
+"""Programs of training that are compiled in the background: which are likely, and that they are the same programs."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.backend import JaxBackend
+from skyrl_tx.backends.jax.compiler import Compiler, Program, Ready
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.devices import CompilationMonitor
+from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShape, StepShapes
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.testing.backend_driver import scoring
+from tests.support.tiny import TinyModel, tiny_backend
+
+MODEL = ModelId("m")
+
+
+def remat(num_tokens: int) -> RematPolicy:
+    return RematPolicy.FULL if num_tokens > 128 else RematPolicy.SAVE_MATMULS
+
+
+def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() -> None:
+    shapes = StepShapes(budget=100, num_rows=2, multiple=8, rank=32, remat=remat)
+    found = list(shapes.likely(iter(["1 500 3 8", "no shape", "2 32 1 x"])))
+    assert found[0] == StepShape(1, 500, 3, 8, RematPolicy.FULL)
+    assert [each.length for each in found[1:]] == [104, 32, 48, 64, 96]
+    assert found[1:3] == [StepShape(2, 104, 1, 32, RematPolicy.FULL), StepShape(2, 32, 1, 32, RematPolicy.SAVE_MATMULS)]
+
+
+def trained(backend: JaxBackend) -> list[np.ndarray]:
+    """Return the results of two passes and the gradient."""
+    backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+    results = [
+        result.logprobs
+        for length in (12, 30)
+        for result in backend.forward_backward(scoring(MODEL, [np.arange(length, dtype=np.int32)]))
+    ]
+    return [*results, *map(np.asarray, jax.tree.leaves(backend._pool.get(MODEL).gradient))]
+
+
+def test_a_program_that_is_compiled_in_the_background_gives_the_same_bits() -> None:
+    with tiny_backend(micro_batch_tokens=32, compile_threads=1) as backend:
+        programs = backend._step_programs
+        assert programs is not None
+        found = trained(backend)
+        assert backend.meters().progress is None and not backend.is_compiling()
+        assert [each.num_calls for each in programs.ready.values()] == [2]
+    with tiny_backend(micro_batch_tokens=32) as backend:
+        assert backend._step_programs is None
+        for one, other in zip(trained(backend), found, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+class Recorded(Compiler[StepShape]):
+    """Records what is expected, and compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, CompilationMonitor())
+        self.expected: list[StepShape] = []
+
+    def expect(self, programs: Iterable[tuple[StepShape, Program]]) -> None:
+        self.expected += [shape for shape, _ in programs]
+
+
+def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Path, tiny: TinyModel) -> None:
+    shapes = StepShapes(budget=64, num_rows=1, multiple=1, rank=8, remat=remat)
+    layout = mesh.make_layout(MeshConfig())
+    params = tiny.params.replace(layout=layout)  # type: ignore[attr-defined]
+    orders: list[list[int]] = []
+    for _ in range(2):
+        compiler = Recorded()
+        programs = StepPrograms(params, tiny.config, compiler)
+        programs.start(shapes, tmp_path)
+        orders.append([each.length for each in compiler.expected])
+        for shape in compiler.expected:
+            compiler.ready[shape] = Ready(print, num_calls=3 if shape.length == 48 else 0)
+        programs.close()
+        programs.close()  # counts once
+    assert orders == [[64, 32, 48], [48, 64, 32]]
+    (popular,) = (tmp_path / "popular").iterdir()
+    assert json.loads(popular.read_text()) == {"1 48 1 8": 6}
