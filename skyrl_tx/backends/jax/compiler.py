@@ -27,8 +27,6 @@ _NICENESS = 5
 """The niceness of threads that compile: on busy cores, one of them has a third of the time of another thread."""
 _LOG_EVERY = 5
 """Programs between two lines of the log."""
-_STOP_S = 20.0
-"""How long `close` waits for programs that are being compiled, which cannot be interrupted."""
 
 log = logging.getLogger(__name__)
 
@@ -115,15 +113,17 @@ class Compiler(Generic[Key]):
             )
 
     def close(self) -> None:
-        """Compile nothing more, and wait for the programs that are being compiled, 20 s at most. Idempotent."""
+        """Compile nothing more, and wait for the programs that are being compiled. Idempotent.
+
+        XLA cannot be interrupted, and a process that ends while it compiles is aborted.
+        """
         with self._lock:
             self._is_closed = True
             self._likely.clear()
             self._needed.clear()
             self._lock.notify_all()
-        deadline = time.monotonic() + _STOP_S
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join()
 
     def _work_nicely(self, *queues: deque[tuple[Key, Program]]) -> None:
         if sys.platform == "linux":  # elsewhere the niceness is that of the process
