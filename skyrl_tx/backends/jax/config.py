@@ -56,7 +56,7 @@ class JaxConfig(BaseModel):
     """Directory of compiled programs, which a restart reads instead of compiling; null: none."""
     compile_threads: int = Field(default=0, ge=0)
     """Threads that compile the programs of training in the background, the likeliest first, before requests need them.
-    0: each program is compiled when it is first used, and all requests wait. On CPU half of the cores is a good number."""
+    0: each program is compiled when it is first used, and all requests wait. On CPU, half of the cores are enough."""
     warmup: bool = False
     """Compile every common shape before the server is ready, not on first use.
     Takes minutes with an empty compile_cache_dir."""
