@@ -292,7 +292,10 @@ def logits(
 ) -> jax.Array:
     """Return float32 logits [B, ..., V] of hidden states [B, ..., D]; `adapter_B` has a slot for each index of B."""
     y = logprobs.logits(hidden, params.unembed_VD, unembed_rows(adapter, adapter_B))
-    return params.layout.constrain(y, "batch", *[None] * (y.ndim - 1))  # whole rows, because they are sorted and summed
+    layout, between = params.layout, [None] * (y.ndim - 2)
+    # Each device computes its part of the vocabulary. Without this XLA sends the unembedding to all, not the logits.
+    y = layout.constrain(y, "batch", *between, "vocab")
+    return layout.constrain(y, "batch", *between, None)  # whole rows, because they are sorted and summed
 
 
 def target_logprobs(

@@ -13,6 +13,7 @@ from skyrl_tx.cli import main
 from skyrl_tx.plan.command import PROGRAMS
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.client_environments import COMPILERS
+from tests.support.published import QWEN3_8B
 
 SPLASH = "splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"
 TRITON = "mha_forward", "mha_backward"
@@ -103,3 +104,14 @@ def test_programs_compile_for_one_device_and_for_eight(
     if not names and found["device"]["name"] == "h100":  # TPUs pad each of these small arrays
         step = programs["optimizer"]
         assert step["argument_bytes"] + step["output_bytes"] == pytest.approx(step["planned_bytes"], rel=0.15)
+
+
+@pytest.mark.slow
+def test_devices_exchange_logits_and_not_the_unembedding(tmp_path: Path, client_environment) -> None:
+    """In a step each device computes its part of the vocabulary, which is far less than the weights for it."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 2}))
+    flags = ("--device", "v5e:2x4", "--mesh", "tp=8", "--context", "512")
+    found, programs = compiled(client_environment, tmp_path, "decode", *flags)
+    logits = 4 * found["limits"]["sample_slots"] * QWEN3_8B["vocab_size"]
+    sent = sum(each["bytes"] for each in programs["decode"]["text"]["collectives"].values())
+    assert sent < 1.2 * logits < 2 * QWEN3_8B["hidden_size"] * QWEN3_8B["vocab_size"]
