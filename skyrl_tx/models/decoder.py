@@ -309,7 +309,7 @@ def target_logprobs(
     rows, layout = unembed_rows(adapter, adapter_B), params.layout
     hidden, split_targets = (layout.shards_as_rows(x) for x in (hidden_BTD, targets))
     chunk = logprobs.CHUNK * layout.num_shards("tokens")
-    found = logprobs.target_logprobs(hidden, params.unembed_VD, split_targets, rows, chunk=chunk)
+    found = logprobs.target_logprobs(hidden, _gathered_unembedding(params), split_targets, rows, chunk=chunk)
     return layout.rows_of_shards(found, targets.shape)
 
 
@@ -329,10 +329,23 @@ def target_logprobs_and_gradient(
     hidden, split_targets, inputs = jax.tree.map(layout.shards_as_rows, (hidden_BTD, targets, inputs))
     chunk = logprobs.CHUNK * layout.num_shards("tokens")
     found, d_hidden, d_pair = logprobs.target_logprobs_and_gradient(
-        hidden, params.unembed_VD, split_targets, rows, logprob_gradient, inputs, chunk=chunk
+        hidden, _gathered_unembedding(params), split_targets, rows, logprob_gradient, inputs, chunk=chunk
     )
     d_hidden_BTD = layout.rows_of_shards(d_hidden, hidden_BTD.shape)
     return layout.rows_of_shards(found, targets.shape), d_hidden_BTD, {"unembed": d_pair}
+
+
+def _gathered_unembedding(params: DecoderParams) -> jax.Array:
+    """Return the unembedding with whole D on GPU, where XLA would gather it for each chunk otherwise.
+
+    On TPU it sends parts around while it computes with others, which takes less memory.
+    """
+    layout, unembed_VD = params.layout, params.unembed_VD
+    if layout.num_shards("embed") == 1:
+        return unembed_VD
+    return jax.lax.platform_dependent(
+        unembed_VD, cuda=lambda x: layout.constrain(x, "vocab", None), default=lambda x: x
+    )
 
 
 def unembed_rows(adapter: Adapter | None, adapter_B: jax.Array | None) -> RowAdapter | None:

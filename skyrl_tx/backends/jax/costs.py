@@ -99,16 +99,15 @@ def _bytes_of_ranks(config: models.ModelConfig) -> int:
 def _gathered_bytes(params: models.DecoderParams) -> int:
     """Return the bytes of the weights that a device gathers over `fsdp`: the unembedding, and those of one layer.
 
-    XLA for GPUs gathers them whole, and the next ones while it computes with these. For TPUs it sends parts around.
+    XLA for GPUs gathers them whole, and the next layer's while it computes with these. For TPUs it sends parts around.
     """
     layout = params.layout
     if layout.num_shards("embed") == 1:
         return 0
     shards = layout.num_shards("mlp") * layout.num_shards("expert")
     layers = [sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(stack)) for stack in params.layers]
-    return (
-        2 * (params.unembed_VD.size // layout.num_shards("mlp") + max(layers) // shards) * params.embed.dtype.itemsize
-    )
+    gathered = params.unembed_VD.size // layout.num_shards("mlp") + 2 * max(layers) // shards
+    return gathered * params.embed.dtype.itemsize
 
 
 def _costs_of_experts(layout: Layout, config: models.ModelConfig, itemsize: int) -> tuple[int, int]:

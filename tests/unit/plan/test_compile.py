@@ -61,6 +61,17 @@ def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_pat
 
 
 @pytest.mark.slow
+def test_the_unembedding_is_gathered_once(tmp_path: Path, client_environment) -> None:
+    """Not for each of the eight chunks of log-probabilities that a device computes of 2,048 tokens."""
+    write_model(tmp_path, num_layers=3, vocab_size=16384, hidden_size=128)
+    flags = ("--device", "h200:2", "--mesh", "fsdp=2", "--backend-config.remat")
+    gradient = compiled(client_environment, tmp_path, "gradient", *flags)[1]["gradient"]
+    unembedding = 16384 * 128 * 2
+    # Once for all losses, and once more in the branch of those that read whole rows; the layers are small
+    assert gradient["text"]["collectives"]["all-gather"]["bytes"] < 3 * unembedding
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "flags", "kernels", "names"),
     [
