@@ -42,6 +42,7 @@ def test_quickstart_trains_plots_curves_and_saves_checkpoints(tmp_path):
     assert "stopping" in (tmp_path / "skyrl-tx-quickstart" / "server.log").read_text()
 
 
+@pytest.mark.exhaustive  # test_gsm8k_scripts.py trains this family, too
 def test_quickstart_trains_qwen3_5(tmp_path):
     done = quickstart("--architecture", "qwen3_5", "--steps", "30", "--rl-steps", "2", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
