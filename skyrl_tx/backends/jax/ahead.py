@@ -28,12 +28,11 @@ from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.backends.jax.start_plan import StartPlan
 from skyrl_tx.backends.jax.train import optimizer, packing, step
 from skyrl_tx.backends.jax.train.adapters import padded_rank
+from skyrl_tx.backends.jax.train.step_programs import placed_adapter_shapes, shapes_of_params
 from skyrl_tx.backends.jax.warmup import NAME, training_batch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.held import Cache, Table
-from skyrl_tx.layers.lora import Adapter, LoraPair
-from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.sharding import Layout
 
 
@@ -132,27 +131,21 @@ class _Shapes:
 
     def __init__(self, config: JaxConfig, layout: Layout, model: models.ModelConfig, plan: StartPlan) -> None:
         self._config, self._layout, self._model, self._plan = config, layout, model, plan
-        dtype = jnp.dtype(plan.dtype)
-
-        def array(each: Parameter) -> jax.ShapeDtypeStruct:
-            sharding = mesh.parameter_sharding(layout, each)
-            return jax.ShapeDtypeStruct(each.shape, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
-
         described = models.describe_params(model)
-        self._params = replace(jax.tree.map(array, described), layout=layout, kernels=plan.kernels)
+        self._params = shapes_of_params(described, layout, plan.kernels, jnp.dtype(plan.dtype))
         self._training_params = replace(self._params, layout=mesh.training_layout(layout))
 
     def forward(self) -> _Lowered:
         """Return one micro-batch without gradient. The plan has no account of it: it takes less than one with."""
         batch, detail = self._micro_batch()
-        adapter = self._adapter(self._rank)
+        adapter = placed_adapter_shapes(self._layout, self._model, self._rank)
         return step.forward.lower(self._training_params, adapter, batch, config=self._model), detail, 0
 
     def gradient(self) -> _Lowered:
         """Return the gradient of one micro-batch of the plan."""
         plan = self._plan
         batch, detail = self._micro_batch()
-        adapter = self._adapter(self._rank)
+        adapter = placed_adapter_shapes(self._layout, self._model, self._rank)
         num_shards = math.prod(map(self._training_params.layout.num_shards, ("batch", "tokens")))
         remat = plan.passes.policy(plan.passes.micro_batch_tokens // num_shards)
         lowered = step.accumulate.lower(
@@ -162,7 +155,7 @@ class _Shapes:
 
     def optimizer(self) -> _Lowered:
         """Return a step of AdamW: weights, gradient and moments, and the new ones of all but the gradient."""
-        weights = self._adapter(self._rank).weights
+        weights = placed_adapter_shapes(self._layout, self._model, self._rank).weights
         state = optimizer.OptimizerState(first=weights, second=weights, step=self._replicated(np.int32(0)))
         factors = self._replicated(optimizer.coefficients(OptimizerParams(), 1))
         lowered = optimizer.adamw.lower(weights, state, weights, factors)
@@ -218,18 +211,6 @@ class _Shapes:
     def _table(self, num_rows: int) -> Table:
         page_BM = np.zeros((num_rows, self._plan.samples.table_pages), np.int32)
         return self._replicated(Table(page_BM, np.zeros(num_rows, np.int32)))  # type: ignore[arg-type]
-
-    def _adapter(self, rank: int) -> Adapter:
-        shapes, axes = models.adapter_shapes(self._model, rank), models.adapter_axes(self._model)
-
-        def array(leaf: jax.Array, of: tuple[Any, ...]) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._layout.sharding(of, leaf.shape))
-
-        weights = {
-            name: LoraPair(a=array(pair.a, axes[name][0]), b=array(pair.b, axes[name][1]))
-            for name, pair in shapes.weights.items()
-        }
-        return Adapter(weights=weights, scale=self._replicated(np.float32(0)))
 
     def _replicated(self, tree: Any) -> Any:
         def array(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -110,7 +110,7 @@ class StepPrograms:
         self._popularity = None
 
     def _program(self, shape: StepShape) -> Program:
-        adapter = _adapter(self._params.layout, self._config, shape.rank)
+        adapter = placed_adapter_shapes(self._params.layout, self._config, shape.rank)
         batch = packing.empty(shape.num_rows, shape.length, shape.num_targets)
         static = {"config": self._config, "remat": shape.remat}
         return Program(step.accumulate, (self._params, adapter, adapter.weights, batch), static)
@@ -128,7 +128,7 @@ def shapes_of_params(
     return map_named(shape, described).replace(layout=layout, kernels=kernels)
 
 
-def _adapter(layout: Layout, config: models.ModelConfig, rank: int) -> Adapter:
+def placed_adapter_shapes(layout: Layout, config: models.ModelConfig, rank: int) -> Adapter:
     """Return the shapes of an adapter on a mesh."""
     shapes, axes = models.adapter_shapes(config, rank), models.adapter_axes(config)
 
