@@ -167,8 +167,9 @@ class AbstractBackend(SamplingBackend):
         """Become one of several hosts that make the same calls in the same order. Called once, before `start`.
 
         A backend that overrides this returns the same results on every host, and raises the same error on all or
-        BackendLost: memory, clocks and the order of sets may differ between hosts and must decide nothing. The default
-        refuses.
+        BackendLost: memory, clocks and the order of sets may differ between hosts and must decide nothing. A pass that
+        could go on with less memory does not decide that either: its `step` and `results` raise MemoryExhausted, when
+        nothing that it dispatched is running, and go on when they are called again. The default refuses.
         """
         raise UserError(f"--hosts.size {rank.size}: this backend computes on one host")
 

@@ -37,5 +37,17 @@ class CapacityError(ServerError):
     """Memory or slots are exhausted. The request may succeed later, when others have ended."""
 
 
+class MemoryExhausted(CapacityError):
+    """A pass had too little memory on this host among several, and goes on in smaller parts when it is called again.
+
+    Rank 0 calls it again if all hosts have raised this in the same call, with the same plan.
+    """
+
+    def __init__(self, message: str, *, plan: str) -> None:
+        """`plan` says what the pass computes next, in any form that is the same on every host."""
+        super().__init__(message)
+        self.plan = plan
+
+
 class BackendLost(Exception):
     """The state on the device is lost. The engine process must exit."""

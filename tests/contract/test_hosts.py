@@ -1,5 +1,6 @@
 """Several hosts pass the backend suite: rank 0 here, rank 1 in a process of its own."""
 
+import json
 import os
 import subprocess
 import sys
@@ -73,3 +74,16 @@ def jax_suite(*arguments: str) -> str:
 @pytest.mark.exhaustive
 def test_jax_on_two_hosts_passes_the_suite() -> None:
     assert " passed" in jax_suite()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [0, 1])
+def test_hosts_retry_with_less_memory_together_and_end_together(tmp_path: Path, alone: int) -> None:
+    """Two processes of one device each."""
+    environment = os.environ | {"XLA_FLAGS": FAST_COMPILE_FLAGS, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.contract.exhausted_hosts", str(tmp_path), str(alone)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["plans"] == ["128", "64", "64"] and seen["are_equal"]
+    assert f"host {alone} raised MemoryExhausted" in seen["lost"] and "Out of memory" in seen["lost"]

@@ -2,7 +2,8 @@
 
     python -m tests.support.follower ADDRESS RANK SIZE LOST_FILE
 
-While a file named LOST_FILE exists, its devices are lost.
+While a file named LOST_FILE exists, its devices are lost. With TEST_FOLLOWER_LOSES=memory they are out of memory while
+there is LOST_FILE.exhausted, see `exhausted_jax_device`.
 """
 
 import logging
@@ -41,6 +42,10 @@ def main() -> None:
     FakeBackend.is_lost = property(lambda _: Path(lost_file).exists(), lambda *_: None)  # type: ignore[assignment]
     if "jax" in os.environ.get("TEST_FOLLOWER_LOSES", ""):
         _let_jax_programs_fail(Path(lost_file))
+    if os.environ.get("TEST_FOLLOWER_LOSES") == "memory":
+        from tests.support.exhausted_jax_device import exhaust_while
+
+        exhaust_while(Path(f"{lost_file}.exhausted"))
     settings = HostsSettings(address=address, rank=int(rank), size=int(size))
     follow(settings, on_ready=lambda _: None, on_lost=lambda _: os._exit(1))
 

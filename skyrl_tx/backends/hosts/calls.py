@@ -16,12 +16,14 @@ import numpy as np
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, SampleRequest
 from skyrl_tx.contract.codec import decode_array, encode_array
+from skyrl_tx.contract.errors import MemoryExhausted
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 
 PROTOCOL = 1
 _DIGEST_BYTES = 8
 _RESULT = "result"
+_PLAN = "plan"
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -250,18 +252,17 @@ def reply_of(number: int, result: object) -> Reply:
 
 def reply_of_error(number: int, error: Exception) -> Reply:
     """Return the reply to a call that raised."""
-    return Reply(number=number, error=type(error).__name__, message=" ".join(str(error).split()))
+    digests = {_PLAN: _digest(error.plan)} if isinstance(error, MemoryExhausted) else {}
+    return Reply(number=number, digests=digests, error=type(error).__name__, message=" ".join(str(error).split()))
 
 
 def difference(rank: int, call: Call, reply: Reply, own: Reply) -> str | None:
     """Return how a host's reply differs from that of rank 0, or None if both did the same.
 
-    Two that raised the same type of error did: messages name paths and addresses.
+    Two that raised the same type of error did, if they go on in the same way: messages name paths and addresses.
     """
     name = name_of(call)
-    if reply.error or own.error:
-        if reply.error == own.error:
-            return None
+    if reply.error != own.error:
         return f"host {rank} {_end_of(reply)} in {name}, call {own.number}, where host 0 {_end_of(own)}"
     differing = sorted(each for each in own.digests.keys() | reply.digests.keys() if _differs(each, reply, own))
     if not differing:

@@ -17,7 +17,7 @@ from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import BackendLost
+from skyrl_tx.contract.errors import BackendLost, MemoryExhausted
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
@@ -246,7 +246,7 @@ class LeadingBackend(AbstractBackend):
 
 
 class _LeadingPass(Pass):
-    """A pass of all hosts."""
+    """A pass of all hosts. Rank 0 lets it go on with less memory when all hosts are out of it at the same place."""
 
     def __init__(self, make: Callable[..., object], own: Pass, handle: int) -> None:
         self._make = make
@@ -255,13 +255,22 @@ class _LeadingPass(Pass):
 
     def step(self) -> bool:
         """See Pass."""
-        return bool(self._make(calls.StepPass(handle=self._handle), self._own.step))
+        try:
+            return bool(self._make(calls.StepPass(handle=self._handle), self._own.step))
+        except MemoryExhausted as error:
+            _note_retry(error)
+            return False
 
     def results(self) -> list[PassResult]:
         """See Pass."""
-        found = self._make(calls.FinishPass(handle=self._handle), self._own.results)
-        assert isinstance(found, list)
-        return found
+        while True:
+            try:
+                found = self._make(calls.FinishPass(handle=self._handle), self._own.results)
+            except MemoryExhausted as error:
+                _note_retry(error)
+            else:
+                assert isinstance(found, list)
+                return found
 
     def abort(self) -> None:
         """See Pass."""
@@ -278,6 +287,10 @@ class _LeadingSnapshot(Snapshot):
     def write(self, directory: Path) -> None:
         """See Snapshot."""
         self.own.write(directory)
+
+
+def _note_retry(error: MemoryExhausted) -> None:
+    _log.warning("all hosts ran out of memory in the same call; all go on with %s: %s", error.plan, error)
 
 
 def _leading(source: Snapshot) -> _LeadingSnapshot:

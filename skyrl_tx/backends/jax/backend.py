@@ -16,10 +16,10 @@ from skyrl_tx.backends.jax.compiler import Compiler
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
+from skyrl_tx.backends.jax.exhaustion import capacity_errors
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
 from skyrl_tx.backends.jax.memory import (
     Memory,
-    capacity_errors,
     device_memory,
     longest_example,
     max_models,

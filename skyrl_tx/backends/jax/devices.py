@@ -10,8 +10,8 @@ import jax.monitoring
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from skyrl_tx.backends.jax.distributed import put
-from skyrl_tx.backends.jax.memory import is_exhausted
+from skyrl_tx.backends.jax.distributed import is_distributed, put
+from skyrl_tx.backends.jax.exhaustion import is_exhausted
 from skyrl_tx.contract.errors import BackendLost
 
 _PROBE_SIZE = 8
@@ -26,14 +26,14 @@ def check_devices(mesh: Mesh) -> None:
     """Add up numbers on all devices of a mesh together. Raises BackendLost if that fails or gives another sum.
 
     After most errors of a driver (CUDA_ERROR_ILLEGAL_ADDRESS, a GPU that has fallen off the bus) every later operation
-    of the process fails too. Exhausted memory is not such an error.
+    of the process fails too. Exhausted memory is not such an error, unless other hosts wait for this sum.
     """
     numbers = np.arange(_PROBE_SIZE * mesh.size, dtype=np.float32)
     try:
         placed = put(numbers, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
         found = float(_sum(placed))
     except jax.errors.JaxRuntimeError as error:
-        if is_exhausted(error):
+        if is_exhausted(error) and not is_distributed():
             return
         raise BackendLost(f"the devices do not compute any more: {error}") from error
     if found != numbers.sum():

@@ -4,8 +4,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -13,10 +12,10 @@ import jax
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK, Costs, costs_of
-from skyrl_tx.backends.jax.distributed import agreed, is_distributed, own_devices
+from skyrl_tx.backends.jax.distributed import agreed, own_devices
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
-from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
@@ -125,41 +124,6 @@ class Memory:
             "" if self.plan.remat else "no-",
             " --backend-config.offload" if self.plan.offload_above == 0 else "",
         )
-
-
-def is_exhausted(error: Exception) -> bool:
-    """Return whether a device, or the host on its behalf, ran out of memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
-def no_memory(purpose: str, error: Exception) -> CapacityError | BackendLost:
-    """Return the client's error for an exhausted device, and log the device's own message.
-
-    With several hosts the backend is lost: the others may have had enough memory, and wait for this one.
-    """
-    log.error("no memory left for %s: %s", purpose, error)
-    if is_distributed():
-        return BackendLost(
-            f"a device of this host has no memory left for {purpose}, and other hosts may have had it; restart with "
-            "a lower --backend-config.micro-batch-tokens, --backend-config.max-lora-adapters or "
-            "--backend-config.max-sample-tokens if this happens again"
-        )
-    return CapacityError(
-        f"the device has no memory left for {purpose}. State is unchanged. Restart with a lower "
-        "--backend-config.max-lora-adapters, --backend-config.max-lora-rank or --backend-config.max-sample-tokens "
-        "to free memory"
-    )
-
-
-@contextmanager
-def capacity_errors(purpose: str) -> Generator[None]:
-    """Raise the error of `no_memory` when the device runs out of memory inside the context."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if is_exhausted(error):
-            raise no_memory(purpose, error) from error
-        raise
 
 
 def training_costs(params: models.DecoderParams, model: models.ModelConfig) -> Costs | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.distributed import fetch
+from skyrl_tx.backends.jax.exhaustion import check_alone, is_exhausted
 from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
@@ -242,13 +243,18 @@ class JaxPrograms:
 
     @contextmanager
     def _detect_loss(self) -> Generator[None]:
-        """Raise BackendLost for a failure after which the cache, which programs update in place, is gone."""
+        """Raise BackendLost for a failure after which the cache, which programs update in place, is gone.
+
+        With several hosts also if memory is exhausted, which may be so on this one only.
+        """
         cache = self.cache
         try:
             yield
         except Exception as error:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
                 raise BackendLost(f"decoding failed and destroyed the KV cache: {error}") from error
+            if is_exhausted(error):
+                check_alone(error)
             raise
 
     # Compilation

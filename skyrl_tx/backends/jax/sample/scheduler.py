@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.exhaustion import check_alone
 from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.prefill import Prefill, Prefiller
@@ -305,7 +306,8 @@ class SampleScheduler:
                 self._prefilled.append(prefill)
         except BackendLost:
             raise
-        except Exception:
+        except Exception as failure:
+            check_alone(failure)
             log.exception("prefill of request %s failed", request.request_id)
             error = f"the prompt could not be computed; the server's log has it under request {request.request_id}"
             deltas.append(_empty_delta(request, error=error))

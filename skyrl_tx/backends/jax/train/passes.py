@@ -16,13 +16,15 @@ import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.distributed import fetch, is_distributed
-from skyrl_tx.backends.jax.memory import Memory, MemoryPlan, is_exhausted, no_memory
+from skyrl_tx.backends.jax.exhaustion import drain, is_exhausted, no_memory
+from skyrl_tx.backends.jax.memory import Memory, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, TrainingState, zero_gradient
 from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShape
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.errors import MemoryExhausted
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.layers.lora import AdapterWeights
@@ -204,18 +206,22 @@ class JaxPass(Pass):
         """If the device is out of memory, restart with smaller micro-batches. Raises CapacityError if there are none.
 
         The smaller plan becomes that of later passes only when this pass has succeeded with it, because other shapes
-        give other bits.
+        give other bits. With several hosts raises MemoryExhausted then: only rank 0 knows whether all have restarted.
         """
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
-            if is_distributed():  # another host may not be out of memory
-                raise no_memory("this pass", error) from error
+            if is_distributed():
+                drain()  # or a program would be left that waits for hosts which have restarted
             self._restart(self._smaller(error))
             self._has_shrunk = True
             self._limit.num_retries += 1
+            if is_distributed():
+                reason = " ".join(str(error).split())
+                message = f"out of device memory ({reason}); --backend-config.micro-batch-tokens may be too high"
+                raise MemoryExhausted(message, plan=repr(self._memory_plan)) from error
 
     def _smaller(self, error: Exception) -> MemoryPlan:
         """Return a memory plan with smaller micro-batches for this pass. Raises CapacityError if there is none."""

@@ -18,12 +18,13 @@ from skyrl_tx.backends.hosts.channel import LeaderLost, connect
 from skyrl_tx.backends.hosts.following import Follower
 from skyrl_tx.backends.hosts.leading import LeadingBackend
 from skyrl_tx.backends.hosts.settings import HostsSettings
-from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, BlockingBackend, HostRank
+from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, BlockingBackend, HostRank, Pass
+from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
+from skyrl_tx.contract.errors import BackendLost, CapacityError, MemoryExhausted, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
-from skyrl_tx.contract.results import Metrics, SampleDelta
+from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 from skyrl_tx.testing.backend_driver import WEIGHTS_ONLY, BackendDriver
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
@@ -60,6 +61,37 @@ class Failing(FakeBackend):
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         raise MemoryError("no memory here")
+
+
+class Exhausted(FakeBackend):
+    """Has too little memory for passes, once for each plan that it gets."""
+
+    def __init__(self, *plans: str) -> None:
+        super().__init__("tiny", CONFIG)
+        self.plans = list(plans)
+
+    def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
+        return ExhaustedPass(super().begin_pass(batch, backward=backward), self.plans)
+
+
+class ExhaustedPass(Pass):
+    def __init__(self, inner: Pass, plans: list[str]) -> None:
+        self.inner, self.plans = inner, plans
+
+    def step(self) -> bool:
+        self._raise_next()
+        return self.inner.step()
+
+    def results(self) -> list[PassResult]:
+        self._raise_next()
+        return self.inner.results()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def _raise_next(self) -> None:
+        if self.plans:
+            raise MemoryExhausted("no memory here", plan=self.plans.pop(0))
 
 
 @dataclass
@@ -154,6 +186,35 @@ def test_a_host_that_does_something_else_loses_the_backend(tmp_path, other, mess
         for _ in range(2):  # and no call is made after that
             with pytest.raises(BackendLost, match=message):
                 hosts.driver.backend.optim_step(model, STEP)
+    assert isinstance(hosts.ended.get(timeout=60), LeaderLost)
+
+
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_a_pass_goes_on_with_less_memory_if_all_hosts_ran_out_of_it(tmp_path, is_stepped):
+    with two_hosts(tmp_path, own=Exhausted("half", "quarter"), other=Exhausted("half", "quarter")) as hosts:
+        driver = hosts.driver
+        running = driver.backend.begin_pass(driver.batch(driver.request(driver.model())), backward=True)
+        if is_stepped:
+            assert [running.step() for _ in range(4)] == [False, False, False, True]
+        assert len(running.results()) == 2
+    assert hosts.ended.get(timeout=60) is None and hosts.lost.empty()
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "message"),
+    [
+        ((), ("half",), r"host 1 raised MemoryExhausted: no memory here in step_pass, call \d+, where host 0 returned"),
+        (("half",), (), r"host 1 returned in step_pass, call \d+, where host 0 raised MemoryExhausted: no memory here"),
+        (("half",), ("quarter",), r"host 1 computed another result than host 0 of plan in step_pass"),
+    ],
+)
+def test_a_host_that_alone_runs_out_of_memory_loses_the_backend(tmp_path, own, other, message):
+    with two_hosts(tmp_path, own=Exhausted(*own), other=Exhausted(*other)) as hosts:
+        driver = hosts.driver
+        running = driver.backend.begin_pass(driver.batch(driver.request(driver.model())), backward=True)
+        for _ in range(2):  # and no call is made after that
+            with pytest.raises(BackendLost, match=message):
+                running.step()
     assert isinstance(hosts.ended.get(timeout=60), LeaderLost)
 
 

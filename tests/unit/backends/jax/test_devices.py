@@ -44,6 +44,18 @@ def test_lost_device_is_not_confused_with_exhausted_memory(
             check_devices(mesh)
 
 
+def test_exhausted_memory_ends_several_hosts_which_wait_for_the_sum(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(_: jax.Array) -> float:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(devices, "_sum", add)
+    monkeypatch.setattr(devices, "is_distributed", lambda: True)
+    with pytest.raises(BackendLost, match="RESOURCE_EXHAUSTED"):
+        check_devices(mesh)
+
+
 def test_compilation_is_seen_while_it_runs_and_after_it_failed() -> None:
     monitor, seen = compilation_monitor(), []
 

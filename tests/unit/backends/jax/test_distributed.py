@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from skyrl_tx.backends.jax import distributed, memory, mesh
+from skyrl_tx.backends.jax import distributed, exhaustion, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.memory import capacity_errors
+from skyrl_tx.backends.jax.exhaustion import capacity_errors
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.contract.errors import BackendLost, CapacityError
 
 
@@ -38,9 +39,14 @@ def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, c
     with caplog.at_level(logging.CRITICAL):
         with pytest.raises(CapacityError), capacity_errors("a model"):
             raise error
-        monkeypatch.setattr(memory, "is_distributed", lambda: True)
-        expected = pytest.raises(BackendLost, match=r"no memory left for a model.*--backend-config.micro-batch-tokens")
+        monkeypatch.setattr(exhaustion, "is_distributed", lambda: True)
+        expected = pytest.raises(BackendLost, match=r"RESOURCE_EXHAUSTED.*--backend-config.micro-batch-tokens")
         with expected, capacity_errors("a model"):
+            raise error
+        with (
+            pytest.raises(BackendLost, match="RESOURCE_EXHAUSTED"),
+            JaxPrograms._detect_loss(SimpleNamespace(cache=())),
+        ):
             raise error
 
 

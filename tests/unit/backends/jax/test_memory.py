@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import memory
+from skyrl_tx.backends.jax import exhaustion, memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import Costs
@@ -31,7 +31,7 @@ from skyrl_tx.backends.jax.train import adapters, passes
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
-from skyrl_tx.contract.errors import CapacityError, UserError
+from skyrl_tx.contract.errors import CapacityError, MemoryExhausted, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.layers.remat import RematPolicy
@@ -267,6 +267,49 @@ def test_memory_exhausted_when_results_are_read(start, monkeypatch):
     monkeypatch.setattr(passes.jax, "block_until_ready", lambda tree: raise_next(errors) or tree)
     assert_bit_equal(numbers(backend), wanted)
     assert not errors
+
+
+def test_with_several_hosts_a_pass_goes_on_with_less_memory_only_when_it_is_called_again(start, monkeypatch):
+    """It has planned that, and left nothing running that would wait for hosts which planned the same."""
+    wanted = numbers(start(64))
+    backend, accumulate, drained = start(128), training.accumulate, []
+
+    def exhausted(*given, **settings):
+        if given[3].tokens_BT.size > 64:
+            raise EXHAUSTED
+        return accumulate(*given, **settings)
+
+    monkeypatch.setattr(training, "accumulate", exhausted)
+    monkeypatch.setattr(passes, "is_distributed", lambda: True)
+    monkeypatch.setattr(passes, "drain", lambda: drained.append(True))
+    running = backend.begin_pass(BATCH, backward=True)
+    with pytest.raises(MemoryExhausted, match="Out of memory") as raised:
+        running.step()
+    assert "micro_batch_tokens=64" in raised.value.plan and drained == [True]
+    results = running.results()
+    gradient = backend.capture(MODEL, {StatePart.GRADIENT}).parts[StatePart.GRADIENT]
+    found = [result.logprobs for result in results] + [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
+    assert_bit_equal(found, wanted)
+    assert backend.meters().out_of_memory_retries == 1 and drained == [True]
+
+
+def test_waiting_for_all_devices_raises_other_errors_than_exhausted_memory(monkeypatch):
+    class Array:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error, self.is_done = error, False
+
+        def block_until_ready(self) -> None:
+            self.is_done = True
+            if self.error is not None:
+                raise self.error
+
+    arrays = [Array(), Array(EXHAUSTED), Array()]
+    monkeypatch.setattr(exhaustion.jax, "live_arrays", lambda: arrays)
+    exhaustion.drain()
+    assert all(each.is_done for each in arrays)
+    arrays.append(Array(jax.errors.JaxRuntimeError("INTERNAL: another host is gone")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another host is gone"):
+        exhaustion.drain()
 
 
 def raise_next(errors: list[Exception]) -> None:

@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
+from skyrl_tx.backends.jax import exhaustion
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
+from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions
 from tests.support.fake_programs import FakePrograms
@@ -185,6 +188,21 @@ def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
     results = run(scheduler, ask("bad", prompt_of(200, seed=1)), good, into=Results(may_fail=True))
     assert results.errors == {"bad": "the prompt could not be computed; the server's log has it under request bad"}
     assert {key: bits for key, bits in results.bits.items() if key[0] == "good"} == expected
+
+
+def test_a_device_that_fails_in_a_chunk_ends_several_hosts(programs, scheduler, monkeypatch):
+    """The others wait for it in that chunk, so it must not begin another program. Other errors are those of all."""
+    monkeypatch.setattr(exhaustion, "is_distributed", lambda: True)
+    programs.fail_extend = True
+    assert run(scheduler, ask("bad", prompt_of(200)), into=Results(may_fail=True)).errors.keys() == {"bad"}
+
+    def extend(*_: object, **__: object) -> None:
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(programs, "extend", extend)
+    begin(scheduler, ask("exhausted", prompt_of(200)))
+    with pytest.raises(BackendLost, match="other hosts may wait for it: RESOURCE_EXHAUSTED"):
+        scheduler.step()
 
 
 def test_prompts_and_samples_share_the_pages(programs):
