@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_tx import __version__
@@ -62,11 +62,15 @@ class RayHost:
         return HostFacts(version=__version__, name=socket.gethostname(), ip=ip, port=port)
 
     async def start(self, launch: EngineLaunch, directory: str) -> EnginePlace:
-        """Start the engine process, in a working directory if there is such a one here."""
+        """Start the engine process, in a working directory if there is such a one here.
+
+        It knows its cluster, in which a sampler may start servers.
+        """
         if Path(directory).is_dir():
             os.chdir(directory)
         self._ready = asyncio.get_running_loop().create_future()
-        self._process = EngineProcess(launch)
+        cluster = {"RAY_ADDRESS": importlib.import_module("ray").get_runtime_context().gcs_address}
+        self._process = EngineProcess(replace(launch, environment={**launch.environment, **cluster}))
         self._end = asyncio.create_task(self._process.wait(self._ready.set_result))
         self._called_at = time.monotonic()
         self._watch = asyncio.create_task(self._end_without_command())

@@ -25,6 +25,8 @@ ENVIRONMENT_PREFIX = "SKYRL_TX_"
 _OF_SAMPLERS = ("sampler_check_share", "sampler_fallback")
 _SAMPLER_FLAGS: Mapping[str, str] = {"vllm_url": "url", "vllm_command": "command"}
 """Flags that set a field of `sampler_config`."""
+_ON_RAY = "ray_resources"
+"""Field of a `sampler_config` with what a server of the sampler takes of a node of a Ray cluster."""
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
@@ -269,6 +271,8 @@ def _sampler_values(sampler: SamplerSpec | None, values: Mapping[str, Any]) -> d
         if field not in sampler.config.model_fields:
             raise ValueError(f"{_flag(name)}: sampler {values.get('sampler')!r} has no {field}")
         given[field] = values[name]
+    if values.get("launcher") == "ray" and _ON_RAY in sampler.config.model_fields and given.get("url") is None:
+        given.setdefault(_ON_RAY, {"GPU": 1.0})
     for name in given:
         if name not in sampler.config.model_fields:
             raise ValueError(f"--sampler-config.{name.replace('_', '-')}: the sampler has no such setting")

@@ -3,21 +3,25 @@
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import tinker
+from tinker import types
 
 from tests.serve.test_kill import KILL_AFTER, served, train
 from tests.support.client_environments import RAY, ClientEnvironment, PreparedEnvironment
 from tests.support.live_server import LiveServer
-from tests.support.ray_cluster import running_cluster, with_ray
+from tests.support.ray_cluster import ROOT, running_cluster, with_ray
 from tests.support.waiting import until
 
 FAKE = ("--backend", "fake", "--backend-config.vocab-size", "2048")
 MESH = ("--backend-config.mesh.fsdp", "2", "--backend-config.micro-batch-tokens", "512")
 STARTED = re.compile(r"host (\d+): engine process (\d+) started on \S+ \(([\d.]+)\)")
+SERVES = re.compile(r"vllm: stub of vLLM (\d+) serves")
 JOINED = re.compile(r"(2 hosts have started)")
 pytestmark = pytest.mark.slow
 
@@ -92,6 +96,37 @@ def test_killed_hosts_change_nothing_and_none_is_left(
         wait_until_gone([*last, *actors])
     with served(tmp_path / "alone", *FAKE) as server:
         assert train(server.url, lambda _: None) == disturbed
+
+
+def test_vllm_has_a_node_of_its_own_and_ends_with_the_engine(
+    tmp_path: Path, cluster: str, environment: dict[str, str]
+) -> None:
+    """Its actor is killed: vLLM ends and starts again, and the sample is the same."""
+    stub = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.support.vllm_command"
+    flags = ["--base-model", "tiny", "--backend", "fake", "--launcher", "ray", "--ray.address", cluster]
+    flags += ["--sampler", "vllm", "--vllm-command", stub, "--sampler-config.ray-resources", '{"CPU": 1}']
+    flags += ["--sampler-config.lost-after-s", "0.5", "--sampler-config.adapter-dir", str(tmp_path / "adapters")]
+    with LiveServer(tmp_path / "data", flags=flags, environment=environment, ready_within_s=300) as server:
+        service = tinker.ServiceClient(base_url=server.url)
+        training = service.create_lora_training_client("tiny", rank=4, train_unembed=False).result()
+        training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        sampling = training.save_weights_and_get_sampling_client().result()
+
+        def draw() -> list[int]:
+            params = types.SamplingParams(max_tokens=8, seed=3)
+            [sequence] = sampling.sample(types.ModelInput.from_ints([3, 1, 2]), 1, params).result().sequences
+            return list(sequence.tokens)
+
+        before = draw()
+        first = int(server.wait_for(SERVES))
+        assert "vllm: vLLM runs on " in server.log
+        guard = state_and_parent(first)[1]
+        os.kill(state_and_parent(guard)[1], signal.SIGKILL)
+        assert draw() == before
+        second = int(server.wait_for(SERVES, times=2))
+        assert "the actor of vLLM ended" in server.log
+        assert server.stop() == 0
+    wait_until_gone([first, second])
 
 
 @pytest.mark.exhaustive

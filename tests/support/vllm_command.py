@@ -42,7 +42,7 @@ def main() -> None:
         max_lora_rank=flags.max_lora_rank,
         num_known=min(20, config.vocab_size),
     )
-    VllmStub(served, served.start(), options, port=flags.port)
+    VllmStub(served, served.start(), options, port=flags.port, host=flags.host)
     threading.Event().wait()
 
 

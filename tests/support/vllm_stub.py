@@ -74,6 +74,7 @@ class VllmStub:
         capabilities: Capabilities,
         options: StubOptions | None = None,
         port: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
         self.backend, self.capabilities, self.options = backend, capabilities, options or StubOptions()
         self.adapters: dict[str, str] = {}
@@ -87,7 +88,7 @@ class VllmStub:
         self._numbers = count()
         self._queues: dict[RequestId, asyncio.Queue[SampleDelta]] = {}
         self._stepping: asyncio.Task[None] | None = None
-        self._port = port
+        self._host, self._port = host, port
         self.start()
 
     # Life
@@ -96,7 +97,7 @@ class VllmStub:
         """Listen, on the port of before if there was one."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self._port))
+        listener.bind((self._host, self._port))
         listener.listen(128)
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(self._app(), log_level="critical", timeout_graceful_shutdown=0, lifespan="off")
@@ -127,7 +128,7 @@ class VllmStub:
     @property
     def url(self) -> str:
         """The address at which it listens."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._host}:{self._port}"
 
     # Routes
 

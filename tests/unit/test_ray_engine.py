@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,10 +218,13 @@ def test_a_host_ends_when_the_command_does_not_call_it(launch: EngineLaunch, mon
     monkeypatch.setattr(ray_host, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(ray_host, "os", SimpleNamespace(_exit=exits.put_nowait, chdir=os.chdir))
     monkeypatch.setattr(ray_host, "EngineProcess", StubProcess)
+    context = SimpleNamespace(gcs_address="10.0.0.9:6379")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get_runtime_context=lambda: context))
 
     async def work() -> None:
         host = RayHost(0)
         await host.start(launch, "no directory")
+        assert StubProcess.environment == {**launch.environment, "RAY_ADDRESS": "10.0.0.9:6379"}
         now[0] += 59
         await host.beat()
         now[0] += 59
@@ -238,7 +242,11 @@ class StubProcess:
 
     place = EnginePlace("node0", 100, "run0")
 
-    def __init__(self, _: EngineLaunch) -> None:
+    environment: Mapping[str, str] = {}
+    """The variables of the last one."""
+
+    def __init__(self, launch: EngineLaunch) -> None:
+        StubProcess.environment = launch.environment
         self._killed = asyncio.Event()
 
     async def wait(self, _: object) -> EngineEnd:

@@ -1,5 +1,6 @@
 """The settings of the sampler on vLLM servers."""
 
+import math
 import shlex
 from pathlib import Path
 from typing import Literal, Self
@@ -23,6 +24,9 @@ class VllmConfig(BaseModel):
     """Further flags of `vllm serve` for a server that the engine starts, such as '--gpu-memory-utilization 0.5'."""
     port: int | None = Field(default=None, gt=0, lt=65536)
     """Port of a server that the engine starts. Unset: a free one."""
+    ray_resources: dict[str, float] | None = Field(default=None, min_length=1)
+    """Resources of the node of a Ray cluster on which the engine starts its server, by Ray's names: {"GPU": 1}.
+    Unset: the engine's own machine; with --launcher ray a node with one GPU."""
     model: str | None = None
     """Name under which the servers serve the base model. Unset: their first one."""
     api_key: SecretStr | None = None
@@ -73,11 +77,19 @@ class VllmConfig(BaseModel):
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
 
+    @field_validator("ray_resources")
+    @classmethod
+    def _are_positive(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for name, amount in (value or {}).items():
+            if not 0 < amount < math.inf:
+                raise ValueError(f"{name}: {amount:g} must be above 0")
+        return value
+
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
-        if self.url is not None and (self.command is not None or self.serve_flags or self.port is not None):
-            name = "command" if self.command is not None else "serve-flags" if self.serve_flags else "port"
-            raise ValueError(f"{name}: not with url, whose server runs already")
+        of_own = ("command", "serve_flags", "port", "ray_resources")
+        if self.url is not None and (given := [name for name in of_own if getattr(self, name) not in (None, "")]):
+            raise ValueError(f"{given[0].replace('_', '-')}: not with url, whose server runs already")
         for name in ("command", "serve_flags"):
             try:
                 words = shlex.split(getattr(self, name) or "")

@@ -1,27 +1,30 @@
 """A vLLM server that this engine starts, watches, and ends with itself."""
 
+import json
 import logging
 import os
 import secrets
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import SecretStr
 
 from skyrl_tx.backends.vllm import guard
 from skyrl_tx.backends.vllm.config import VllmConfig
+from skyrl_tx.backends.vllm.ports import reserve_port
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
+_HOST = "127.0.0.1"
 NAME = "base"
 """The name under which the server serves the base model."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -35,7 +38,9 @@ _OWN_VARIABLES = "SKYRL_TX_"
 
 
 def find_command(config: VllmConfig) -> list[str]:
-    """Return the words of the command `vllm`. Raises UserError if there is none."""
+    """Return the words of the command `vllm`. Raises UserError if there is none, unless it is one of another node."""
+    if config.ray_resources is not None:
+        return ["vllm"] if config.command is None else shlex.split(config.command)
     if config.command is not None:
         words = shlex.split(config.command)
         if shutil.which(words[0]) is None:
@@ -56,7 +61,7 @@ def serve_flags(config: VllmConfig, base_model: str, trainer: Capabilities, port
     rank = next((each for each in _RANKS if each >= trainer.max_lora_rank), None)
     if rank is None:
         raise UserError(f"--backend-config.max-lora-rank {trainer.max_lora_rank}: vLLM has at most {_RANKS[-1]}")
-    flags = ["serve", base_model, "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
+    flags = ["serve", base_model, "--served-model-name", NAME, "--host", _HOST, "--port", str(port)]
     flags += ["--max-model-len", str(trainer.max_context_length), "--max-logprobs", str(trainer.max_topk_logprobs + 1)]
     flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(min(config.max_adapters, _MAX_LORAS))]
     flags += ["--max-cpu-loras", str(config.max_adapters), "--max-num-seqs", str(config.max_samples)]
@@ -66,12 +71,18 @@ def serve_flags(config: VllmConfig, base_model: str, trainer: Capabilities, port
     return [*flags, *shlex.split(config.serve_flags)]
 
 
+def on_ray(resources: Mapping[str, float], port: int, adapters: Path, command: Sequence[str]) -> list[str]:
+    """Return the command that runs another one in a Ray cluster; see the program of that name."""
+    program = [sys.executable, "-m", "skyrl_tx.backends.vllm.on_ray"]
+    return [*program, json.dumps(dict(resources)), str(port), str(adapters), *command]
+
+
 class OwnServer:
     """The process, its log, and its next start after it has ended."""
 
-    def __init__(self, config: VllmConfig, base_model: str, trainer: Capabilities) -> None:
-        """Raises UserError if there is no command, or it could not serve the trainer's adapters."""
-        self._reserved = _reserve_port()
+    def __init__(self, config: VllmConfig, base_model: str, trainer: Capabilities, adapters: Path) -> None:
+        """`adapters` is where they will be. Raises UserError if vLLM is not there, or could not serve them."""
+        self._reserved = reserve_port(_HOST)
         port = config.port or int(self._reserved.getsockname()[1])
         if sys.platform != "linux":
             self._reserved.close()
@@ -80,9 +91,10 @@ class OwnServer:
         except UserError:
             self._reserved.close()
             raise
-        self._command = [sys.executable, "-P", guard.__file__, *command]
+        wrapped = command if config.ray_resources is None else on_ray(config.ray_resources, port, adapters, command)
+        self._command = [sys.executable, "-P", guard.__file__, *wrapped]
         key = config.api_key or SecretStr(secrets.token_urlsafe(16))  # others on this machine could load adapters
-        self.config = config.model_copy(update={"url": f"http://127.0.0.1:{port}", "api_key": key})
+        self.config = config.model_copy(update={"url": f"http://{_HOST}:{port}", "api_key": key})
         """The settings of a client of the server."""
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith(_OWN_VARIABLES)}
         self._environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": key.get_secret_value()}
@@ -153,14 +165,3 @@ class OwnServer:
                 process_group=0,  # Ctrl-C in a terminal must not end it before its samples
             )
             return self._process
-
-
-def _reserve_port() -> socket.socket:
-    """Return a socket with a free port, which no other program gets as long as it is open.
-
-    On Linux a server that reuses addresses, as vLLM does, may listen at the port all the same. Elsewhere it is closed.
-    """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved

@@ -23,7 +23,7 @@ from skyrl_tx.backends.vllm.watch import ServerWatch
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.batches import PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import CapacityError, RequestError
+from skyrl_tx.contract.errors import CapacityError, RequestError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import SampleDelta
@@ -65,10 +65,14 @@ class VllmSampler(Sampler):
     def start(self, trainer: Capabilities) -> Capabilities:
         """See Sampler. Waits for the servers; starts one if none is named."""
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
-        if self._config.url is None:
-            self._own_server = OwnServer(self._config, self._base_model, trainer)
-            self._config = self._own_server.config
         self._directory = AdapterDirectory(self._config.adapter_dir)
+        if self._config.url is None:
+            try:
+                self._own_server = OwnServer(self._config, self._base_model, trainer, self._directory.path)
+            except UserError:
+                self._directory.close()
+                raise
+            self._config = self._own_server.config
         self._loop = asyncio.new_event_loop()
         self._thread = ServiceThread("vllm-streams", self._loop.run_forever)
         self._thread.start()

@@ -110,10 +110,18 @@ def test_flags_follow_from_the_trainer_and_the_operators_come_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"command": "vllm"}, {"port": 8100}, {"serve_flags": "--x"}, {"url": None, "command": "'"}]
+    "settings",
+    [
+        {"command": "vllm"},
+        {"port": 8100},
+        {"serve_flags": "--x"},
+        {"ray_resources": {"GPU": 1}},
+        {"url": None, "ray_resources": {"GPU": 0}},
+        {"url": None, "command": "'"},
+    ],
 )
 def test_settings_of_an_own_server_do_not_go_with_a_url(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match=next(reversed(settings)).replace("_", "-")):
+    with pytest.raises(ValidationError, match=next(reversed(settings)).replace("_", "[-_]")):
         VllmConfig(**{"url": "http://a"} | settings)
 
 
