@@ -172,7 +172,11 @@ class History:
         sequence_ids = request.sequence_ids or [f"{queued.request_id}-{n}" for n in range(len(output.sequences))]
         samples = [
             NewSample(
-                sequence_id=name, tokens=sequence.tokens, logprobs=sequence.logprobs, stop_reason=sequence.stop_reason
+                sequence_id=name,
+                tokens=sequence.tokens,
+                logprobs=sequence.logprobs,
+                stop_reason=sequence.stop_reason,
+                trainer_gap=None if isinstance(sequence.trainer_gap, UnsetType) else sequence.trainer_gap.mean,
             )
             for name, sequence in zip(sequence_ids, output.sequences, strict=True)
         ]

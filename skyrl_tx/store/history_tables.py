@@ -145,6 +145,8 @@ class KeptSampleRow(SQLModel, table=True):
     """Mean advantage of the sampled tokens, in the last pass that trained on the sequence."""
     kl: float | None = None
     """Mean difference between the sampled and the trained log-probability of the sampled tokens, in that pass."""
+    trainer_gap: float | None = None
+    """Mean absolute difference from the trainer's log-probabilities with the same weights, if they were compared."""
     prompt: bytes
     """int32 [prompt length] for the first sample of the group; empty for the others."""
     tokens: bytes

@@ -28,6 +28,8 @@ class NewSample:
     tokens: Int32Array
     logprobs: Float32Array
     stop_reason: str
+    trainer_gap: float | None = None
+    """The mean in nats; None if the sample was not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class KeptSample:
     trained_step: int | None
     advantage: float | None
     kl: float | None
+    trainer_gap: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,7 @@ def add(tx: Session, group: NewGroup, now: float) -> None:
                 "sample_index": index,
                 "num_bytes": sum(map(len, arrays.values())),
                 "stop_reason": sample.stop_reason,
+                "trainer_gap": sample.trainer_gap,
             }
         )
     execute_in_batches(tx, _DELETE, [sample.sequence_id for sample in group.samples])  # ids that are used again
@@ -233,6 +237,7 @@ def groups(tx: Session, request_ids: Sequence[RequestId], *, owner: str | None) 
                     trained_step=row.trained_step,
                     advantage=row.advantage,
                     kl=row.kl,
+                    trainer_gap=row.trainer_gap,
                 )
                 for row in samples
             ),

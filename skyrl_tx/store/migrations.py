@@ -160,7 +160,29 @@ def _add_history() -> None:
     op.create_index("ix_checkpoints_copied_from", "checkpoints", ["copied_from"])
     op.add_column("sampling_sessions", sa.Column("step", sa.BigInteger))
     op.add_column("engine_state", sa.Column("meters", sa.JSON))
-    # Their first form is their definition; a later change of one of these tables is a migration of its own.
+    op.create_table(
+        "kept_samples",
+        sa.Column("sequence_id", sa.String, primary_key=True),
+        sa.Column("request_id", sa.String, nullable=False),
+        sa.Column("sample_index", sa.Integer, nullable=False),
+        sa.Column("model_id", sa.String, nullable=False),
+        sa.Column("step", sa.BigInteger),
+        sa.Column("owner", sa.String, nullable=False),
+        sa.Column("at", sa.Float, nullable=False),
+        sa.Column("num_bytes", sa.Integer, nullable=False),
+        sa.Column("stop_reason", sa.String, nullable=False),
+        sa.Column("trained_model_id", sa.String),
+        sa.Column("trained_step", sa.BigInteger),
+        sa.Column("advantage", sa.Float),
+        sa.Column("kl", sa.Float),
+        sa.Column("prompt", sa.LargeBinary, nullable=False),
+        sa.Column("tokens", sa.LargeBinary, nullable=False),
+        sa.Column("logprobs", sa.LargeBinary, nullable=False),
+    )
+    op.create_index("ix_kept_samples_request_id", "kept_samples", ["request_id"])
+    op.create_index("ix_kept_samples_model", "kept_samples", ["model_id", "step"])
+    op.create_index("ix_kept_samples_at", "kept_samples", ["at"])
+    # Their first form is their definition; the first later change of one of these writes it here, as above.
     tables = [SQLModel.metadata.tables[name] for name in _HISTORY]
     SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
 
@@ -238,8 +260,13 @@ def _add_portions() -> None:
     )
 
 
+def _add_trainer_gap() -> None:
+    """Add how far kept samples are from the trainer."""
+    op.add_column("kept_samples", sa.Column("trainer_gap", sa.Float))
+
+
 _HISTORY = (
-    *("run_points", "usage", "server_points", "kept_samples", "sampled_steps"),
+    *("run_points", "usage", "server_points", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
 )
 _TEAMS = ("storage_hours", "audit")
@@ -260,4 +287,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0015": _add_over,
     "0016": _add_engines,
     "0017": _add_portions,
+    "0018": _add_trainer_gap,
 }

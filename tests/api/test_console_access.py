@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from sqlmodel import Session
 
 from skyrl_tx.api.console.guard import CONTENT_SECURITY_POLICY
 from skyrl_tx.api.console.site import TABLES
 from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.store import keys, logged, points
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.store import kept_samples, keys, logged, points
+from skyrl_tx.store.kept_samples import NewGroup, NewSample
 from skyrl_tx.store.logged import Logged, LoggedRun
 from skyrl_tx.store.points import Point
 from tests.support.console_world import Browser, ConsoleWorld, console_world
@@ -68,6 +71,25 @@ def names(world: ConsoleWorld, ann_key: str) -> dict[str, str]:
             values=values,
         )
         server.store.write(lambda tx, point=point: points.add(tx, point))
+    samples = [
+        NewSample(
+            sequence_id=f"kept-{number}",
+            tokens=np.array([1, 2], np.int32),
+            logprobs=np.array([-1, -1], np.float32),
+            stop_reason="stop",
+            trainer_gap=gap,
+        )
+        for number, gap in enumerate((0.125, None))
+    ]
+    group = NewGroup(
+        request_id=RequestId("kept"),
+        model_id=run,
+        step=0,
+        owner=OWNER,
+        prompt=np.array([3], np.int32),
+        samples=samples,
+    )
+    server.store.write(lambda tx: kept_samples.add(tx, group, time.time()))
     return {"run_id": run, "session_id": session, "kind": "weights", "name": "state"}
 
 
@@ -116,6 +138,15 @@ def test_another_owner_gets_404_and_empty_lists(world: ConsoleWorld, names: dict
             else:
                 assert answer.status_code == 200, path
                 assert names["session_id"] not in answer.text and OWNER not in answer.text, path
+
+
+def test_a_sample_that_was_compared_shows_its_gap_to_the_trainer(
+    world: ConsoleWorld, names: dict[str, str], ann_key: str
+) -> None:
+    with world.browser(ann_key) as ann:
+        page = ann.get(f"/training_runs/{names['run_id']}?tab=samples").text
+    assert page.count('<article class="sample">') == 2
+    assert re.findall(r">gap ([^<]*)<", page) == ["0.125"]
 
 
 @pytest.mark.parametrize("who", ["ann", "root", "reader"])

@@ -12,6 +12,7 @@ from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, SampledSpan, SaveWeights
+from skyrl_tx.contract.results import SampleDelta, TrainerGap
 from skyrl_tx.store import (
     cancellations,
     checkpoints,
@@ -24,6 +25,7 @@ from skyrl_tx.store import (
     usage,
 )
 from skyrl_tx.store.points import Point
+from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import (
     OWNER,
@@ -214,6 +216,19 @@ def test_base_weights_have_no_model_and_scored_prompts_are_not_kept(harness: Eng
     (group,) = kept(harness, "", None)
     assert group.samples[0].tokens.size == 8
     assert work(harness) == {("", "prefill"): (4, 2), ("", "sampled"): (9, 2)}
+
+
+def test_a_kept_sample_has_its_gap_to_the_trainer_if_it_was_compared(harness: EngineHarness) -> None:
+    class Comparing(FakeBackend):
+        def step_sample(self) -> list[SampleDelta]:
+            gap = TrainerGap(mean=0.25, largest=0.5, num_tokens=8)
+            deltas = super().step_sample()
+            return [replace(each, trainer_gap=gap) if each.index == 0 and each.stop_reason else each for each in deltas]
+
+    request_id = harness.submit(replace(sample(), num_samples=2))
+    harness.run(request_id, backend=Comparing("tiny", harness.config))
+    (group,) = kept(harness, "", None)
+    assert [each.trainer_gap for each in group.samples] == [0.25, None]
 
 
 def test_only_the_chosen_groups_of_a_step_are_kept(tmp_path: Path) -> None:

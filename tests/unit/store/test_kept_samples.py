@@ -18,6 +18,7 @@ def group(name: str, *, step: int | None = 1, owner: str = "ann", count: int = 2
             tokens=np.arange(index + 1, dtype=np.int32),
             logprobs=np.full(index + 1, -0.5 * index, np.float32),
             stop_reason="stop",
+            trainer_gap=0.125 * index or None,
         )
         for index in range(count)
     ]
@@ -43,6 +44,7 @@ def test_group_is_read_as_it_was_written(store: Store) -> None:
     assert found.prompt.tolist() == [0, 1, 2, 3, 4] and found.at == 10.0 and found.owner == "ann"
     assert [sample.sequence_id for sample in found.samples] == [sample.sequence_id for sample in new.samples]
     assert found.samples[2].tokens.tolist() == [0, 1, 2] and found.samples[2].logprobs.tolist() == [-1.0] * 3
+    assert [sample.trainer_gap for sample in found.samples[:3]] == [None, 0.125, 0.25]
     assert found.samples[0].advantage is None and found.samples[0].trained_step is None
     assert new.num_bytes == 4 * 5 + 8 * sum(range(1, 13))
 

@@ -31,6 +31,7 @@ class SampleView:
     bar: float
     """Length of the advantage from -1 to 1, where 1 is the largest in the step."""
     kl: float | None
+    trainer_gap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ def _sample(number: int, sample: KeptSample, largest: float, decode: Decode) -> 
         advantage=sample.advantage,
         bar=sample.advantage / largest if sample.advantage is not None and largest else 0.0,
         kl=sample.kl,
+        trainer_gap=sample.trainer_gap,
     )
 
 

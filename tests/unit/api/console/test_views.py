@@ -129,6 +129,7 @@ def test_samples_are_shown_by_group_the_best_first() -> None:
             trained_step=None,
             advantage=advantage,
             kl=None,
+            trainer_gap=None if advantage is None else 0.25,
         )
 
     kept = KeptGroup(
@@ -143,6 +144,7 @@ def test_samples_are_shown_by_group_the_best_first() -> None:
     (group,) = groups([kept], lambda tokens: " ".join(f"<{token}>" for token in tokens))
     assert group.prompt == "<7>" and [each.advantage for each in group.samples] == [1.0, -2.0, None]
     assert [each.bar for each in group.samples] == [0.5, -1.0, 0.0]
+    assert [each.trainer_gap for each in group.samples] == [0.25, 0.25, None]
     assert abs((group.samples[0].probability or 0) - 0.3679) < 1e-3
     (ids,) = groups([kept], lambda tokens: None)
     assert ids.samples[0].text == "1 2" and not ids.samples[0].is_text
