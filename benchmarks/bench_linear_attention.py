@@ -97,6 +97,9 @@ def decoder(model: Model, position: int) -> Callable[[], None]:
     zeros = jnp.zeros(SLOTS, jnp.int32)
     batch = programs.RowBatch(
         token_S=zeros,
+        source_S=zeros - 1,
+        num_left_S=zeros + STEPS,
+        stop_SX=zeros[:, None] - 1,
         position_S=jnp.full(SLOTS, position, jnp.int32),
         num_drawn_S=zeros,
         given_SN=jnp.full((SLOTS, STEPS), -1, jnp.int32),
@@ -117,7 +120,7 @@ def decoder(model: Model, position: int) -> Callable[[], None]:
     def run() -> None:
         opened = programs.open_rows(cache[0], table, batch.position_S, read_length=length, max_tokens=STEPS)
         past, steps = replace(opened, live=()), np.int32(STEPS)
-        live, drawn = programs.run_rows(params, model.config, None, past, opened.live, batch, steps, max_topk=0)
+        live, _, drawn = programs.run_rows(params, model.config, None, past, opened.live, batch, steps, max_topk=0)
         cache[0] = programs.close_rows(cache[0], live, batch.position_S, steps, table)
         jax.block_until_ready(drawn)
 

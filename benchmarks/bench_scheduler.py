@@ -9,16 +9,19 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from benchmarks.common import report
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.draw import Drawn
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table
+from skyrl_tx.backends.jax.sample.programs import SliceResult
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.backends.jax.sample.slices import DispatchedSlice, SlicePart
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from tests.support.fake_programs import FakePrograms
 from tests.support.sample_requests import ask, begin, prompt_of
@@ -30,23 +33,27 @@ class InstantPrograms(FakePrograms):
     """Makes the inputs of a slice as the JAX programs do on an accelerator, and draws one token again and again."""
 
     def __init__(self, num_slots: int, slice_tokens: int) -> None:
-        super().__init__()
+        super().__init__(runs_ahead=True)
         self._num_slots = num_slots
+        shape = slice_tokens, num_slots
+        drawn = Drawn(np.full(shape, TOKEN, np.int32), np.zeros(shape, np.float32), np.zeros(0), np.zeros(0))
+        num_S = np.full(num_slots, slice_tokens, np.int32)
+        self._result = SliceResult(drawn, num_S, is_stopped_S=np.zeros(num_slots, bool))  # type: ignore[arg-type]
         self._inputs = RowInputs(slice_tokens)
         self.inputs_s: list[float] = []
         """The CPU time of making the inputs of each slice."""
 
-    def decode(self, samples: Sequence[RunningSample], num_steps: int) -> list[Drawn]:
-        started = time.process_time()
+    def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:  # type: ignore[override]
+        started = time.thread_time()
         rows = Rows.arrange(samples, self._num_slots, merges=True)
-        block_table([sample and sample.table for sample in rows.samples], self._memory.table_pages)
-        self._inputs.of(rows)
-        self.inputs_s.append(time.process_time() - started)
-        shape = num_steps, self._num_slots
-        no_topk = np.zeros((*shape, 0))
-        drawn = Drawn(np.full(shape, TOKEN, np.int32), np.zeros(shape, np.float32), no_topk, no_topk)
-        by_sample = {id(sample): drawn.row(row, num_steps) for row, sample in rows.by_row().items()}
-        return [by_sample[id(sample)] for sample in samples]
+        self._inputs.table(rows, self._memory.table_pages)
+        batch = self._inputs.of(rows, from_last=True)
+        for row, sample in enumerate(rows.samples):
+            if sample is not None:
+                sample.row = row
+        self.inputs_s.append(time.thread_time() - started)
+        part = SlicePart(rows, batch.position_S, self._result, wants_topk=False)
+        return DispatchedSlice([part], nullcontext)
 
 
 def main() -> None:
@@ -68,9 +75,9 @@ def main() -> None:
     device.inputs_s.clear()
     slices_s: list[float] = []
     for _ in range(options.slices):
-        started = time.process_time()
+        started = time.thread_time()
         scheduler.step()
-        slices_s.append(time.process_time() - started)
+        slices_s.append(time.thread_time() - started)
     results = {
         name: round(1e3 * statistics.median(seconds), 3)
         for name, seconds in (("slice_cpu_ms", slices_s), ("inputs_cpu_ms", device.inputs_s))

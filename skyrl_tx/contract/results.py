@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from skyrl_tx.contract.arrays import Cells, Float32Array, Int32Array
 from skyrl_tx.contract.errors import ErrorCategory
@@ -81,8 +81,7 @@ class TrainerGap:
     """The first tokens of the sample, which were compared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleDelta:
+class SampleDelta(Struct, frozen=True, kw_only=True):
     """New tokens of one sample from one decode slice: tokens int32 [n], logprobs float32 [n].
 
     Log-probabilities, those of `topk` as well, are of the logits divided by the temperature, over the whole vocabulary:
@@ -91,6 +90,8 @@ class SampleDelta:
     `stop_reason` is None until the sample ends. A delta without tokens means that there is no new one yet.
     `prompt` comes with the first tokens of index 0. `error` fails the whole request; no delta of it follows.
     `trainer_gap` comes with the stop reason if the sample was drawn elsewhere and compared with the trainer.
+
+    There is one for each sample and slice, and a dataclass would take several times as long to make.
     """
 
     request_id: RequestId

@@ -63,19 +63,40 @@ class OpenSample:
         stop = next((n for n, token in enumerate(tokens[:num].tolist()) if token in self.stops), None)
         if stop is not None:
             num = stop + 1
-        self.drawn.append(tokens[:num].copy())
-        self.num_drawn += num
-        if stop is not None:
+        if topk is not None:
+            topk = TopK(token_ids=topk.token_ids[:num].copy(), logprobs=topk.logprobs[:num].copy())
+        return self.take_judged(tokens[:num].copy(), logprobs[:num].copy(), stop is not None, topk, prompt)
+
+    def take_judged(
+        self,
+        tokens: Int32Array,
+        logprobs: Float32Array,
+        is_stopped: bool,
+        topk: TopK | None = None,
+        prompt: PromptResult | None = None,
+    ) -> SampleDelta:
+        """Append new tokens, none of which is after the sample's end, and return them as a delta.
+
+        Args:
+            tokens: at least one, in order.
+            logprobs: of these tokens.
+            is_stopped: whether the last of them is a stop token.
+            topk: the likeliest tokens at the same positions, as many as the request asks for.
+            prompt: the results about the prompt, with the first tokens of index 0.
+        """
+        self.drawn.append(tokens)
+        self.num_drawn += tokens.size
+        if is_stopped:
             self.stop_reason = "stop"
-        elif self.num_left == 0:
+        elif self.num_drawn == self.request.params.max_tokens:
             self.stop_reason = "length"
         return SampleDelta(
             request_id=self.request.request_id,
             index=self.index,
-            tokens=self.drawn[-1],
-            logprobs=logprobs[:num].copy(),
+            tokens=tokens,
+            logprobs=logprobs,
             stop_reason=self.stop_reason,
-            topk=topk and TopK(token_ids=topk.token_ids[:num].copy(), logprobs=topk.logprobs[:num].copy()),
+            topk=topk,
             prompt=prompt,
         )
 

@@ -159,6 +159,7 @@ def main() -> None:
             mesh=MeshConfig(**dict(pair.split("=") for pair in mesh.split(","))),  # type: ignore[arg-type]
             micro_batch_tokens=768,
             sample_slots=4,
+            async_decoding=True,  # which one device of a CPU does not do
             max_sample_tokens=256,
             decode_slice_tokens=4,
         )

@@ -16,13 +16,15 @@ import numpy as np
 
 from skyrl_tx.backends.jax.sample.draw import Drawn
 from skyrl_tx.backends.jax.sample.pages import KVTable
-from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
+from skyrl_tx.backends.jax.sample.programs import ENDED
+from skyrl_tx.backends.jax.sample.running import BASE, MAX_STOPS, RunningSample, SampleKey
+from skyrl_tx.backends.jax.sample.slices import RowDrawn
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.contract.results import PromptResult
+from skyrl_tx.contract.results import PromptResult, TopK
 
 UNWRITTEN = -1
 TOPK = 3
@@ -42,10 +44,20 @@ class FakeScores:
         return PromptResult(logprobs=(self.request.prompt / -1000).astype(np.float32))
 
 
+@dataclass(frozen=True)
+class FakeSlice:
+    """A slice, which is computed when it is dispatched."""
+
+    drawn: Sequence[RowDrawn]
+
+    def read(self) -> Sequence[RowDrawn]:
+        return self.drawn
+
+
 class FakePrograms:
     """The methods of `JaxPrograms`. Counts prefill."""
 
-    def __init__(self, max_samplers: int = 2) -> None:
+    def __init__(self, max_samplers: int = 2, *, runs_ahead: bool = False) -> None:
         self.extended: list[tuple[int, int]] = []
         """The start and the padded size of every prefill chunk."""
         self.decoded: list[int] = []
@@ -53,6 +65,8 @@ class FakePrograms:
         self.copied: list[tuple[int, int]] = []
         """Every page that was copied or cleared: its source, and its target."""
         self.fail_extend = False
+        self.runs_ahead = runs_ahead
+        self._last: dict[SampleKey, int] = {}
         self._slots: dict[SamplerId, int] = {}
         self._weights = {BASE: 0}
         self._max_samplers = max_samplers
@@ -135,20 +149,29 @@ class FakePrograms:
             _draw(drawn, 0, row, last_hidden, self._weights[sample.adapter], sample)
         return drawn
 
-    def decode(self, samples: Sequence[RunningSample], num_steps: int) -> list[Drawn]:
+    def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> "FakeSlice":
         assert len(samples) <= self._memory.num_slots
         self.decoded.append(num_steps)
-        drawn = _empty_batch(num_steps, len(samples))
-        for row, sample in enumerate(samples):
-            token, weights = sample.last_token, self._weights[sample.adapter]
-            before = self._keys(sample.table, sample.position)
-            for n in range(num_steps):
-                if n >= sample.num_steps_left:  # steps after the sample's end, which count for nothing
-                    break
-                key = np.array([(token, weights, sample.position + n, 1)], KEY)
+        found: list[RowDrawn] = []
+        for sample in samples:
+            is_read = sample.num_drawn > sample.position - sample.size
+            assert self.runs_ahead or is_read
+            token = sample.next_token if is_read else self._last[sample.key]
+            weights, is_stopped = self._weights[sample.adapter], token == ENDED
+            before = self._keys(sample.table, 0 if is_stopped else sample.position)
+            drawn, again, num = _empty_batch(num_steps, 1), sample.tokens_again(), 0
+            while num < min(num_steps, sample.num_steps_left) and not is_stopped:
+                key = np.array([(token, weights, sample.position + num, 1)], KEY)
                 before = self._write(sample.table, before, key)
-                token = _draw(drawn, n, row, before, weights, sample)
-        return [drawn.row(row, num_steps) for row in range(len(samples))]
+                token = _draw(drawn, num, 0, before, weights, sample)
+                assert num >= again.size or token == again[num]
+                num += 1
+                is_stopped = len(sample.stops) <= MAX_STOPS and token in sample.stops
+            self._last[sample.key] = ENDED if is_stopped else token
+            own, k = drawn.row(0, num), sample.request.options.sample_topk
+            topk = TopK(token_ids=own.topk_tokens[:, :k], logprobs=own.topk_logprobs[:, :k]) if k else None
+            found.append((sample, sample.position, own.tokens, own.logprobs, is_stopped, topk))
+        return FakeSlice(found)
 
     def compile_all(self, sampler: SamplerId) -> None:
         """Do nothing: there is no compiler."""

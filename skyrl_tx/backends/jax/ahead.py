@@ -23,7 +23,8 @@ from skyrl_tx.backends.jax.exhaustion import is_exhausted
 from skyrl_tx.backends.jax.memory import adapter_bytes
 from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.row_inputs import row_batch
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
+from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import BASE
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.backends.jax.start_plan import StartPlan
@@ -198,7 +199,8 @@ class _Shapes:
             None,
             self._cache(),
             self._table(samples.num_slots),
-            self._replicated(row_batch({}, samples.num_slots, [BASE], config.decode_slice_tokens)),
+            self._replicated(RowInputs(config.decode_slice_tokens).of(Rows((None,) * samples.num_slots, (BASE,)))),
+            self._replicated(np.full(samples.num_slots, programs.ENDED, np.int32)),
             self._replicated(np.int32(0)),
             max_steps=config.decode_slice_tokens,
             max_topk=config.max_topk_logprobs,

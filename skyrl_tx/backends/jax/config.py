@@ -109,6 +109,9 @@ class JaxConfig(BaseModel):
     A state of linear attention counts as the tokens that take as many bytes. Unset: a quarter of max_sample_tokens."""
     decode_slice_tokens: int = Field(default=16, gt=0)
     """Tokens decoded for each sample before the next training step may run."""
+    async_decoding: bool | None = None
+    """Dispatch a decode slice before the tokens of the last one are read.
+    The device then does not wait for the host. Unset: on GPU and TPU. On one CPU device the host always waits."""
     prefill_tokens: int | None = Field(default=None, gt=0)
     """Prompt tokens computed between two decode slices, padding included. Unset: 2048 on CPU, 8192 on accelerators."""
     prefill_chunk_tokens: int | None = Field(default=None, ge=32)
@@ -120,12 +123,10 @@ class JaxConfig(BaseModel):
 
     def for_platform(self, platform: str) -> Self:
         """Return the settings with what is unset and depends on the devices alone. `platform` is as JAX names it."""
-        chunk, step = (256, 2048) if platform == "cpu" else (512, 8192)
-        unset = {
-            name: value
-            for name, value in {"prefill_chunk_tokens": chunk, "prefill_tokens": step}.items()
-            if getattr(self, name) is None
-        }
+        is_cpu = platform == "cpu"
+        chunk, step = (256, 2048) if is_cpu else (512, 8192)
+        defaults = {"prefill_chunk_tokens": chunk, "prefill_tokens": step, "async_decoding": not is_cpu}
+        unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return self.model_copy(update=unset)
 
     @model_validator(mode="after")

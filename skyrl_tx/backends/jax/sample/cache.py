@@ -5,6 +5,7 @@ copied for each sample, which writes to them. What is taken is cleared. Cached p
 """
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
@@ -51,12 +52,13 @@ class KVCache:
 
     def grow(self, wanted: Sequence[tuple[KVTable, int]]) -> None:
         """Take the pages that tables lack for their numbers of tokens. They must fit."""
+        counts = [self.missing(*each) for each in wanted]
+        taken = iter(self._take_pages(sum(counts)))
         copies: list[tuple[int, int]] = []
-        for table, num_tokens in wanted:
-            if count := self.missing(table, num_tokens):
-                taken = self._take_pages(count)
-                copies += [(EMPTY, page) for page in taken]
-                table.pages += taken
+        for (table, _), count in zip(wanted, counts, strict=True):
+            pages = list(islice(taken, count))
+            copies += [(EMPTY, page) for page in pages]
+            table.pages += pages
         self._programs.copy(copies, ())
 
     def begin(self, num_tokens: int) -> KVTable:

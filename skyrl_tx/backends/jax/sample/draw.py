@@ -46,10 +46,6 @@ class Drawn:
             self.topk_logprobs[:num_steps, row],
         )
 
-    def after(self, num_steps: int) -> "Drawn":
-        """Return the tokens of one row after the first `num_steps`."""
-        return jax.tree.map(lambda leaf: leaf[num_steps:], self)
-
 
 def draw(
     logits_SV: jax.Array, params: DrawParams, position_S: jax.Array, *, max_topk: int = 0, wants_topk: jax.Array

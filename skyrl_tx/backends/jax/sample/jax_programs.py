@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.distributed import fetch
@@ -22,11 +23,12 @@ from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
 from skyrl_tx.backends.jax.sample.draw import Drawn
 from skyrl_tx.backends.jax.sample.pages import KVTable
-from skyrl_tx.backends.jax.sample.programs import RowBatch
+from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw_params, row_batch
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw_params
 from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, group_counts, groups_of
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
+from skyrl_tx.backends.jax.sample.slices import DispatchedSlice, SlicePart
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, ascending, next_power, tiles
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -64,6 +66,9 @@ class JaxPrograms:
         self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
         self._counts = self._row_counts(self.memory.num_slots)
         self._inputs = RowInputs(config.decode_slice_tokens)
+        self._last_R = last_tokens(params, self._counts.all[-1])
+        self.runs_ahead = bool(config.async_decoding) and not self._is_one_cpu
+        """Whether a slice may be dispatched before the one before it is read."""
         self._cache: Cache | None = None
 
     # The cache
@@ -89,7 +94,7 @@ class JaxPrograms:
             with self._detect_loss():
                 self._cache = programs.copy(self.cache, page_N2, num_pages, state_N2, num_states)
 
-    def _table(self, tables: Sequence[KVTable | None]) -> Table:
+    def _table(self, tables: list[KVTable | None]) -> Table:
         return block_table(tables, self.memory.table_pages)
 
     # Prompts
@@ -153,23 +158,23 @@ class JaxPrograms:
 
     # Samples
 
-    def decode(self, samples: Sequence[RunningSample], num_steps: int) -> list[Drawn]:
-        """Run `num_steps` decode steps of these samples and return the tokens of each.
+    def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:
+        """Start at most `num_steps` decode steps of these samples, which are not waited for.
 
-        Raises BackendLost if the cache is lost.
+        Steps of the last slice may not have been read, if this backend `runs_ahead`. Raises BackendLost if the cache is
+        lost.
         """
-        groups = [samples]
+        groups, cache = [samples], self.cache
         if self._is_one_cpu:
             most = self.memory.num_pages * self.memory.page
             groups = groups_of(samples, self._counts.all, self._read_length, most)
-        found: dict[int, Drawn] = {}
+        parts: list[SlicePart] = []
         for group in groups:
             any_adapter = any(sample.adapter != BASE for sample in group)
             count = self._counts.least(len(group), any_adapter=any_adapter)
             rows = Rows.arrange(group, count, merges=self._merges)
-            drawn = self._run(rows, num_steps, max(sample.position for sample in group))
-            found |= {id(sample): drawn.row(row, num_steps) for row, sample in rows.by_row().items()}
-        return [found[id(sample)] for sample in samples]
+            parts.append(self._run(rows, num_steps, max(sample.position for sample in group)))
+        return DispatchedSlice(parts, lambda: self._detect_loss(cache))
 
     def _row_counts(self, num_slots: int) -> RowCounts:
         if self._is_one_cpu:
@@ -178,23 +183,31 @@ class JaxPrograms:
             return RowCounts.of_accelerators(num_slots, self._params.layout.num_shards("batch"))
         return RowCounts([num_slots])
 
-    def _run(self, rows: Rows, num_steps: int, longest: int) -> Drawn:
+    def _run(self, rows: Rows, num_steps: int, longest: int) -> SlicePart:
         """Decode rows, of which the longest has `longest` positions: on one CPU device with copies by layer."""
+        table, batch = (
+            self._inputs.table(rows, self.memory.table_pages),
+            self._inputs.of(rows, from_last=not self._is_one_cpu),
+        )
+        for row, sample in enumerate(rows.samples):
+            if sample is not None:
+                sample.row = row
+        run = self._run_one_cpu if self._is_one_cpu else self._run_slice
+        with self._detect_loss():
+            result = run(table, batch, rows, num_steps, longest)
+        return SlicePart(rows, batch.position_S, result, bool(batch.wants_topk))
+
+    def _run_one_cpu(self, table: Table, batch: RowBatch, rows: Rows, num_steps: int, longest: int) -> SliceResult:
         max_steps = self._config.decode_slice_tokens
-        table = self._table([None if sample is None else sample.table for sample in rows.samples])
-        batch = self._inputs.of(rows)
-        if not self._is_one_cpu:
-            return self._run_slice(table, batch, num_steps, rows.any_adapter)
         pool, length = self.pool.gathered(rows.adapters) if rows.any_adapter else None, self._read_length(longest)
         opened = programs.open_rows(self.cache, table, batch.position_S, read_length=length, max_tokens=max_steps)
-        live, drawn = self._run_opened(pool, opened, batch, num_steps)
-        with self._detect_loss():
-            self._cache = programs.close_rows(self.cache, live, batch.position_S, np.int32(num_steps), table)
-            return jax.device_get(drawn)
+        live, num_run, result = self._run_opened(pool, opened, batch, num_steps)
+        self._cache = programs.close_rows(self.cache, live, batch.position_S, num_run, table)
+        return result
 
     def _run_opened(
         self, pool: Adapter | None, opened: SliceCache, batch: RowBatch, num_steps: int
-    ) -> tuple[programs.Live, Drawn]:
+    ) -> tuple[programs.Live, jax.Array, SliceResult]:
         self._by_layer = params = self._by_layer or programs.by_layer(self._params, self._model)
         past, topk = replace(opened, live=()), self._config.max_topk_logprobs
         return programs.run_rows(
@@ -216,38 +229,38 @@ class JaxPrograms:
             one = noise(jax.tree.map(lambda leaf: leaf[:1], pool.rows))
             same = jax.tree.map(lambda leaf, own: jnp.broadcast_to(own, leaf.shape), pool.rows, one)
             pool = pool.replace(rows=same)  # type: ignore[attr-defined]
-        batch = row_batch({}, count, adapters, max_steps)
-        batch = replace(batch, position_S=position_S, token_S=position_S % self._model.vocab_size)
-        live, drawn = jax.device_get(self._run_opened(pool, opened, batch, max_steps))
-        return live, np.swapaxes(drawn.logprobs, 0, 1), np.swapaxes(drawn.tokens, 0, 1)
+        batch = self._inputs.of(Rows((None,) * count, tuple(adapters)))
+        token_S, num_left_S = position_S % self._model.vocab_size, np.full(count, max_steps, np.int32)
+        batch = replace(batch, position_S=position_S, token_S=token_S, num_left_S=num_left_S)
+        live, _, result = jax.device_get(self._run_opened(pool, opened, batch, max_steps))
+        return live, np.swapaxes(result.drawn.logprobs, 0, 1), np.swapaxes(result.drawn.tokens, 0, 1)
 
-    def _run_slice(self, table: Table, batch: RowBatch, num_steps: int, any_adapter: bool) -> Drawn:
-        """Decode all rows."""
-        with self._detect_loss():
-            self._cache, drawn = programs.decode_slice(
-                self._params,
-                self._model,
-                self.pool.adapters(any_used=any_adapter),
-                self.cache,
-                table,
-                batch,
-                np.int32(num_steps),
-                max_steps=self._config.decode_slice_tokens,
-                max_topk=self._config.max_topk_logprobs,
-            )
-            return fetch(drawn)
+    def _run_slice(self, table: Table, batch: RowBatch, rows: Rows, num_steps: int, _longest: int) -> SliceResult:
+        self._cache, self._last_R, result = programs.decode_slice(
+            self._params,
+            self._model,
+            self.pool.adapters(any_used=rows.any_adapter),
+            self.cache,
+            table,
+            batch,
+            self._last_R,
+            np.int32(num_steps),
+            max_steps=self._config.decode_slice_tokens,
+            max_topk=self._config.max_topk_logprobs,
+        )
+        return result
 
     def _read_length(self, longest: int) -> int:
         """Return the KV read length of a slice before which the longest sample has `longest` positions."""
         return min(max(next_power(longest), SEGMENT), self.memory.table_pages * self.memory.page)
 
     @contextmanager
-    def _detect_loss(self) -> Generator[None]:
-        """Raise BackendLost for a failure after which the cache, which programs update in place, is gone.
+    def _detect_loss(self, cache: Cache | None = None) -> Generator[None]:
+        """Raise BackendLost for a failure after which `cache`, which programs update in place, is gone.
 
         With several hosts also if memory is exhausted, which may be so on this one only.
         """
-        cache = self.cache
+        cache = self.cache if cache is None else cache
         try:
             yield
         except Exception as error:
@@ -274,6 +287,14 @@ class JaxPrograms:
                 if count == min(counts) or count * self._read_length(length) <= most:
                     for num_groups in group_counts(count, any_adapter=any_adapter, merges=self._merges):
                         self._run(Rows((None,) * count, (adapter,) * num_groups), 1, length)
+
+
+def last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
+    """Return the last tokens of a slice without samples, where programs put those of others."""
+    sharding = params.embed.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jnp.full(num_rows, programs.ENDED, jnp.int32, device=sharding)
 
 
 def noise(shapes: Any) -> Any:

@@ -1,7 +1,7 @@
 """The jitted programs of sampling: extend a prompt by a chunk, copy pages and states, decode a slice.
 
-Legend: S rows, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, G adapters (one for
-all rows, for each tile of rows, or for each row).
+Legend: S rows, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, X stop tokens, R the
+most rows, G adapters (one for all rows, for each tile of rows, or for each row).
 
 Shapes depend on the configuration and on the size of a chunk; on one CPU device also on the number of rows and on the
 KV read length. All else is data.
@@ -9,6 +9,7 @@ KV read length. All else is data.
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ from skyrl_tx.layers.held import Cache, Held, SliceCache, Table
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig
 
+ENDED = -1
+"""In place of the last token of a sample that has ended."""
+
 Live = tuple[Held | tuple[Held, ...], ...]
 
 
@@ -28,13 +32,25 @@ Live = tuple[Held | tuple[Held, ...], ...]
 class RowBatch:
     """The inputs of a decode slice by row; rows without a sample run too, at position 0."""
 
-    token_S: jax.Array  # int32: drawn, and not yet in the KV cache
+    token_S: jax.Array  # int32: drawn, and not yet in the KV cache; unused where `source_S` has a row
+    source_S: jax.Array  # int32: the row of the last slice that drew this token, if the host has not read it; else -1
     position_S: jax.Array  # int32: where its key is written
     num_drawn_S: jax.Array  # int32: tokens of the sample before
+    num_left_S: jax.Array  # int32: steps until the sample ends, if it draws no stop token
     given_SN: jax.Array  # int32: the tokens that the steps drew before, -1 for those to draw
+    stop_SX: jax.Array  # int32: tokens that end the sample, -1 for none
     adapter_G: jax.Array  # int32: adapter slot
     draws: DrawParams
     wants_topk: jax.Array  # bool scalar
+
+
+@struct.dataclass
+class SliceResult:
+    """The tokens of a slice. Of each row, the first `num_S` tokens belong to its sample."""
+
+    drawn: Drawn
+    num_S: jax.Array  # int32
+    is_stopped_S: jax.Array  # bool: whether the last of them is a stop token
 
 
 def take_adapter(pool: Adapter | None, adapter: jax.Array) -> Adapter | None:
@@ -103,9 +119,16 @@ def run_rows(
     num_steps: jax.Array,
     *,
     max_topk: int,
-) -> tuple[Live, Drawn]:
-    """Run decode steps of the rows of an opened slice, whose shape does not depend on the cache's."""
-    return _run_steps(params, config, pool, replace(opened, live=live), batch, num_steps, max_topk=max_topk)
+) -> tuple[Live, jax.Array, SliceResult]:
+    """Run decode steps of the rows of an opened slice, whose shape does not depend on the cache's.
+
+    Also returns the number of steps. The host has read all tokens before.
+    """
+    opened = replace(opened, live=live)
+    live, num_run, _, result = _run_steps(
+        params, config, pool, opened, batch, batch.token_S, num_steps, max_topk=max_topk
+    )
+    return live, num_run, result
 
 
 @partial(jax.jit, static_argnames=("config", "max_steps", "max_topk"), donate_argnames="cache")
@@ -116,24 +139,32 @@ def decode_slice(
     cache: Cache,
     table: Table,
     batch: RowBatch,
+    last_R: jax.Array,
     num_steps: jax.Array,
     *,
     max_steps: int,
     max_topk: int,
-) -> tuple[Cache, Drawn]:
-    """Run `num_steps` <= `max_steps` decode steps of every row.
+) -> tuple[Cache, jax.Array, SliceResult]:
+    """Run at most `num_steps` <= `max_steps` decode steps of every row: until all samples have ended.
 
-    A row that runs past its own end affects only itself. On CPU `open_rows`, `run_rows` and `close_rows` do the same by
-    layer.
+    A row that runs past its own end affects only itself. `last_R` has the last tokens of the slice before, which the
+    host may not have read: ENDED of samples that have ended. On CPU `open_rows`, `run_rows` and `close_rows` do the
+    same by layer.
 
     Returns:
-        The cache, and the tokens drawn with a leading axis N of `max_steps`, filled up to `num_steps`.
+        The cache, the last tokens of this slice, and the tokens drawn with a leading axis N of `max_steps`.
     """
+    source_S, token_S = batch.source_S, batch.token_S
+    token_S = jnp.where(source_S >= 0, last_R[jnp.maximum(source_S, 0)], token_S)
     opened = held.open_slice(cache, table, batch.position_S, max_tokens=max_steps)
-    live, drawn = _run_steps(params, config, pool, opened, batch, num_steps, max_topk=max_topk)
-    ended, is_sharded = replace(opened, live=live, num_recent=num_steps), params.layout.num_shards("batch") > 1
+    live, num_run, token_S, result = _run_steps(
+        params, config, pool, opened, batch, token_S, num_steps, max_topk=max_topk
+    )
+    ended, is_sharded = replace(opened, live=live, num_recent=num_run), params.layout.num_shards("batch") > 1
     cache = held.close_slice(cache, ended, table, is_sharded=is_sharded)
-    return models.constrain_cache(params.layout, config, cache), drawn
+    last_S = jnp.where(result.is_stopped_S, ENDED, token_S)
+    last_R = params.layout.constrain(jnp.full_like(last_R, ENDED).at[: len(last_S)].set(last_S), None)
+    return models.constrain_cache(params.layout, config, cache), last_R, result
 
 
 def _run_steps(
@@ -142,28 +173,53 @@ def _run_steps(
     pool: Adapter | None,
     opened: SliceCache,
     batch: RowBatch,
+    token_S: jax.Array,
     num_steps: jax.Array,
     *,
     max_topk: int,
-) -> tuple[Live, Drawn]:
-    """Return what the steps change of the cache, and the tokens that they draw or are given, [N, S]."""
+) -> tuple[Live, jax.Array, jax.Array, SliceResult]:
+    """Run steps until `num_steps`, or until the samples of all rows have ended.
 
-    def step(n: jax.Array, carry: tuple[Live, jax.Array, Drawn]) -> tuple[Live, jax.Array, Drawn]:
-        live, token_S, kept = carry
-        now = replace(opened, live=live, num_recent=n)
-        hidden_SD, now = models.decode_step(params, config, token_S, now, pool, batch.adapter_G)
+    Returns what they change of the cache, their number, the last token of each row, and what they draw or are given.
+    """
+
+    class Steps(NamedTuple):
+        n: jax.Array  # steps so far
+        live: Live
+        token_S: jax.Array
+        result: SliceResult
+
+    def runs(now: Steps) -> jax.Array:
+        return ~now.result.is_stopped_S & (now.n < batch.num_left_S)
+
+    def goes_on(now: Steps) -> jax.Array:
+        return (now.n < num_steps) & jnp.any(runs(now))
+
+    def step(now: Steps) -> Steps:
+        n, runs_S, result = now.n, runs(now), now.result
+        hidden_SD, after = models.decode_step(
+            params, config, now.token_S, replace(opened, live=now.live, num_recent=n), pool, batch.adapter_G
+        )
         logits_SV = models.logits(params, hidden_SD, pool, batch.adapter_G)
         drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
         given_S = batch.given_SN[:, n]
         token_S = jnp.where(given_S >= 0, given_S, drawn.tokens)
-        return now.live, token_S, jax.tree.map(lambda into, leaf: into.at[n].set(leaf), kept, drawn)
+        stops_S = jnp.any(token_S[:, None] == batch.stop_SX, axis=1)
+        result = SliceResult(
+            drawn=jax.tree.map(lambda into, leaf: into.at[n].set(leaf), result.drawn, drawn),
+            num_S=result.num_S + runs_S,
+            is_stopped_S=result.is_stopped_S | (runs_S & stops_S),
+        )
+        return Steps(n + 1, after.live, token_S, result)
 
     (S, max_steps), K = batch.given_SN.shape, min(max_topk, config.vocab_size)
-    kept = Drawn(
+    drawn = Drawn(
         tokens=jnp.zeros((max_steps, S), jnp.int32),
         logprobs=jnp.zeros((max_steps, S), jnp.float32),
         topk_tokens=jnp.zeros((max_steps, S, K), jnp.int32),
         topk_logprobs=jnp.zeros((max_steps, S, K), jnp.float32),
     )
-    live, _, kept = jax.lax.fori_loop(0, num_steps, step, (opened.live, batch.token_S, kept))
-    return live, kept
+    nothing = SliceResult(drawn, num_S=jnp.zeros(S, jnp.int32), is_stopped_S=token_S < 0)
+    first = Steps(jnp.int32(0), opened.live, jnp.maximum(token_S, 0), nothing)
+    ended = jax.lax.while_loop(goes_on, step, first)
+    return ended.live, ended.n, ended.token_S, ended.result

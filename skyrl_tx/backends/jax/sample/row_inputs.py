@@ -6,7 +6,7 @@ samples. The arrays are those of numpy, which a call of a program copies faster 
 Legend: S rows, N steps, M pages of a row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any
 
@@ -16,7 +16,7 @@ from skyrl_tx.backends.jax.sample.draw import DrawParams, seed_words
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch
 from skyrl_tx.backends.jax.sample.rows import Rows
-from skyrl_tx.backends.jax.sample.running import RunningSample
+from skyrl_tx.backends.jax.sample.running import MAX_STOPS, RunningSample
 from skyrl_tx.layers.held import Table
 
 MAX_INT32 = 2**31 - 1
@@ -30,30 +30,85 @@ class RowInputs:
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
-        self._samples: tuple[RunningSample | None, ...] = ()
-        self._by_row: dict[int, RunningSample] = {}
-        self._draws = draw_params({}, 0)
+        self._rows: tuple[RunningSample | None, ...] | None = None
+        self._pages = _Pages()
 
-    def of(self, rows: Rows) -> RowBatch:
-        """Return the inputs of the next slice of these rows."""
-        num_rows = len(rows.samples)
-        if num_rows != len(self._samples) or not all(map(is_, rows.samples, self._samples)):
-            self._samples, self._by_row = rows.samples, rows.by_row()
-            self._draws = draw_params(self._by_row, num_rows)
-        return row_batch(self._by_row, num_rows, rows.adapters, self._max_steps, self._draws)
+    def of(self, rows: Rows, *, from_last: bool = False) -> RowBatch:
+        """Return the inputs of the next slice of these rows.
+
+        If it is `from_last`, samples that were in the last slice take their tokens from its results on the devices.
+        """
+        if self._rows is None or len(rows.samples) != len(self._rows) or not all(map(is_, rows.samples, self._rows)):
+            self._keep(rows)
+        return RowBatch(
+            **self._progress(from_last),
+            stop_SX=self._stop_SX,
+            adapter_G=_as_input(rows.adapters, np.int32),
+            draws=self._draws,
+            wants_topk=self._wants_topk,
+        )
+
+    def table(self, rows: Rows, num_pages: int) -> Table:
+        """Return the block table of the rows, `num_pages` wide."""
+        tables = [None if sample is None else sample.table for sample in rows.samples]
+        return Table(self._pages.of(tables, num_pages), _states(tables))
+
+    def _keep(self, rows: Rows) -> None:
+        """Make what the samples never change."""
+        self._rows, by_row, num_rows = rows.samples, rows.by_row(), len(rows.samples)
+        self._index, self._samples = np.array(list(by_row), np.int32), list(by_row.values())
+        self._size = np.array([sample.size for sample in self._samples], np.int32)
+        self._end = np.array([sample.end for sample in self._samples], np.int32)
+        self._draws, self._stop_SX = draw_params(by_row, num_rows), _stops(by_row, num_rows)
+        self._wants_topk = _as_input(any(sample.request.options.sample_topk > 0 for sample in self._samples))
+
+    def _progress(self, from_last: bool) -> dict[str, Any]:
+        """Return how far each sample is: what changes with each slice."""
+        assert self._rows is not None
+        num_rows, samples, index = len(self._rows), self._samples, self._index
+        token_S, position_S, num_drawn_S, num_left_S = np.zeros((4, num_rows), np.int32)
+        source_S, given_SN = np.full(num_rows, -1, np.int32), np.full((num_rows, self._max_steps), -1, np.int32)
+        position = np.array([sample.position for sample in samples], np.int32)
+        num_drawn = position - self._size + 1
+        position_S[index], num_drawn_S[index], num_left_S[index] = position, num_drawn, self._end - position
+        num_read = np.array([sample.num_drawn for sample in samples], np.int32)
+        row = np.array([sample.row if from_last else -1 for sample in samples], np.int32)
+        source_S[index] = row
+        for n in np.flatnonzero(row < 0):
+            token_S[index[n]] = samples[n].next_token
+        for n in np.flatnonzero(num_read > num_drawn):
+            given = samples[n].tokens_again()[: self._max_steps]
+            given_SN[index[n], : given.size] = given
+        return {
+            "token_S": token_S,
+            "source_S": source_S,
+            "position_S": position_S,
+            "num_drawn_S": num_drawn_S,
+            "num_left_S": num_left_S,
+            "given_SN": given_SN,
+        }
 
 
-def row_batch(
-    samples: ByRow, num_rows: int, adapters: Sequence[int], max_steps: int, draws: DrawParams | None = None
-) -> RowBatch:
-    """Return the inputs of the next decode slice, of up to `max_steps`; `draws` are known from the slice before."""
-    return RowBatch(
-        **_progress(samples, num_rows),
-        given_SN=_given(samples, num_rows, max_steps),
-        adapter_G=_as_input(adapters, np.int32),
-        draws=draw_params(samples, num_rows) if draws is None else draws,
-        wants_topk=_as_input(any(sample.request.options.sample_topk > 0 for sample in samples.values())),
-    )
+class _Pages:
+    """The pages of rows. Those of the last slice are kept, because a row seldom takes another page."""
+
+    def __init__(self) -> None:
+        self._tables: list[KVTable | None] = []
+        self._lengths: list[int] = []
+        self._page_SM = np.zeros((0, 0), np.int32)
+
+    def of(self, tables: list[KVTable | None], num_pages: int) -> Any:
+        lengths = [0 if table is None else len(table.pages) for table in tables]
+        if self._page_SM.shape == (len(tables), num_pages) and all(map(is_, tables, self._tables)):
+            changed = [row for row, pair in enumerate(zip(lengths, self._lengths, strict=True)) if pair[0] != pair[1]]
+            self._page_SM = self._page_SM.copy()  # devices may read the array of the last slice still
+        else:
+            changed, self._page_SM = range(len(tables)), np.zeros((len(tables), num_pages), np.int32)
+        for row in changed:
+            if table := tables[row]:
+                self._page_SM[row, : lengths[row]] = table.pages
+        self._tables, self._lengths = tables, lengths
+        return self._page_SM
 
 
 def draw_params(samples: ByRow, num_rows: int) -> DrawParams:
@@ -70,14 +125,13 @@ def draw_params(samples: ByRow, num_rows: int) -> DrawParams:
     )
 
 
-def block_table(tables: Sequence[KVTable | None], num_pages: int) -> Table:
+def block_table(tables: list[KVTable | None], num_pages: int) -> Table:
     """Return the block table of rows, `num_pages` wide; None is a row without a prompt or sample."""
-    page_SM = np.zeros((len(tables), num_pages), np.int32)
-    for row, table in enumerate(tables):
-        if table is not None:
-            page_SM[row, : len(table.pages)] = table.pages
-    state_S = [0 if table is None else table.state for table in tables]
-    return Table(_as_input(page_SM), _as_input(state_S, np.int32))
+    return Table(_Pages().of(tables, num_pages), _states(tables))
+
+
+def _states(tables: Iterable[KVTable | None]) -> Any:
+    return _as_input([0 if table is None else table.state for table in tables], np.int32)
 
 
 def _as_input(values: Any, dtype: type[np.generic] | None = None) -> Any:
@@ -85,22 +139,13 @@ def _as_input(values: Any, dtype: type[np.generic] | None = None) -> Any:
     return np.asarray(values, dtype)
 
 
-def _progress(samples: ByRow, num_rows: int) -> dict[str, Any]:
-    """Return how far each sample is: what changes with each slice."""
-    token_S, position_S, num_drawn_S = np.zeros((3, num_rows), np.int32)
+def _stops(samples: ByRow, num_rows: int) -> Any:
+    """Return the stop tokens of each row; none of a sample that has too many."""
+    stop_SX = np.full((num_rows, MAX_STOPS), -1, np.int32)
     for row, sample in samples.items():
-        token_S[row], position_S[row] = sample.last_token, sample.position
-        num_drawn_S[row] = sample.num_drawn - sample.num_again
-    return {"token_S": token_S, "position_S": position_S, "num_drawn_S": num_drawn_S}
-
-
-def _given(samples: ByRow, num_rows: int, max_steps: int) -> Any:
-    given_SN = np.full((num_rows, max_steps), -1, np.int32)
-    for row, sample in samples.items():
-        if sample.num_again:
-            given = sample.tokens_again()[:max_steps]
-            given_SN[row, : given.size] = given
-    return given_SN
+        if len(sample.stops) <= MAX_STOPS:
+            stop_SX[row, : len(sample.stops)] = sorted(sample.stops)
+    return stop_SX
 
 
 def _column(

@@ -6,13 +6,20 @@ import numpy as np
 
 from skyrl_tx.backends.jax.sample.draw import Drawn
 from skyrl_tx.backends.jax.sample.pages import KVTable
-from skyrl_tx.contract.arrays import Int32Array
+from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import PromptResult, SampleDelta, TopK
 from skyrl_tx.contract.samples import OpenSample
 
 BASE = 0
 """The adapter slot of the base model."""
+
+MAX_STOPS = 8
+"""Stop tokens of a sample that programs know. Those of a sample with more are found on the host only."""
+
+SampleKey = tuple[RequestId, int]
+"""A request, and the index of a sample in it."""
 
 _NONE = np.zeros(0, np.int32)
 
@@ -32,32 +39,47 @@ def max_kv_length(request: SampleRequest) -> int:
 class RunningSample(OpenSample):
     """One sample that has its first token.
 
-    `last_token` was drawn and is not in the KV cache yet; its key will be written at `position`. After a preemption the
-    drawn tokens are computed again in the same steps, because chunks of a prompt would round otherwise.
+    The next step reads the token after the first `position` ones of prompt and sample, and writes its key there. The
+    tokens of steps that were dispatched may not have been read yet. After a preemption the drawn tokens are computed
+    again in the same steps, because chunks of a prompt would round otherwise.
     """
 
     adapter: int  # adapter slot
-    num_again: int = 0
-    """How many of the next tokens were drawn before."""
+    key: SampleKey = field(init=False)
+    size: int = field(init=False)
+    """Tokens of the prompt."""
+    position: int = field(init=False)
+    """KV positions in use after all dispatched steps."""
+    end: int = field(init=False)
+    """KV positions in use after the last step that the sample may take."""
+    row: int = -1
+    """Its row in the slice that was dispatched last; -1: it was in none, or not since it was preempted."""
     table: KVTable = field(default_factory=lambda: KVTable([]))
     """Its pages and its state; empty while it waits."""
 
-    @property
-    def position(self) -> int:
-        """The KV positions in use: the prompt and all drawn tokens before `last_token`."""
-        return self.request.prompt.size + self.num_drawn - 1 - self.num_again
+    def __post_init__(self) -> None:
+        """Begin after the prompt."""
+        self.key = self.request.request_id, self.index
+        self.size = self.position = self.request.prompt.size
+        self.end = self.size + self.max_tokens - 1
 
     @property
-    def last_token(self) -> int:
-        """The token from which the next one is computed."""
-        if not self.num_again:
+    def next_token(self) -> int:
+        """The token that the next step reads. The tokens of all dispatched steps must have been read."""
+        index = self.position - self.size
+        if index == self.num_drawn - 1:
             return int(self.drawn[-1][-1])
-        return int(np.concatenate(self.drawn)[self.num_drawn - 1 - self.num_again])
+        return int(np.concatenate(self.drawn)[index])
 
     @property
     def num_steps_left(self) -> int:
-        """How many steps the sample takes at most."""
-        return self.num_left + self.num_again
+        """How many further steps the sample takes at most."""
+        return self.end - self.position
+
+    @property
+    def num_again(self) -> int:
+        """How many of the next tokens were drawn before."""
+        return max(self.num_drawn - 1 - (self.position - self.size), 0)
 
     def tokens_again(self) -> Int32Array:
         """Return the next tokens as far as they were drawn before."""
@@ -65,24 +87,35 @@ class RunningSample(OpenSample):
 
     def preempt(self) -> None:
         """Note that the KV cache no longer has anything of the sample: after its prompt, its tokens come again."""
-        self.num_again = self.num_drawn - 1
+        self.position, self.row = self.size, -1
 
     def length_after(self, num_steps: int) -> int:
         """Return how many KV positions the sample has after its next steps, up to `num_steps`."""
-        return self.position + min(num_steps, self.num_steps_left)
+        return min(self.position + num_steps, self.end)
 
     def kv_length(self, slice_tokens: int) -> int:
         """Return how many KV positions the sample needs to the end of the next slice that draws new tokens."""
         return self.length_after(self.num_again + slice_tokens)
 
-    def take_drawn(self, drawn: Drawn, prompt: PromptResult | None = None) -> SampleDelta | None:
-        """Append the tokens that a program drew, see `take`. Returns None if all were drawn before."""
-        if self.num_again:
-            num_again = min(self.num_again, drawn.tokens.size)
-            self.num_again -= num_again
-            drawn = drawn.after(num_again)
-            if not drawn.tokens.size:
-                return None
+    def take_first(self, drawn: Drawn, prompt: PromptResult | None) -> SampleDelta:
+        """Append the first token, which is that of the only step in `drawn`."""
         k = self.request.options.sample_topk
         topk = TopK(token_ids=drawn.topk_tokens[:, :k], logprobs=drawn.topk_logprobs[:, :k]) if k else None
         return self.take(drawn.tokens, drawn.logprobs, topk, prompt)
+
+    def take_slice(
+        self, start: int, tokens: Int32Array, logprobs: Float32Array, is_stopped: bool, topk: TopK | None = None
+    ) -> SampleDelta | None:
+        """Append the tokens that a slice drew up to the sample's end. Returns None if all were drawn before.
+
+        The slice began when `start` KV positions were in use. `is_stopped`: the last token is a stop token that the
+        program knows.
+        """
+        if (num_known := self.num_drawn - (start - self.size) - 1) > 0:
+            tokens, logprobs = tokens[num_known:], logprobs[num_known:]
+            topk = topk and TopK(token_ids=topk.token_ids[num_known:], logprobs=topk.logprobs[num_known:])
+            if not tokens.size:
+                return None
+        if len(self.stops) > MAX_STOPS:
+            return self.take(tokens, logprobs, topk)
+        return self.take_judged(tokens, logprobs, is_stopped, topk)

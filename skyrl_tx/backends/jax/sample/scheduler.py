@@ -4,6 +4,9 @@ A step computes some prefill chunks, then decodes one slice; requests join and l
 shapes alone, and the numbers of a sample on its own request alone: a slice has a row count at which rows have the same
 bits as at any other.
 
+On accelerators a slice is dispatched before the tokens of the last one are read, as long as no prompt waits: a prompt
+needs to know which samples have ended. Otherwise the last slice is read first.
+
 A sample takes pages of the cache for the next slice when it needs them. If there are none, cached prefixes are evicted,
 then the sample with the fewest tokens is preempted and recomputed later. Prompts begin in order of arrival, when there
 are pages for them and for some slices of all running samples.
@@ -11,7 +14,7 @@ are pages for them and for some slices of all running samples.
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -22,8 +25,10 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.exhaustion import check_alone
 from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.prefill import Prefill, Prefiller
-from skyrl_tx.backends.jax.sample.running import RunningSample, max_kv_length, max_tokens
+from skyrl_tx.backends.jax.sample.running import RunningSample, SampleKey, max_kv_length, max_tokens
+from skyrl_tx.backends.jax.sample.slices import DispatchedSlice
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError
@@ -37,9 +42,6 @@ SPARE_SLICES = 4
 """Slices of all running samples for which there must be pages before another sample begins.
 
 With fewer, samples would be preempted soon after their start."""
-
-SampleKey = tuple[RequestId, int]
-"""A request, and the index of a sample in it."""
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class PrefillQueue:
     def preempt(self, sample: RunningSample) -> None:
         """Append a preempted sample."""
         sample.preempt()
-        self.preempted[sample.request.request_id, sample.index] = Prefill.of_preempted(sample)
+        self.preempted[sample.key] = Prefill.of_preempted(sample)
 
     def put_back(self) -> Prefill:
         """Let the prompt that is partly computed wait again, before all others, and return what was computed."""
@@ -128,6 +130,7 @@ class SampleScheduler:
         self._sample_queue = PrefillQueue()
         self._prefilled: deque[Prefill] = deque()
         self._running: dict[SampleKey, RunningSample] = {}
+        self._dispatched: DispatchedSlice | None = None  # a slice that is not read
 
     def load(self, sampler: SamplerId, adapter: Any) -> None:
         """Copy an adapter of any padded rank to the device. Does nothing when it is loaded. Raises CapacityError."""
@@ -185,14 +188,26 @@ class SampleScheduler:
 
         Raises BackendLost when a failure destroyed the KV cache.
         """
-        was_idle = not self._running
-        deltas = self._admit()
+        was_idle, deltas = not self._running, list[SampleDelta]()
+        if not self._may_run_ahead():
+            deltas += self._read()
+        deltas += self._admit()
         if not (was_idle and deltas):
             deltas += self._decode()
         partial = [queue.current for queue in self._queues() if queue.current is not None]
         if not deltas and partial:
             return [_empty_delta(partial[0].request, index=partial[0].request.first_index)]
+        if not deltas and self._running:
+            sample = next(iter(self._running.values()))
+            return [_empty_delta(sample.request, index=sample.index)]
         return deltas
+
+    def _may_run_ahead(self) -> bool:
+        """Return whether the next slice needs nothing that only the tokens of the last one tell."""
+        if any(queue.current or any(queue.waiting()) for queue in self._queues()) or self._prefilled:
+            return False
+        most = len(self._running) * (self._slice // self._memory.page + 2)
+        return self._cache.pages.num_free >= most or self._cache.fits(self._num_missing(self._wanted()))
 
     def _queues(self) -> tuple[PrefillQueue, PrefillQueue]:
         return self._score_queue, self._sample_queue
@@ -249,14 +264,26 @@ class SampleScheduler:
 
     def _pages_soon(self) -> int:
         """Return how many pages the running samples take within some slices."""
-        num_steps = SPARE_SLICES * self._slice
-        return sum(self._cache.missing(each.table, each.length_after(num_steps)) for each in self._running.values())
+        return self._num_missing(self._wanted(SPARE_SLICES))
+
+    def _wanted(self, num_slices: int = 1) -> list[tuple[KVTable, int]]:
+        """Return the tables of running samples that lack pages for their next slices, with the positions for these."""
+        num_steps, page = num_slices * self._slice, self._memory.page
+        return [
+            (sample.table, min(position, sample.end))
+            for sample in self._running.values()
+            if (position := sample.position + num_steps) > (size := len(sample.table.pages) * page)
+            and sample.end > size
+        ]
+
+    def _num_missing(self, wanted: Iterable[tuple[KVTable, int]]) -> int:
+        return sum(self._cache.missing(*each) for each in wanted)
 
     def _take_pages_for_next_slice(self) -> None:
         """Take the pages of running samples, of which the one with the fewest tokens is preempted until they fit."""
         while True:
-            wanted = [(sample.table, sample.length_after(self._slice)) for sample in self._running.values()]
-            if self._cache.fits(sum(self._cache.missing(*each) for each in wanted)):
+            wanted = self._wanted()
+            if self._cache.fits(self._num_missing(wanted)):
                 return self._cache.grow(wanted)
             self._preempt()
 
@@ -270,7 +297,7 @@ class SampleScheduler:
             self._prefiller.drop(self._sample_queue.put_back())
         elif len(samples) > 1:
             sample = min(samples, key=lambda sample: sample.num_drawn)
-            self._remove((sample.request.request_id, sample.index))
+            self._remove(sample.key)
             self._sample_queue.preempt(sample)
         elif others:
             for sample in others[-1].samples:
@@ -330,9 +357,7 @@ class SampleScheduler:
         deltas: list[SampleDelta] = []
         drawn = self._programs.draw_first(prefill.last_hidden, samples)
         for row, sample in enumerate(samples):
-            delta = sample.take_drawn(drawn.row(row, 1), prompt_result if sample.index == 0 else None)
-            assert delta is not None, "the first token is new"
-            deltas.append(delta)
+            deltas.append(sample.take_first(drawn.row(row, 1), prompt_result if sample.index == 0 else None))
         prefill.samples.extend(sample for sample in samples if sample.stop_reason is None)
         prefill.scores = None  # which may be large, and the samples may wait
         return deltas
@@ -358,7 +383,7 @@ class SampleScheduler:
             for table in self._cache.fork(prompt.table, size, lengths):
                 sample = prompt.samples.popleft()
                 sample.table = table
-                self._running[sample.request.request_id, sample.index] = sample
+                self._running[sample.key] = sample
             self._drop_inserted()
 
     def _drop_inserted(self) -> None:
@@ -369,19 +394,35 @@ class SampleScheduler:
         self._prefilled = deque(prompt for prompt in self._prefilled if prompt.samples)
 
     def _decode(self) -> list[SampleDelta]:
-        """Decode one slice of the running samples, and remove those that have ended."""
-        samples = list(self._running.values())
-        if not samples:
-            return []
-        num_steps = min(self._slice, max(sample.num_steps_left for sample in samples))
+        """Dispatch a slice of the running samples, and read the one before it; without running ahead, the same one."""
+        before, self._dispatched = self._dispatched, None
+        samples = [sample for sample in self._running.values() if sample.position < sample.end]
+        if samples:
+            num_steps = min(self._slice, max(sample.end - sample.position for sample in samples))
+            after = self._programs.dispatch(samples, num_steps)
+            for sample in samples:
+                sample.position = sample.length_after(num_steps)
+            self._dispatched = after
+        deltas = [] if before is None else self._deltas(before)
+        return deltas if self._programs.runs_ahead else deltas + self._read()
+
+    def _read(self) -> list[SampleDelta]:
+        """Read the slice that is not read, if there is one."""
+        dispatched, self._dispatched = self._dispatched, None
+        return [] if dispatched is None else self._deltas(dispatched)
+
+    def _deltas(self, dispatched: DispatchedSlice) -> list[SampleDelta]:
+        """Wait for a slice, and remove the samples that have ended."""
         deltas: list[SampleDelta] = []
-        for sample, drawn in zip(samples, self._programs.decode(samples, num_steps), strict=True):
-            delta = sample.take_drawn(drawn)
+        for sample, start, tokens, logprobs, is_stopped, topk in dispatched.read():
+            if self._running.get(sample.key) is not sample:
+                continue  # it has ended, or was cancelled
+            delta = sample.take_slice(start, tokens, logprobs, is_stopped, topk)
             if delta is not None:
                 deltas.append(delta)
-            if sample.stop_reason is not None:
-                self._remove((sample.request.request_id, sample.index))
-        return deltas or [_empty_delta(samples[0].request, index=samples[0].index)]
+                if delta.stop_reason is not None:
+                    self._remove(sample.key)
+        return deltas
 
     def meters(self) -> Meters:
         """Return the use of the KV cache and of the prefix cache."""

@@ -13,8 +13,11 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.sample import programs, row_inputs
+from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.programs import ENDED
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
+from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import SampleRequest
@@ -295,10 +298,19 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
             Table(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
             for rows in (1, 2)
         )
-        batch = row_inputs.row_batch({}, 2, [BASE] * 2, 4)
+        batch = RowInputs(4).of(Rows((None, None), (BASE, BASE)))
         chunk = programs.extend.lower(tiny.params, tiny.config, None, number, tokens, number, number, cache, one)
         decoding = programs.decode_slice.lower(
-            tiny.params, tiny.config, None, cache, two, batch, number, max_steps=4, max_topk=0
+            tiny.params,
+            tiny.config,
+            None,
+            cache,
+            two,
+            batch,
+            np.full(2, ENDED, np.int32),
+            number,
+            max_steps=4,
+            max_topk=0,
         )
         live = jax.eval_shape(partial(held.open_slice, max_tokens=4), cache, two, batch.position_S).live
         closing = programs.close_rows.lower(cache, live, batch.position_S, number, two)
@@ -309,11 +321,12 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
     assert temporary(1000) == temporary(100)
 
 
-def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch):
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_ahead):
     """Rows of one adapter are merged, those of two are not, and few samples take few rows."""
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
     device = scheduler._programs
-    device._is_one_cpu, device._merges = False, True
+    device._is_one_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
     device._counts, run_rows = device._row_counts(32), device._run
 
     def recorded(rows, num_steps, longest):
@@ -334,3 +347,23 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch):
     many = run(scheduler, replace(red[1], request_id=RequestId("many"), num_samples=17))
     assert counts == {16, 32}
     assert all(many.sequence(RequestId("many"), index).tokens.tolist() == wanted for index in range(17))
+
+
+def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
+    """Samples end by stop tokens and by their length while others run, and one is preempted and goes on."""
+    prompt, requests = prompt_of(9), list[SampleRequest]()
+    waits = start(tiny, sample_slots=8)
+    free = run(waits, ask("free", prompt, max_tokens=60)).tokens["free", 0]
+    stops = [token for token in dict.fromkeys(free[8:]) if token not in free[:8]]
+    for n, stop in enumerate(stops[:3]):
+        requests.append(ask(f"stops{n}", prompt, max_tokens=60, stop_token_ids=(stop,)))
+    requests.append(ask("many stops", prompt, max_tokens=60, stop_token_ids=tuple({*stops[:1], *range(280, 290)})))
+    requests.append(ask("lengths", prompt_of(30), samples=6, max_tokens=37))
+    ahead = start(tiny, sample_slots=8)
+    device = ahead._programs
+    device._is_one_cpu, device.runs_ahead, device._counts = False, True, RowCounts([8])
+    num_programs = programs.decode_slice._cache_size()
+    found, wanted = run(ahead, *requests), run(waits, *requests)
+    assert found.tokens == wanted.tokens
+    assert any(len(tokens) < 37 for tokens in found.tokens.values())
+    assert programs.decode_slice._cache_size() == num_programs + 1

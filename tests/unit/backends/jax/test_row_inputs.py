@@ -5,9 +5,11 @@ import numpy as np
 
 from skyrl_tx.backends.jax.sample.draw import Drawn
 from skyrl_tx.backends.jax.sample.pages import KVTable
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, row_batch
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table
 from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import RunningSample
+from skyrl_tx.contract.arrays import Float32Array, Int32Array
+from skyrl_tx.contract.results import SampleDelta
 from tests.support.sample_requests import ask, prompt_of
 
 STEPS = 4
@@ -15,9 +17,19 @@ STEPS = 4
 
 def running(index: int, *, temperature: float, adapter: int = 0) -> RunningSample:
     request = ask("a", prompt_of(5), temperature=temperature, max_tokens=50)
-    sample = RunningSample(request=request, index=index, stops=frozenset(), adapter=adapter)
-    sample.take_drawn(drawn(9))
+    sample = RunningSample(request=request, index=index, stops=frozenset({30 + index, 3}), adapter=adapter)
+    sample.take_first(drawn(9), None)
     return sample
+
+
+def taken(*tokens: int) -> tuple[Int32Array, Float32Array]:
+    """Return tokens and log-probabilities of a slice."""
+    return np.array(tokens, np.int32), -np.arange(len(tokens), dtype=np.float32)
+
+
+def take(sample: RunningSample, *tokens: int) -> SampleDelta | None:
+    start, sample.position = sample.position, sample.length_after(len(tokens))
+    return sample.take_slice(start, *taken(*tokens), False)
 
 
 def drawn(*tokens: int) -> Drawn:
@@ -27,8 +39,7 @@ def drawn(*tokens: int) -> Drawn:
 
 def check(inputs: RowInputs, rows: Rows) -> None:
     """The inputs are those that their samples have now."""
-    expected = row_batch(rows.by_row(), len(rows.samples), rows.adapters, STEPS)
-    jax.tree.map(np.testing.assert_array_equal, inputs.of(rows), expected)
+    jax.tree.map(np.testing.assert_array_equal, inputs.of(rows), RowInputs(STEPS).of(rows))
 
 
 def test_inputs_follow_the_samples_from_slice_to_slice():
@@ -38,8 +49,15 @@ def test_inputs_follow_the_samples_from_slice_to_slice():
     assert batch.token_S.tolist() == [9, 0, 9, 0] and batch.position_S.tolist() == [5, 0, 5, 0]
     assert batch.num_drawn_S.tolist() == [1, 0, 1, 0] and (batch.given_SN == -1).all()
     assert batch.draws.temperature_S.tolist() == [0.5, 0, 1, 0] and batch.adapter_G.tolist() == [0, 0, 2, 0]
-    first.take_drawn(drawn(3, 4, 5))
+    assert batch.num_left_S.tolist() == [49, 0, 49, 0] and (batch.source_S == -1).all()
+    assert batch.stop_SX[:, :3].tolist() == [[3, 30, -1], [-1] * 3, [3, 31, -1], [-1] * 3]
+    take(first, 3, 4, 5)
     assert inputs.of(rows).token_S.tolist() == [5, 0, 9, 0]
+    first.row, first.position = 2, first.position + 4
+    batch = inputs.of(rows, from_last=True)
+    assert batch.source_S.tolist() == [2, -1, -1, -1] and batch.position_S.tolist() == [12, 0, 5, 0]
+    assert first.take_slice(8, *taken(6, 7, 8, 9), False) is not None
+    assert inputs.of(rows).token_S.tolist() == [9, 0, 9, 0]
     check(inputs, rows)
     check(inputs, Rows((second, None, first, None), (2, 0, 0, 0)))
     check(inputs, Rows((second, running(0, temperature=0.5)), (2, 0)))
@@ -48,14 +66,14 @@ def test_inputs_follow_the_samples_from_slice_to_slice():
 def test_a_preempted_sample_is_given_its_tokens_until_it_has_them_again():
     sample = running(0, temperature=1.0)
     inputs, rows = RowInputs(STEPS), Rows((sample, None), (0, 0))
-    sample.take_drawn(drawn(1, 2, 3, 4, 5))
+    take(sample, 1, 2, 3, 4, 5)
     check(inputs, rows)
     sample.preempt()
     batch = inputs.of(rows)
     assert batch.given_SN[0].tolist() == [1, 2, 3, 4] and batch.token_S[0] == 9
-    assert sample.take_drawn(drawn(1, 2, 3, 4)) is None
+    assert take(sample, 1, 2, 3, 4) is None
     assert inputs.of(rows).given_SN[0].tolist() == [5, -1, -1, -1]
-    sample.take_drawn(drawn(5, 6, 7, 8))
+    take(sample, 5, 6, 7, 8)
     assert (inputs.of(rows).given_SN == -1).all()
     check(inputs, rows)
 

@@ -15,7 +15,7 @@ def samples(*adapters: int, sizes: Sequence[int] = (4,)) -> list[RunningSample]:
     """Return samples with these adapters, at these positions."""
     found = list[RunningSample]()
     for index, adapter in enumerate(adapters):
-        request = ask("a", prompt_of(1 + sizes[index % len(sizes)]))
+        request = ask("a", prompt_of(sizes[index % len(sizes)]))
         found.append(RunningSample(request=request, index=index, stops=frozenset(), adapter=adapter))
     return found
 

@@ -25,19 +25,27 @@ CONFIG = JaxConfig(sample_slots=16, decode_slice_tokens=4, prefill_tokens=96, pr
 MEMORY = SampleMemory(num_slots=16, tokens=16 * 160, prefix_tokens=640, max_length=512, page=16)
 
 
-def start(config: JaxConfig = CONFIG, memory: SampleMemory = MEMORY, eos: tuple[int, ...] = (EOS,)) -> SampleScheduler:
-    scheduler = SampleScheduler(FakePrograms(), config, memory, eos)
+def start(
+    config: JaxConfig = CONFIG,
+    memory: SampleMemory = MEMORY,
+    eos: tuple[int, ...] = (EOS,),
+    *,
+    runs_ahead: bool = False,
+) -> SampleScheduler:
+    scheduler = SampleScheduler(FakePrograms(runs_ahead=runs_ahead), config, memory, eos)
     scheduler.load(RED, 1)
     scheduler.load(BLUE, 2)
     return scheduler
 
 
-@pytest.fixture
-def scheduler() -> SampleScheduler:
-    return start()
+@pytest.fixture(params=[False, True], ids=["waits", "runs_ahead"])
+def scheduler(request) -> SampleScheduler:
+    return start(runs_ahead=request.param)
 
 
-def test_requests_that_arrive_during_the_first_prefill_join_its_first_slice(scheduler):
+def test_requests_that_arrive_during_the_first_prefill_join_its_first_slice():
+    scheduler = start()
+
     def step() -> dict[str, int]:
         new: dict[str, int] = defaultdict(int)
         for delta in scheduler.step():
@@ -57,6 +65,47 @@ def test_requests_that_arrive_during_the_first_prefill_join_its_first_slice(sche
     assert step() == {}
     queue("alone")
     assert [step(), step(), step()] == [{"alone": 1}, {"alone": 4}, {"alone": 1}]
+
+
+def test_a_slice_is_dispatched_before_the_last_one_is_read_unless_a_prompt_waits():
+    scheduler = start(runs_ahead=True)
+    programs = scheduler._programs
+
+    def step() -> tuple[dict[str, int], int]:
+        """Return the new tokens of each request, and the number of slices that were dispatched."""
+        new, before = dict[str, int](), len(programs.decoded)
+        for delta in scheduler.step():
+            new[delta.request_id] = new.get(delta.request_id, 0) + delta.tokens.size
+        return new, len(programs.decoded) - before
+
+    begin(scheduler, ask("first", prompt_of(9), max_tokens=14))
+    assert step() == ({"first": 1}, 0)
+    assert step() == ({"first": 0}, 1)
+    assert step() == ({"first": 4}, 1)
+    begin(scheduler, ask("second", prompt_of(9), max_tokens=4))
+    assert step() == ({"first": 4, "second": 1}, 1), "both are in the slice that was dispatched"
+    assert step() == ({"first": 4, "second": 3}, 1)
+    assert step() == ({"first": 1}, 0)
+    assert step() == ({}, 0)
+
+
+def test_what_was_dispatched_for_samples_that_ended_counts_for_nothing():
+    """A cancelled sample and one with a stop token are in a slice that is not read. Others take their pages."""
+    scheduler = start(runs_ahead=True)
+    free = run(scheduler, ask("free", prompt_of(9), max_tokens=40)).tokens["free", 0]
+    stop = next(token for token in free[5:] if token not in free[:5])
+    stopped = ask("stopped", prompt_of(9), max_tokens=40, stop_token_ids=(stop,))
+    begin(scheduler, stopped, ask("cancelled", prompt_of(20), max_tokens=40), ask("goes on", prompt_of(30)))
+    results = Results()
+    for _ in range(3):
+        results.add(scheduler.step())
+    scheduler.cancel([RequestId("cancelled")])
+    later = ask("later", prompt_of(50, seed=3), samples=14, max_tokens=30)
+    run(scheduler, later, into=results)
+    assert results.tokens["stopped", 0] == free[: free.index(stop) + 1]
+    assert scheduler.meters().decode_slots_used == 0
+    alone = run(start(), later, ask("goes on", prompt_of(30)))
+    assert {key: results.bits[key] for key in alone.bits} == alone.bits
 
 
 @pytest.mark.parametrize("adapter", [None, RED])
@@ -125,7 +174,8 @@ def test_a_cancelled_request_ends_in_any_state_and_others_are_unchanged(schedule
     scheduler.drop(RED)  # its requests are gone
 
 
-def test_an_ended_sample_frees_its_slot_for_the_next_step(scheduler):
+def test_an_ended_sample_frees_its_slot_for_the_next_step():
+    scheduler = start()
     request = ask("many", prompt_of(9), samples=20, max_tokens=60)  # four wait for a slot
     alone, results = run(scheduler, request), Results()
     begin(scheduler, request)
@@ -171,7 +221,7 @@ def test_a_batch_with_a_request_that_never_fits_is_refused_as_a_whole(scheduler)
 
 def test_sample_topk_has_a_row_for_every_token(scheduler):
     results = run(scheduler, ask("topk", prompt_of(9), options=PromptOptions(sample_topk=2)))
-    topk = [part.topk for part in results.parts["topk", 0]]
+    topk = [part.topk for part in results.parts["topk", 0] if part.tokens.size]
     token_ids, logprobs = (
         np.concatenate([each.token_ids for each in topk]),
         np.concatenate([each.logprobs for each in topk]),
