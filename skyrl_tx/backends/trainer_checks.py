@@ -11,6 +11,7 @@ from hashlib import blake2b
 from itertools import count
 
 import numpy as np
+from msgspec import structs
 
 from skyrl_tx.backends.trainer_fallback import Key
 from skyrl_tx.backends.trainer_samplers import TrainerSamplers
@@ -108,7 +109,7 @@ class TrainerChecks:
             if delta.error is not None or not self._start(watched, _end_of(delta)):
                 passed.append(delta)
             elif delta.tokens.size or delta.prompt is not None:
-                passed.append(replace(delta, stop_reason=None))
+                passed.append(structs.replace(delta, stop_reason=None))
         return passed
 
     def read(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
@@ -126,13 +127,13 @@ class TrainerChecks:
                 _log.warning("a sample could not be compared with the trainer: %s", delta.error)
             gap = None if delta.error is not None or check.scored is None else self._measure(check, check.scored)
             if check.held is not None:
-                ended.append(replace(check.held, trainer_gap=gap))
+                ended.append(structs.replace(check.held, trainer_gap=gap))
         return ended
 
     def waiting(self) -> list[SampleDelta]:
         """Return a delta without tokens if the end of any sample waits."""
         held = next((check.held for check in self._running.values() if check.held is not None), None)
-        return [] if held is None else [replace(held, stop_reason=None)]
+        return [] if held is None else [structs.replace(held, stop_reason=None)]
 
     def give_up(self) -> list[SampleDelta]:
         """End all comparisons, and return the ends of samples that waited for them, without gaps."""

@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count
 
+from msgspec import structs
+
 from skyrl_tx.backends.trainer_samplers import TrainerSamplers
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
@@ -69,7 +71,7 @@ class TrainerFallback:
                 continue
             if delta.stop_reason is not None or delta.error is not None:
                 del self._drawn[delta.request_id]
-            found.append(replace(delta, request_id=key[0]))
+            found.append(structs.replace(delta, request_id=key[0]))
         return found
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:

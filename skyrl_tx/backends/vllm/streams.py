@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 
 from skyrl_tx.backends.vllm import wire
 from skyrl_tx.backends.vllm.adapter_files import Adapter
@@ -183,7 +184,7 @@ class Streams:
         topk = chunk.topk
         if topk is not None:
             topk = replace(topk, token_ids=topk.token_ids[skip:], logprobs=topk.logprobs[skip:])
-        delta = replace(
+        delta = structs.replace(
             sample.delta(),
             tokens=tokens,
             logprobs=chunk.logprobs[skip:],

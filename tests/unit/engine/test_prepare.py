@@ -1,10 +1,8 @@
 """Conversion of requests to batches and of results to outputs."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from msgspec import UNSET
+from msgspec import UNSET, structs
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
@@ -133,7 +131,7 @@ def test_deltas_are_joined_by_index():
 def test_a_gap_comes_with_the_end_of_its_sample_and_is_stored():
     gathering, gap = SampleAssembler(request_of(2), text_of), TrainerGap(mean=0.25, largest=0.5, num_tokens=2)
     gathering.add(delta(0, "a"))
-    gathering.add(replace(delta(0, "", "length"), trainer_gap=gap))
+    gathering.add(structs.replace(delta(0, "", "length"), trainer_gap=gap))
     gathering.add(delta(1, "b", "stop"))
     output = gathering.output()
     assert [each.trainer_gap for each in output.sequences] == [gap, UNSET]
