@@ -15,6 +15,7 @@ import numpy as np
 
 from skyrl_tx.layers import logprobs
 from skyrl_tx.layers.apart import add_apart
+from skyrl_tx.layers.gather import gather
 from skyrl_tx.layers.held import Cache, ChunkHeld, Held, SliceCache, Table, position_axes, read_states, write
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, select_rows
@@ -205,6 +206,12 @@ class _Mode:
         return x, kept
 
 
+def _gathered(block: Block, params: LayerParams, layout: Layout) -> LayerParams:
+    """Return the parameters of one layer with whole D where they are gathered before use (see `layers.gather`)."""
+    axes = {name: each.axes for part in block.parts for name, each in part.describe().items()}
+    return {name: gather(leaf, axes[name], layout) if name in axes else leaf for name, leaf in params.items()}
+
+
 def _added(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: float) -> jax.Array:
     """Return `x` plus the output of a part, through its output norm if it has one.
 
@@ -249,15 +256,16 @@ def _apply_group(
     def one_layer(place: int):
         block = group.stacks[place].block
 
+        is_marked = block.feed_forward is None or block.feed_forward.marks_matmuls
+        keeps_all = mode.remat is RematPolicy.SAVE_MATMULS and not is_marked
+
         def run(x: jax.Array, own: LayerParams, pairs: dict[str, LoraPair], state: Any, repeat: Any):
             held = mode.held(first + place, repeat, state)
+            # What is gathered would be kept, of all layers at once.
+            own = own if keeps_all else _gathered(block, own, mode.layout)
             return mode.block(block, x, own, adapters.of_layer(place, repeat, pairs), held)
 
-        remat = mode.remat
-        is_marked = block.feed_forward is None or block.feed_forward.marks_matmuls
-        if remat is RematPolicy.SAVE_MATMULS and not is_marked:
-            remat = RematPolicy.NONE
-        return with_remat(remat, run)
+        return with_remat(RematPolicy.NONE if keeps_all else mode.remat, run)
 
     run_layer = [one_layer(place) for place in range(len(group.stacks))]
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.attention import causal_attention
+from skyrl_tx.layers.gather import exchanged
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.kernels.choice import Heads, Past
 from skyrl_tx.layers.kv_cache import KeyValues
@@ -200,6 +201,7 @@ def attend_rows(
     if layout.splits_rows:  # more devices than kv heads have copies of them
         num_copies = math.lcm(k_BTKH.shape[2], layout.num_shards("row_heads")) // k_BTKH.shape[2]
         k_BTKH, v_BTKH = (jnp.repeat(x, num_copies, axis=2) for x in (k_BTKH, v_BTKH))
+        q_BTNH, k_BTKH, v_BTKH = (exchanged(x, layout) for x in (q_BTNH, k_BTKH, v_BTKH))
     query_heads = layout.spec(("batch", None, "row_heads", None), q_BTNH.shape)
     kv_heads = layout.spec(("batch", None, "row_heads", None), k_BTKH.shape)
     sinks = None if sinks_N is None else layout.spec(("row_heads",), sinks_N.shape)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.chunks import ChunkMasks
+from skyrl_tx.layers.gather import exchanged
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.layers.short_conv import conv_masks
@@ -46,7 +47,9 @@ def kernel_of(params: LayerParams, name: str) -> jax.Array:
 
 def whole_rows(x: jax.Array, layout: Layout) -> jax.Array:
     """Return [B, T, ...], by heads or channels, so that a device has all tokens of its rows, of a part of the heads."""
-    return layout.constrain(x, "batch", None, "row_heads", *[None] * (x.ndim - 3)) if layout.splits_rows else x
+    if not layout.splits_rows:
+        return x
+    return layout.constrain(exchanged(x, layout), "batch", None, "row_heads", *[None] * (x.ndim - 3))
 
 
 def split_rows(x: jax.Array, layout: Layout) -> jax.Array:

@@ -38,7 +38,7 @@ def compiled(client_environment, model: Path, names: str, *flags: str) -> tuple[
     """Return the plan as JSON, and its programs by name; all without `names`."""
     compilers = client_environment(COMPILERS)
     settings = ("--backend-config.micro-batch-tokens", "2048", "--json", "--compile", *filter(None, [names]))
-    command = [sys.executable, "-m", "skyrl_tx", "plan", "--base-model", str(model), *flags, *settings]
+    command = [sys.executable, "-m", "skyrl_tx", "plan", "--base-model", str(model), *settings, *flags]
     paths = os.pathsep.join((str(Path.cwd()), str(compilers.packages)))
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
@@ -69,6 +69,20 @@ def test_the_unembedding_is_gathered_once(tmp_path: Path, client_environment) ->
     unembedding = 16384 * 128 * 2
     # Once for all losses, and once more in the branch of those that read whole rows; the layers are small
     assert gradient["text"]["collectives"]["all-gather"]["bytes"] < 3 * unembedding
+
+
+@pytest.mark.slow
+def test_weights_that_devices_gather_are_not_copied(tmp_path: Path, client_environment) -> None:
+    """A copy of all layers, here most of the memory, would take more than the rest of the program."""
+    write_model(tmp_path, num_layers=48, hidden_size=512, mlp_size=2048)
+    flags = ("--device", "h200:2", "--mesh", "fsdp=2", "--backend-config.remat")
+    flags += ("--backend-config.micro-batch-tokens", "1024")
+    found, programs = compiled(client_environment, tmp_path, "gradient", *flags)
+    gradient, weights = programs["gradient"], found["memory"][0]["bytes"]
+    assert gradient["temporary_bytes"] < weights
+    assert gradient["argument_bytes"] + gradient["temporary_bytes"] == pytest.approx(
+        gradient["planned_bytes"], rel=0.15
+    )
 
 
 @pytest.mark.slow
