@@ -1,8 +1,10 @@
-"""The least arithmetic of a model, in multiply-adds of one token: two FLOPs each.
+"""The least arithmetic of a model, in multiply-adds of one token: two FLOPs each; and what its mixers exchange.
 
 In a mixture of experts, a token counts the router and the experts that are chosen for it. Norms, ropes, activations and
 the look-up of embeddings count nothing.
 """
+
+import math
 
 from skyrl_tx.models.adapters import UNEMBED, target_layers, targets
 from skyrl_tx.models.config import Block, ModelConfig
@@ -66,6 +68,29 @@ def mixing_macs(config: ModelConfig, length: int) -> int:
                 pass
             case mixer:
                 raise TypeError(f"the arithmetic of {type(mixer).__name__} is not known")
+    return found
+
+
+def exchanged_numbers(config: ModelConfig, num_parts: int) -> int:
+    """Return how many numbers of a token mixers exchange if `num_parts` devices have whole rows of a part of the heads.
+
+    Each mixer's inputs by heads go there, and its outputs come back, in a pass over all layers.
+    """
+    found = 0
+    for block in config.blocks:
+        match block.mixer:
+            case Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim):
+                found += 2 * (heads + math.lcm(kv_heads, num_parts)) * dim  # more devices than kv heads have copies
+            case LatentAttention(num_heads=heads) as mixer:
+                found += 2 * heads * (mixer.plain_dim + mixer.rotary_dim + mixer.value_dim)
+            case DeltaNet(num_key_heads=heads, num_value_heads=value_heads, key_dim=keys, value_dim=values):
+                found += 2 * (heads * keys + value_heads * values)
+            case Mamba(num_heads=heads, num_groups=groups, head_dim=dim, state_dim=written):
+                found += 3 * heads * dim + 2 * groups * written  # its input comes back too
+            case None:
+                pass
+            case mixer:
+                raise TypeError(f"what {type(mixer).__name__} exchanges is not known")
     return found
 
 

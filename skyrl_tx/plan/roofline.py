@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.models import ModelConfig
-from skyrl_tx.models.arithmetic import adapter_macs, expert_parameters, experts_read, frozen_macs, mixing_macs
+from skyrl_tx.models.arithmetic import (
+    adapter_macs,
+    exchanged_numbers,
+    expert_parameters,
+    experts_read,
+    frozen_macs,
+    mixing_macs,
+)
 from skyrl_tx.plan.hardware import Devices
 
 FLOAT32_BYTES = 4
@@ -83,9 +90,9 @@ def training(
     weights = _Weights.of(model, num_parameters, itemsize, mesh)
     gathered = (weights.common + weights.experts) * (forwards + 1)
     sent = _between(mesh.fsdp * mesh.cp) * gathered
-    # Each pass over a layer adds up two outputs of its rows over tp. What mixers exchange over cp is not counted.
+    # Each pass over a layer adds up two outputs of its rows over tp, and mixers exchange them over cp.
     rows = tokens / (mesh.fsdp * mesh.cp * mesh.ep)
-    sent += (forwards + 1) * _sums(model, mesh, rows)
+    sent += (forwards + 1) * (_sums(model, mesh, rows) + _exchanged(model, mesh, rows, itemsize))
     return Bound(
         tokens,
         arithmetic_s=2 * macs * tokens / devices.number / kind.flops,
@@ -123,6 +130,17 @@ def decoding(
 def _between(num_devices: int) -> float:
     """Return the share of an array in equal parts that each device gets from others."""
     return (num_devices - 1) / num_devices
+
+
+def _exchanged(model: ModelConfig, mesh: MeshConfig, rows: float, itemsize: int) -> float:
+    """Return the bytes that each device sends in one pass over all layers so that mixers get whole rows.
+
+    With `cp` the tokens of a row are on the devices of `cp` and `ep`, and so are the heads while mixers compute.
+    """
+    if mesh.cp == 1:
+        return 0.0
+    numbers = exchanged_numbers(model, mesh.tp * mesh.cp * mesh.ep) / mesh.tp
+    return _between(mesh.cp * mesh.ep) * rows * numbers * itemsize
 
 
 def _sums(model: ModelConfig, mesh: MeshConfig, rows: float) -> float:

@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.models.arithmetic import exchanged_numbers
 from skyrl_tx.plan.hardware import parse_devices
 from skyrl_tx.plan.meshes import candidates, meshes_of
 from skyrl_tx.plan.roofline import Work, decoding, training
@@ -66,12 +67,33 @@ def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
     assert over_fsdp.arithmetic_s == over_tp.arithmetic_s
 
 
+def test_devices_of_cp_exchange_heads_for_tokens() -> None:
+    devices, size = parse_devices("h200:8"), {"num_parameters": PARAMETERS, "itemsize": 2}
+    weights, rows = 2 * (PARAMETERS - 151936 * 4096), 4096 / 8
+    over_cp = training(DENSE, devices, MeshConfig(cp=8), WORK, **size)
+    heads = 36 * 2 * (32 + 8) * 128  # queries and outputs, keys and values
+    assert over_cp.links_s == pytest.approx(3 * 7 / 8 * (weights + rows * heads * 2) / 450e9)
+    over_both = training(DENSE, devices, MeshConfig(tp=2, cp=4), WORK, **size)
+    sums = 36 * 2 * 2 / 2 * 4096 / 4 * 4096 * 4
+    exchanged = 3 / 4 * (weights / 2 + 4096 / 4 * heads / 2 * 2)
+    assert over_both.links_s == pytest.approx(3 * (sums + exchanged) / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "num_parts"),
+    [(48 * 2 * (32 + 4) * 128, 4), (48 * 2 * (32 + 8) * 128, 8)],  # eight devices have copies of four kv heads
+)
+def test_more_devices_than_kv_heads_exchange_copies(numbers: int, num_parts: int) -> None:
+    assert exchanged_numbers(MIXTURE, num_parts) == numbers
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
 def test_published_models_have_a_mesh(name: str) -> None:
     content = json.loads((CONFIGS / f"{name}.json").read_text())
     model = models.find_family(content).config_from_hf(content)
     found = candidates(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
     assert found and all(each.mesh.num_devices == 8 for each in found)
+    assert exchanged_numbers(model, 4) > 0
     assert [each.has_room for each in found] == sorted((each.has_room for each in found), reverse=True)
     roomy = [each.seconds_per_token for each in found if each.has_room]
     assert roomy == sorted(roomy)
