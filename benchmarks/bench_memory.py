@@ -107,7 +107,7 @@ def main() -> None:
     logits = options.tokens * options.vocab * 4
     step = compiled_bytes(config, options.dtype, options.tokens, **shape)
     costs = costs_of(shapes_of(config, options.dtype), config, "cpu")
-    estimate = costs.fixed + options.tokens * costs.of_token(remat)
+    estimate = costs.of_pass(options.tokens, remat=remat)
     results = {
         "logits_mib": logits / MIB,
         "step_mib": step / MIB,

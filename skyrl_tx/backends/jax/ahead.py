@@ -18,9 +18,8 @@ import numpy as np
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import RANK
+from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
 from skyrl_tx.backends.jax.exhaustion import is_exhausted
-from skyrl_tx.backends.jax.memory import adapter_bytes
 from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs

@@ -2,9 +2,11 @@
 
 The memory that the backward pass needs is measured, not guessed: the forward pass is traced without being run, at two
 lengths, and the bytes of the arrays that it passes on are counted. The difference is the cost of a token; weights,
-which both traces pass on whole, cancel out. Compilers confirm the result, see tests/unit/backends/jax/test_costs.py.
+which both traces pass on whole, cancel out. What there is next to that differs by time: first logits, then what one
+layer needs for its gradient. Compilers confirm the result, see tests/unit/backends/jax/test_costs.py.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -13,10 +15,13 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
+from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.mixture import Mixture
 
+_LENGTHS = 512, 1024
+"""Tokens of the rows that are traced."""
 _EXPERT_LENGTHS = 2048, 4096
 """Tokens of a device between which the memory of experts is taken to be linear; tiles have their full size there."""
 _IN_FLIGHT = 2
@@ -29,11 +34,13 @@ RANK = 32
 class Costs:
     """Bytes that training needs on each device, by trace."""
 
-    fixed: int
+    fixed: int  # whatever the number of tokens, while layers compute their gradients
+    head: int  # the same while log-probabilities are computed
     token: int  # with the results of matrix products kept for the backward pass
     token_with_remat: int
     token_offloaded: int  # with the inputs of layers in the host's memory
     host_token: int  # those inputs
+    layer_token: int  # the part of each of these that only layers need while they compute their gradients
 
     def of_token(self, remat: RematPolicy) -> int:
         """Return the bytes of each token by the remat policy."""
@@ -47,44 +54,113 @@ class Costs:
 
     def of_pass(self, num_tokens: int, *, remat: RematPolicy) -> int:
         """Return the bytes that a micro-batch with `num_tokens` on each device takes there."""
-        return self.fixed + self.of_token(remat) * num_tokens
+        in_layers = self.fixed + self.of_token(remat) * num_tokens
+        return max(in_layers, self.head + (self.of_token(remat) - self.layer_token) * num_tokens)
+
+    def fitting(self, size: float, *, remat: RematPolicy) -> int:
+        """Return the most tokens of a micro-batch on each device for `size` bytes there; 0 or less if none fit."""
+        of_token = self.of_token(remat)
+        return int(min((size - self.fixed) / of_token, (size - self.head) / (of_token - self.layer_token)))
 
 
 def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> Costs:
     """Return the bytes that training needs on each device in addition to the weights.
 
-    Layers' inputs are whole on each device of `tp`; what one layer holds, and logits, are cut. While experts compute
-    their gradient, compilers hold none of the layer's other arrays. `platform` is as JAX names it.
+    Layers' inputs, and what mixers return, are whole on each device of `tp`; what else one layer holds, and logits, are
+    cut. While experts compute their gradient, compilers hold none of the layer's other arrays. `platform` is as JAX
+    names it.
     """
     layout = params.layout
     tp = layout.num_shards("mlp")
 
     def of_token(policy: RematPolicy) -> int:
-        short, long = (bytes_kept(params, config, length, policy) for length in (512, 1024))
-        return (long - short) // (512 * layout.num_shards("batch"))
+        short, long = (bytes_kept(params, config, length, policy) for length in _LENGTHS)
+        return (long - short) // (_LENGTHS[1] - _LENGTHS[0]) // layout.num_shards("batch")
 
-    # Held during one layer's backward pass. Tokens on their way through experts are whole on each device of `tp`.
-    has_experts = any(isinstance(block.feed_forward, Mixture) for block in config.blocks)
-    # A layer of one part may hold twice what such layers do on average, as a mixture does next to a mixer.
-    num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
-    one_layer = of_token(RematPolicy.NONE) // num_layers // (1 if has_experts else tp) + _bytes_of_ranks(config)
-    inputs = of_token(RematPolicy.FULL)
-    of_stream = config.hidden_size * 4  # the input of one layer
-    offloaded = len(config.blocks) * of_stream
-    logits = CHUNK * config.vocab_size * 4 // tp
-    merged = params.unembed_VD.size * 4 if params.embed.dtype == jnp.float32 else 0  # see layers.lora.AdaptedMap
-    experts_fixed, of_experts = _costs_of_experts(layout, config, params.embed.dtype.itemsize)
-    one_layer = max(one_layer, of_experts)
-    kept = (of_token(RematPolicy.SAVE_MATMULS) - inputs) // tp
-    if not has_experts:
+    itemsize = params.embed.dtype.itemsize
+    stream = config.hidden_size * 4  # the input of one layer
+    inputs = len(config.blocks) * stream
+    with_head = of_token(RematPolicy.FULL)  # these, and what the final norm and the rest of the head need
+    kept = of_token(RematPolicy.SAVE_MATMULS) - with_head
+    mixed = min(kept, _bytes_of_mixed(config, itemsize))
+    kept = mixed + (kept - mixed) // tp
+    experts_fixed, of_experts = _costs_of_experts(layout, config, itemsize)
+    one_layer = max(_bytes_of_layer(params, config), of_experts)
+    if not any(isinstance(block.feed_forward, Mixture) for block in config.blocks):
         kept -= min(kept // config.num_layers, one_layer)  # the layer in work holds its own part already
+    gradient = adapter_bytes(config, RANK, layout)  # of this micro-batch, before it is added
+    if platform == "tpu":  # XLA for TPUs rounds the factors of all layers before the loop over them
+        gradient += gradient * itemsize // 4
     return Costs(
-        fixed=3 * logits + merged + experts_fixed + (_gathered_bytes(params) if platform == "gpu" else 0),
+        fixed=gradient + experts_fixed + _gathered_bytes(params, platform),
+        head=_head_bytes(params, config, platform),
         token=inputs + kept + one_layer,
         token_with_remat=inputs + one_layer,
-        token_offloaded=inputs - offloaded + _IN_FLIGHT * of_stream + one_layer,
-        host_token=offloaded,
+        token_offloaded=_IN_FLIGHT * stream + one_layer,
+        host_token=inputs,
+        # The head has its own arrays instead, and the gradient of the last hidden states.
+        layer_token=max(one_layer - (with_head - inputs) - stream, 0),
     )
+
+
+def _head_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
+    """Return the bytes for log-probabilities and their gradient: logits of a chunk, and copies of the unembedding."""
+    unembed_VD, tp = params.unembed_VD, params.layout.num_shards("mlp")
+    found = 3 * CHUNK * config.vocab_size * 4 // tp
+    if unembed_VD.dtype == jnp.float32:
+        found += unembed_VD.size * 4  # with the adapter, see layers.lora.AdaptedMap
+    else:  # XLA for GPUs puts it next to a factor of the adapter, so that both are one product
+        copies = (platform == "gpu") + (params.layout.num_shards("embed") > 1)
+        found += copies * unembed_VD.size * unembed_VD.dtype.itemsize // tp
+    return found
+
+
+def adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) -> int:
+    """Return the bytes of an adapter's weights on each device, which are cut as `mesh.adapter_placement` does."""
+    axes = models.adapter_axes(model)
+
+    def size(leaf: jax.Array, of: tuple[Axis | None, ...]) -> int:
+        cut = leaf.shape if layout.mesh is None else layout.sharding(of, leaf.shape).shard_shape(leaf.shape)
+        return math.prod(cut) * leaf.dtype.itemsize
+
+    weights = models.adapter_shapes(model, rank).weights
+    return sum(size(pair.a, axes[name][0]) + size(pair.b, axes[name][1]) for name, pair in weights.items())
+
+
+def _bytes_of_mixed(config: models.ModelConfig, itemsize: int) -> int:
+    """Return the bytes of a token's results of mixers that are kept for the feed-forwards after them, of all layers."""
+    number = sum(
+        block.mixer is not None and block.feed_forward is not None and block.feed_forward.marks_matmuls
+        for block in config.blocks
+    )
+    return number * config.hidden_size * itemsize
+
+
+def _bytes_of_layer(params: models.DecoderParams, config: models.ModelConfig) -> int:
+    """Return the bytes of a token that one layer holds while it computes its gradient.
+
+    These are the arrays that the gradient needs. Compilers fuse all that is between products, so arrays there have the
+    weights' type, in which products read them; those of the hidden size are sums in float32, and whole on each device
+    of `tp`.
+    """
+    layout, itemsize = params.layout, params.embed.dtype.itemsize
+
+    def sizes(length: int) -> tuple[int, int]:
+        arrays = arrays_kept(params, config, length, RematPolicy.NONE)
+        whole = [each.size * each.dtype.itemsize for each in arrays if each.shape[-1:] == (config.hidden_size,)]
+        cut = [
+            each.size * min(each.dtype.itemsize, itemsize)
+            for each in arrays
+            if each.shape[-1:] != (config.hidden_size,)
+        ]
+        return sum(whole), sum(cut)
+
+    of_short, of_long = map(sizes, _LENGTHS)
+    # A layer of one part may hold twice what such layers do on average, as a mixture does next to a mixer.
+    num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
+    num_tokens = (_LENGTHS[1] - _LENGTHS[0]) * layout.num_shards("batch") * num_layers
+    whole, cut = ((long - short) // num_tokens for short, long in zip(of_short, of_long, strict=True))
+    return whole + cut // layout.num_shards("mlp") + _bytes_of_ranks(config)
 
 
 def _bytes_of_ranks(config: models.ModelConfig) -> int:
@@ -96,18 +172,22 @@ def _bytes_of_ranks(config: models.ModelConfig) -> int:
     return 2 * num_maps * RANK * 4
 
 
-def _gathered_bytes(params: models.DecoderParams) -> int:
-    """Return the bytes of the weights that a device gathers over `fsdp`: the unembedding, and those of one layer.
+def _gathered_bytes(params: models.DecoderParams, platform: str) -> int:
+    """Return the bytes of the weights of layers that a device gathers over `fsdp`.
 
-    XLA for GPUs gathers them whole, and the next layer's while it computes with these. For TPUs it sends parts around.
+    XLA for GPUs gathers all of a layer whole, and has them twice: the parts, and those in order (see `layers.gather`).
+    For TPUs it gathers those of experts, and sends parts of others around.
     """
     layout = params.layout
     if layout.num_shards("embed") == 1:
         return 0
     shards = layout.num_shards("mlp") * layout.num_shards("expert")
-    layers = [sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(stack)) for stack in params.layers]
-    gathered = params.unembed_VD.size // layout.num_shards("mlp") + 2 * max(layers) // shards
-    return gathered * params.embed.dtype.itemsize
+    least = 0 if platform == "gpu" else 4  # dims: experts have [n, E, I, O]
+    layers = [
+        sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(stack) if leaf.ndim >= least)
+        for stack in params.layers
+    ]
+    return (2 if platform == "gpu" else 1) * max(layers) // shards * params.embed.dtype.itemsize
 
 
 def _costs_of_experts(layout: Layout, config: models.ModelConfig, itemsize: int) -> tuple[int, int]:
@@ -134,6 +214,13 @@ def _costs_of_experts(layout: Layout, config: models.ModelConfig, itemsize: int)
 
 def bytes_kept(params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy) -> int:
     """Return the bytes that the forward pass keeps for the backward pass, weights included, for one row per shard."""
+    return sum(each.size * each.dtype.itemsize for each in arrays_kept(params, config, length, policy))
+
+
+def arrays_kept(
+    params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the arrays that the forward pass keeps for the backward pass, weights included, for one row per shard."""
 
     def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
         def hidden_of(weights: AdapterWeights) -> jax.Array:
@@ -144,5 +231,4 @@ def bytes_kept(params: models.DecoderParams, config: models.ModelConfig, length:
 
     adapter = models.adapter_shapes(config, RANK)
     tokens = jax.ShapeDtypeStruct((params.layout.num_shards("batch"), length), jnp.int32)
-    outputs = jax.eval_shape(run, adapter.weights, adapter.scale, params, tokens)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
+    return jax.tree.leaves(jax.eval_shape(run, adapter.weights, adapter.scale, params, tokens))

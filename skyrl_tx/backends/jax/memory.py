@@ -11,13 +11,13 @@ import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import RANK, Costs, costs_of
+from skyrl_tx.backends.jax.costs import RANK, Costs, adapter_bytes, costs_of
 from skyrl_tx.backends.jax.distributed import agreed, own_devices
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.meters import DeviceMemory
-from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
 from skyrl_tx.layers.sharding import WHOLE, Layout
 
@@ -211,15 +211,10 @@ def longest_row(free: int, costs: Costs, plan: MemoryPlan, layout: Layout, host_
     Each device may offload `host_bytes` to its host; None is as many as it likes.
     """
     remat = plan.policy_of_longest
-    fitting = _row_tokens(free, costs, remat)
+    fitting = costs.fitting(ROW_SHARE * free, remat=remat)
     if remat is RematPolicy.OFFLOAD and host_bytes is not None:
         fitting = max(min(fitting, host_bytes // costs.host_token), plan.offload_above or 0)
     return max(fitting * layout.num_shards("tokens"), plan.micro_batch_tokens // layout.num_shards("batch"))
-
-
-def _row_tokens(free: int, costs: Costs, remat: RematPolicy) -> int:
-    """Return the tokens of each device that one row may have, for `free` bytes of it."""
-    return int((ROW_SHARE * free - costs.fixed) / costs.of_token(remat))
 
 
 def plan_without_memory(config: JaxConfig) -> MemoryPlan:
@@ -232,15 +227,15 @@ def plan_without_memory(config: JaxConfig) -> MemoryPlan:
 def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
     """Return the memory plan for `free` bytes of each device and `num_shards` shards of a micro-batch's tokens."""
 
-    def tokens_of(cost: int) -> int:
-        fitting = (TRAINING_SHARE * free - costs.fixed) / cost
+    def tokens_of(remat: RematPolicy) -> int:
+        fitting = costs.fitting(TRAINING_SHARE * free, remat=remat)
         return min(max(1 << int(math.log2(max(fitting, 1))), MIN_TOKENS), MAX_TOKENS)
 
     remat = bool(config.offload or config.remat)
     if not config.offload and config.remat is None:
-        remat = tokens_of(costs.token) < SUFFICIENT_TOKENS
+        remat = tokens_of(RematPolicy.SAVE_MATMULS) < SUFFICIENT_TOKENS
     plan = MemoryPlan(config.micro_batch_tokens or 0, remat, offload_above=0 if config.offload else None)
-    fitting = tokens_of(costs.of_token(plan.policy(SUFFICIENT_TOKENS)))
+    fitting = tokens_of(plan.policy(SUFFICIENT_TOKENS))
     return plan if config.micro_batch_tokens else replace(plan, micro_batch_tokens=fitting * num_shards)
 
 
@@ -253,7 +248,7 @@ def with_long_rows(plan: MemoryPlan, free: int, costs: Costs, config: JaxConfig,
     own = -(-plan.micro_batch_tokens // num_shards)
 
     def fitting(remat: RematPolicy) -> int:
-        return max(_rounded_down(max(_row_tokens(free, costs, remat), 0)), own)
+        return max(_rounded_down(max(costs.fitting(ROW_SHARE * free, remat=remat), 0)), own)
 
     if not plan.remat and config.remat is None:
         plan = replace(plan, remat_above=fitting(RematPolicy.SAVE_MATMULS))
@@ -411,18 +406,6 @@ def num_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: mo
     """
     cost = adapter_bytes(model, min(RANK, config.max_lora_rank), memory_layout(params))
     return min(1 + config.max_sampler_adapters, max(int(POOL_SHARE * _free(params) / cost), MIN_ADAPTER_SLOTS))
-
-
-def adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) -> int:
-    """Return the bytes of an adapter's weights on each device, which are cut as `mesh.adapter_placement` does."""
-    axes = models.adapter_axes(model)
-
-    def size(leaf: jax.Array, of: tuple[Axis | None, ...]) -> int:
-        cut = leaf.shape if layout.mesh is None else layout.sharding(of, leaf.shape).shard_shape(leaf.shape)
-        return math.prod(cut) * leaf.dtype.itemsize
-
-    weights = models.adapter_shapes(model, rank).weights
-    return sum(size(pair.a, axes[name][0]) + size(pair.b, axes[name][1]) for name, pair in weights.items())
 
 
 def memory_layout(params: models.DecoderParams) -> Layout:

@@ -13,12 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import Costs, costs_of
+from skyrl_tx.backends.jax.costs import Costs, adapter_bytes, costs_of
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     MemoryPlan,
     RoomBytes,
-    adapter_bytes,
     free_bytes,
     longest_row,
     max_models,

@@ -120,9 +120,9 @@ LONG_FLAGS = ("--rank", "8", "--backend-config.sample-slots", "32")
 @pytest.mark.parametrize(
     ("flags", "chosen", "longest", "said"),
     [
-        (("--context", "21000"), {"cp": 2}, {"tp": 2}, "so mesh fsdp=1,tp=1,ep=1,cp=2 was chosen, with which it fits"),
+        (("--context", "30000"), {"cp": 2}, {"tp": 2}, "so mesh fsdp=1,tp=1,ep=1,cp=2 was chosen, with which it fits"),
         pytest.param(
-            ("--context", "21000", "--mesh", "tp=2"),
+            ("--context", "30000", "--mesh", "tp=2"),
             {"tp": 2},
             {"tp": 2},
             "It fits with --mesh fsdp=1,tp=1,ep=1,cp=2",
@@ -131,7 +131,7 @@ LONG_FLAGS = ("--rank", "8", "--backend-config.sample-slots", "32")
         pytest.param(
             ("--context", "65536"), {"tp": 2}, {"tp": 2}, "no mesh of v5e:1x2 fits it", marks=pytest.mark.slow
         ),
-        pytest.param(("--context", "21000", "--mesh", "cp=2"), {"cp": 2}, None, "", marks=pytest.mark.slow),
+        pytest.param(("--context", "30000", "--mesh", "cp=2"), {"cp": 2}, None, "", marks=pytest.mark.slow),
     ],
 )
 def test_cp_is_recommended_for_rows_that_fit_in_no_other_way(
@@ -148,7 +148,7 @@ def test_cp_is_recommended_for_rows_that_fit_in_no_other_way(
     assert found["mesh"] == ones | chosen
     text, rows = "\n".join(found["warnings"]), found["long_rows"]
     if longest is None:
-        assert rows is None and "a row of" not in text and found["limits"]["row_tokens"] >= 21000
+        assert rows is None and "a row of" not in text and found["limits"]["row_tokens"] >= 30000
     else:
         assert rows["mesh"] == ones | longest and rows["longest"] < rows["tokens"] == int(flags[1])
         assert said in text

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import costs
+from skyrl_tx.backends.jax import costs, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.costs import RANK, bytes_kept, costs_of
 from skyrl_tx.backends.jax.start_plan import layout_without_devices
@@ -91,27 +91,47 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
 
 
 @pytest.mark.parametrize(
-    ("platform", "content", "num_layers", "rank", "mesh", "num_tokens", "compiled_gib"),
+    ("platform", "content", "num_layers", "rank", "sizes", "num_tokens", "compiled_gib"),
     [
         ("tpu", QWEN3_8B, 36, 32, {"tp": 8}, 2048, 1.530),  # v5e
         ("tpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.668),  # v5e
-        ("gpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 4.51),  # H200
+        ("tpu", QWEN3_600M, 28, 32, {"fsdp": 1}, 8192, 1.744),  # v5e
+        ("gpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 3.933),  # H200
+        ("gpu", QWEN3_8B, 36, 32, {"tp": 8}, 16384, 11.208),  # H200
         ("tpu", QWEN3_30B_A3B, 2, 8, {"ep": 8}, 2048, 3.038),  # v5e
+        ("gpu", QWEN3_30B_A3B, 48, 32, {"cp": 8}, 12800, 12.840),  # H200
         pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 2048, 4.115, marks=pytest.mark.slow),  # H200
         pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 4096, 6.625, marks=pytest.mark.slow),  # H200
     ],
 )
 def test_the_estimate_is_near_the_account_of_the_devices_compiler(
-    platform, content, num_layers, rank, mesh, num_tokens, compiled_gib, monkeypatch
+    platform, content, num_layers, rank, sizes, num_tokens, compiled_gib, monkeypatch
 ) -> None:
     """Temporary memory of `accumulate` with rematerialization, by libtpu 0.0.52 and by jaxlib 0.10.2."""
     monkeypatch.setattr(costs, "RANK", rank)
-    content = {**content, "num_hidden_layers": num_layers}
-    model = models.find_family(content).config_from_hf(content)
-    shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
-    params = replace(shapes, layout=layout_without_devices(MeshConfig(**mesh)))
+    params, model = published({**content, "num_hidden_layers": num_layers}, platform, MeshConfig(**sizes))
     estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=RematPolicy.FULL)
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("platform", "sizes", "num_tokens", "compiled_gib"),
+    [("gpu", {"tp": 8}, 16384, 20.418), ("tpu", {"tp": 8}, 4096, 5.167), ("gpu", {"fsdp": 1}, 4096, 15.638)],
+    ids=["h200-8", "v6e-8", "h200-1"],
+)
+def test_what_mixers_return_is_kept_whole_on_each_device(platform, sizes, num_tokens, compiled_gib) -> None:
+    """Temporary memory of `accumulate` of Qwen3-8B with the results of products kept."""
+    params, model = published(QWEN3_8B, platform, MeshConfig(**sizes))
+    estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=RematPolicy.SAVE_MATMULS)
+    assert estimate == pytest.approx(compiled_gib * GIB, rel=0.1)
+
+
+def published(content, platform: str, config: MeshConfig) -> tuple[models.DecoderParams, models.ModelConfig]:
+    """Return shapes of a published model in the layout of training, with the attention kernel of its device."""
+    model = models.find_family(content).config_from_hf(content)
+    shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
+    layout = mesh.training_layout(layout_without_devices(config))
+    return replace(shapes, layout=layout, kernels=Kernels(SPLASH if platform == "tpu" else TRITON)), model
 
 
 @pytest.mark.parametrize(

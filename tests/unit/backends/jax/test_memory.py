@@ -41,7 +41,15 @@ from skyrl_tx.testing.backend_driver import drawn_examples
 from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 MIB = 2**20
-COSTS = Costs(fixed=100 * MIB, token=MIB, token_with_remat=MIB // 8, token_offloaded=MIB // 32, host_token=MIB // 10)
+COSTS = Costs(
+    fixed=100 * MIB,
+    head=0,
+    token=MIB,
+    token_with_remat=MIB // 8,
+    token_offloaded=MIB // 32,
+    host_token=MIB // 10,
+    layer_token=0,
+)
 MODEL = ModelId("m")
 SPEC = ModelSpec(lora=LoraSpec(rank=4, seed=1))
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
@@ -456,7 +464,7 @@ def test_an_example_may_be_as_long_as_memory_allows_whatever_the_cache_holds(tin
     )
     costs = memory.costs_of(tiny.params, tiny.config, "cpu")
     state = memory.model_bytes(JaxConfig(), tiny.params, tiny.config)
-    free = int((costs.fixed + 100 * costs.token_with_remat) / 0.9) + costs.token_with_remat // 2
+    free = int(costs.of_pass(100, remat=RematPolicy.FULL) / 0.9) + 1
     monkeypatch.setattr(memory, "free_bytes", lambda _: free + state)
     assert longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == 100
     monkeypatch.setattr(memory, "free_bytes", lambda _: 2**40)
