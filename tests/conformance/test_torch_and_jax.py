@@ -21,7 +21,9 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["untied", "tied"]
+)
 def drivers(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BackendDriver, BackendDriver]]:
     """Torch and JAX on the same model."""
     root: Path = tmp_path_factory.mktemp("both")
