@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx import models
+from skyrl_tx.layers.kernels.choice import TRITON
 from skyrl_tx.layers.logprobs import CHUNK
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.mixture import Mixture
 
 _LENGTHS = 512, 1024
@@ -86,14 +88,18 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     kept = mixed + (kept - mixed) // tp
     experts_fixed, of_experts = _costs_of_experts(layout, config, itemsize)
     one_layer = max(_bytes_of_layer(params, config), of_experts)
-    if not any(isinstance(block.feed_forward, Mixture) for block in config.blocks):
+    has_experts = any(isinstance(block.feed_forward, Mixture) for block in config.blocks)
+    if not has_experts:
         kept -= min(kept // config.num_layers, one_layer)  # the layer in work holds its own part already
     gradient = adapter_bytes(config, RANK, layout)  # of this micro-batch, before it is added
     if platform == "tpu":  # XLA for TPUs rounds the factors of all layers before the loop over them
         gradient += gradient * itemsize // 4
+    head = _head_bytes(params, config, platform)
+    # The arrays of experts are large, and compilers leave gaps between them: about what logits take at another time.
+    gaps = head if has_experts else 0
     return Costs(
-        fixed=gradient + experts_fixed + _gathered_bytes(params, platform),
-        head=_head_bytes(params, config, platform),
+        fixed=gradient + experts_fixed + _gathered_bytes(params, platform) + gaps,
+        head=head,
         token=inputs + kept + one_layer,
         token_with_remat=inputs + one_layer,
         token_offloaded=_IN_FLIGHT * stream + one_layer,
@@ -160,6 +166,9 @@ def _bytes_of_layer(params: models.DecoderParams, config: models.ModelConfig) ->
     num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
     num_tokens = (_LENGTHS[1] - _LENGTHS[0]) * layout.num_shards("batch") * num_layers
     whole, cut = ((long - short) // num_tokens for short, long in zip(of_short, of_long, strict=True))
+    if params.kernels.attention is TRITON:  # has keys, values and their gradients for each query head
+        heads = (b.mixer.num_heads * b.mixer.head_dim for b in config.blocks if isinstance(b.mixer, Attention))
+        cut += 4 * max(heads, default=0) * itemsize
     return whole + cut // layout.num_shards("mlp") + _bytes_of_ranks(config)
 
 
