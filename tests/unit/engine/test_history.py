@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import BackendLost
@@ -223,7 +224,10 @@ def test_a_kept_sample_has_its_gap_to_the_trainer_if_it_was_compared(harness: En
         def step_sample(self) -> list[SampleDelta]:
             gap = TrainerGap(mean=0.25, largest=0.5, num_tokens=8)
             deltas = super().step_sample()
-            return [replace(each, trainer_gap=gap) if each.index == 0 and each.stop_reason else each for each in deltas]
+            return [
+                structs.replace(each, trainer_gap=gap) if each.index == 0 and each.stop_reason else each
+                for each in deltas
+            ]
 
     request_id = harness.submit(replace(sample(), num_samples=2))
     harness.run(request_id, backend=Comparing("tiny", harness.config))
