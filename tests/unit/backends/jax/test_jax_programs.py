@@ -321,7 +321,7 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
     assert temporary(1000) == temporary(100)
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("runs_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_ahead):
     """Rows of one adapter are merged, those of two are not, and few samples take few rows."""
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
