@@ -36,7 +36,10 @@ def test_help_describes_the_script_and_its_defaults(name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "architecture"), [("jax", "qwen3"), ("jax", "qwen3_5"), ("torch", "qwen3")])
+@pytest.mark.parametrize(
+    ("backend", "architecture"),
+    [("jax", "qwen3"), pytest.param("jax", "qwen3_5", marks=pytest.mark.exhaustive), ("torch", "qwen3")],
+)
 def test_sft_rl_inference_and_evaluation_run_in_sequence(tmp_path, backend, architecture):
     environment = None
     if backend == "torch":
