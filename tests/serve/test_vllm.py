@@ -40,13 +40,13 @@ def test_what_jax_trained_is_sampled_elsewhere(tmp_path: Path) -> None:
             LiveServer(tmp_path / "data", flags=flags, ready_within_s=300) as server,
             tinker.ServiceClient(base_url=server.url) as service,
         ):
-            training = service.create_lora_training_client(base_model=model, rank=8).result()
+            training = service.create_lora_training_client(base_model=model, rank=8, seed=1).result()
             tokens = np.random.default_rng(1).integers(1, 200, NUM_TOKENS).tolist()
             datum = types.Datum(
                 model_input=types.ModelInput.from_ints(tokens[:-1]),
                 loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (NUM_TOKENS - 1)},
             )
-            for _ in range(25):
+            for _ in range(40):  # of some seeds 25 steps do not learn all tokens
                 training.forward_backward([datum], "cross_entropy").result()
                 training.optim_step(types.AdamParams(learning_rate=2e-2)).result()
             sampling = training.save_weights_and_get_sampling_client().result()
