@@ -33,7 +33,7 @@ class RowBatch:
     """The inputs of a decode slice by row; rows without a sample run too, at position 0."""
 
     token_S: jax.Array  # int32: drawn, and not yet in the KV cache; unused where `source_S` has a row
-    source_S: jax.Array  # int32: the row of the last slice that drew this token, if the host has not read it; else -1
+    source_S: jax.Array  # int32: the row of the last slice that drew the token; -1: it is in `token_S`
     position_S: jax.Array  # int32: where its key is written
     num_drawn_S: jax.Array  # int32: tokens of the sample before
     num_left_S: jax.Array  # int32: steps until the sample ends, if it draws no stop token
