@@ -31,8 +31,9 @@ SLOW = slow and not exhaustive and not gpu and not network
 SLOW_JAX = tests/conformance tests/contract tests/unit
 
 test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
-	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX)
-	pytest -n 3 -m "$(SLOW)" $(SLOW_JAX:%=--ignore=%)
+	XLA_FLAGS="$$(python -m tests.support.fast_jit)" pytest -n 3 -m "$(SLOW) and tolerance"
+	pytest -n 3 -m "$(SLOW) and not tolerance" $(SLOW_JAX)
+	pytest -n 3 -m "$(SLOW) and not tolerance" $(SLOW_JAX:%=--ignore=%)
 
 exhaustive:  ## run what CI leaves out, before a release: every family in every suite (an hour)
 	pytest -n 3 -m "exhaustive and not gpu and not network"

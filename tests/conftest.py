@@ -30,6 +30,29 @@ TOGETHER = (
 )
 """Files, or beginnings of their names, that share a slow fixture: a server over JAX, a process with torch."""
 
+WITH_TOLERANCE = (
+    "tests/recipes/",
+    "tests/clients/",
+    *(
+        f"tests/conformance/test_{name}.py"
+        for name in (
+            "models",
+            "decoding",
+            "training",
+            "trainer_and_sampler",
+            "exports",
+            "greedy",
+            "packed_tensors",
+            "torch_and_jax",
+        )
+    ),
+)
+"""Files, or beginnings of their names, that compare no bits.
+
+CI runs their slow tests with programs that are compiled with little optimization, in a third of the CPU time: see
+`tests.support.fast_jit`.
+"""
+
 MOST_MAPPINGS = 30_000
 """Linux gives a process 65,530 by default, and crashes XLA's compiler when there are no more."""
 
@@ -51,8 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before deselection by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests on PostgreSQL, and ignore connections that clients of the SDK leave to the garbage collector."""
+    """Mark tests that compare no bits, or use PostgreSQL; ignore connections that clients of the SDK leave."""
     for item in items:
+        if item.nodeid.startswith(WITH_TOLERANCE):
+            item.add_marker(pytest.mark.tolerance)
         if _needs_postgresql(item):
             item.add_marker(pytest.mark.postgres)
         if (

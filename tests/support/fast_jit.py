@@ -1,6 +1,8 @@
 """Compilation with little optimization: programs compile in an eighth of the time, and run slowly.
 
 For tests that compare numbers with a tolerance, or count programs. Tests of equal bits use the product's options.
+
+    XLA_FLAGS="$(python -m tests.support.fast_jit)" pytest -m "slow and tolerance"
 """
 
 from functools import partial
@@ -17,3 +19,6 @@ FAST_COMPILE_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value i
 """The value of XLA_FLAGS for a process that compiles all its programs with little optimization."""
 
 fast_jit = partial(jax.jit, compiler_options=_OPTIONS)
+
+if __name__ == "__main__":
+    print(FAST_COMPILE_FLAGS)
