@@ -97,13 +97,32 @@ def paged_attention(
     (`kernels.choice.Kernels.past`) if there is one.
     """
     B, T, N, H = q_BTNH.shape
-    K, (*_, page_size, _) = new.k.shape[1], past.stack.k.shape
+    K = new.k.shape[1]
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+    carry = no_keys(q_BKGTH, H, _by_group(sinks_N, K))
+    if kernel is None:
+        carry = _fold_past(carry, q_BKGTH, past, start_B, position_BT, window)
+    else:
+        carry = joined(carry, kernel(q_BKGTH, past, start_B, position_BT[:, 0]))
+    scores = jnp.where(seen_TU, _scores("bkgth,bkuh->bkgtu", q_BKGTH, new.k), LOWEST)
+    _, total, out = fold(carry, scores, new.values)
+    return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
+
+
+def past_in_blocks(
+    q_BKGTH: jax.Array, past: Pages, start_B: jax.Array, first_B: jax.Array, *, window: int | None
+) -> Stats:
+    """Return what kernels return of the past (`kernels.choice.Past`), by the loop that is used without one."""
+    position_BT = first_B[:, None] + jnp.arange(q_BKGTH.shape[3])
+    return _fold_past(no_keys(q_BKGTH, q_BKGTH.shape[4], None), q_BKGTH, past, start_B, position_BT, window)
+
+
+def _fold_past(
+    carry: Stats, q_BKGTH: jax.Array, past: Pages, start_B: jax.Array, position_BT: jax.Array, window: int | None
+) -> Stats:
+    page_size = past.stack.k.shape[3]
     num_pages = math.gcd(past.page_BM.shape[1], max(PAST_BLOCK // page_size, 1))
     size = num_pages * page_size
-
-    def scores(k_BKUH: jax.Array, visible: jax.Array) -> jax.Array:
-        return jnp.where(visible, _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH), LOWEST)
 
     def past_block(j: jax.Array, carry: Stats) -> Stats:
         block, position_U = past.block(j, num_pages), j * size + jnp.arange(size)
@@ -111,18 +130,12 @@ def paged_attention(
         visible_BTU = seen_BU[:, None]
         if window is not None:
             visible_BTU &= position_U > position_BT[:, :, None] - window
+        scores = jnp.where(visible_BTU[:, None, None], _scores("bkgth,bkuh->bkgtu", q_BKGTH, block.k), LOWEST)
         # Positions that were never written may hold NaN, and 0 * NaN is NaN.
-        v_BKUH = jnp.where(seen_BU[:, None, :, None], block.values, 0)
-        return fold(carry, scores(block.k, visible_BTU[:, None, None]), v_BKUH)
+        return fold(carry, scores, jnp.where(seen_BU[:, None, :, None], block.values, 0))
 
-    carry = no_keys(q_BKGTH, H, _by_group(sinks_N, K))
-    if kernel is None:
-        first = 0 if window is None else jnp.maximum(position_BT.min() - (window - 1), 0) // size
-        carry = jax.lax.fori_loop(first, (start_B.max() + size - 1) // size, past_block, carry)
-    else:
-        carry = joined(carry, kernel(q_BKGTH, past, start_B, position_BT[:, 0]))
-    _, total, out = fold(carry, scores(new.k, seen_TU), new.values)
-    return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
+    first = 0 if window is None else jnp.maximum(position_BT.min() - (window - 1), 0) // size
+    return jax.lax.fori_loop(first, (start_B.max() + size - 1) // size, past_block, carry)
 
 
 def cached_attention(

@@ -4,13 +4,16 @@ It has one `Held` for each stack of layers, with two kinds of arrays. *Positions
 the tokens and are in pages; a mixer never sees how they are stored, but calls `attend`. *Fixed-size state*, such as
 that of linear attention, is replaced as a whole. The host decides which pages and states a row has: its `Table`.
 
-Legend: n layers of a stack, S rows of a decode step, B batch rows, M pages of a row, P positions of a page, N heads, K
-kv heads, T tokens, H head dim.
+On a mesh each shard of the batch axis has pages and states of its own, and the rows that read and write them, so that
+nothing of the cache is sent to another shard. Chunks of prompts are computed by all shards, of which one keeps them.
+
+Legend: n layers of a stack, S rows of a decode step, B batch rows, M pages of a row, P positions of a page, N heads (or
+copies), K kv heads, T tokens, H head dim, R shards.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from skyrl_tx.layers.attention import cached_attention, paged_attention
 from skyrl_tx.layers.flash_attention import Stats
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append, read_segments
 from skyrl_tx.layers.parameter import Axis, Parameter
+from skyrl_tx.layers.sharding import WHOLE, Layout
 
 
 def position_axes(each: Parameter) -> tuple[Axis | None, ...]:
@@ -45,7 +49,10 @@ Cache = tuple[Held, ...]
 
 @struct.dataclass
 class Table:
-    """The block table: where the cache has what it keeps of rows. Page p holds the same positions in all stacks."""
+    """The block table: where the cache has what it keeps of rows. Page p holds the same positions in all stacks.
+
+    Numbers are those within the row's shard. The table of a chunk has a row for each shard, of which one has pages.
+    """
 
     page_BM: jax.Array  # int32: page m has the positions from m * P on; 0 if the row has none
     state_B: jax.Array  # int32; 0 if the row has none
@@ -55,6 +62,7 @@ class Table:
 class ChunkHeld:
     """The cache of one layer before a chunk of prompts: the state [B, ...], and the positions before `start`."""
 
+    is_chunk: ClassVar[bool] = True
     past: Pages
     fixed: Any
     start: jax.Array
@@ -90,6 +98,7 @@ class ChunkHeld:
 class StepHeld:
     """The cache of one layer before a decode step: the state [S, ...], the past, and the tokens of the slice."""
 
+    is_chunk: ClassVar[bool] = False
     past: Segments | Pages
     recent: KeyValues
     fixed: Any
@@ -149,37 +158,50 @@ class SliceCache:
         return StepHeld(past, recent, fixed, self.start_S, self.num_recent)
 
 
-def read_states(cache: Cache, state_B: jax.Array) -> tuple[Any, ...]:
-    """Return copies of the states of rows, [n, B, ...], by stack."""
-    return tuple(jax.tree.map(lambda leaf: leaf.at[:, state_B].get(mode="clip"), held.fixed) for held in cache)
+def read_states(cache: Cache, table: Table, layout: Layout = WHOLE, *, of_chunk: bool = False) -> tuple[Any, ...]:
+    """Return copies of the states of rows, [n, B, ...], by stack; of a chunk those of its one prompt on all shards."""
+
+    def read(fixed: Any, state_B: jax.Array) -> Any:
+        found = jax.tree.map(lambda leaf: leaf.at[:, state_B].get(mode="clip"), fixed)
+        is_spread = of_chunk and layout.num_shards("batch") > 1
+        return jax.lax.psum(found, layout.mesh_axes("batch")) if is_spread else found  # the empty state is 0
+
+    fixed = tuple(held.fixed for held in cache)
+    return layout.by_shard(read, (1, 0), None if of_chunk else 1)(fixed, table.state_B)
 
 
 def write(
-    cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.Array, *, is_sharded: bool = False
+    cache: Cache,
+    new: Cache,
+    table: Table,
+    start_B: jax.Array,
+    size: jax.Array,
+    layout: Layout = WHOLE,
+    *,
+    of_chunk: bool = False,
 ) -> Cache:
     """Write the first `size` new positions of each row from `start_B` on, and replace its state.
 
-    Positions for which a row has no page, and the state of a row that has none, are ignored. Pages may be on several
-    devices if the cache `is_sharded`.
+    Positions for which a row has no page, and the state of a row that has none, are ignored. What is new `of_chunk` is
+    on all shards.
     """
 
-    def positions(into: Any, new: Any) -> Any:
+    def local(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.Array) -> Cache:
         def put(into: jax.Array, new_nBKTH: jax.Array) -> jax.Array:
             given = into, new_nBKTH.astype(into.dtype), table.page_BM, start_B, size
-            if is_sharded:
-                return put_by_position(*given)
             return jax.lax.platform_dependent(*given, tpu=put_by_page, default=put_by_position)
 
-        return jax.tree.map(put, into, new)
+        def state(into: jax.Array, new: jax.Array) -> jax.Array:
+            state_B = jnp.where(table.state_B > 0, table.state_B, into.shape[1])
+            return into.at[:, state_B].set(new.astype(into.dtype), mode="drop")
 
-    def state(into: jax.Array, new: jax.Array) -> jax.Array:
-        state_B = jnp.where(table.state_B > 0, table.state_B, into.shape[1])
-        return into.at[:, state_B].set(new.astype(into.dtype), mode="drop")
+        return tuple(
+            Held(jax.tree.map(put, held.positions, each.positions), jax.tree.map(state, held.fixed, each.fixed))
+            for held, each in zip(cache, new, strict=True)
+        )
 
-    return tuple(
-        Held(positions(held.positions, each.positions), jax.tree.map(state, held.fixed, each.fixed))
-        for held, each in zip(cache, new, strict=True)
-    )
+    in_dims = (1, None, 0, None, None) if of_chunk else (1, 1, 0, 0, None)
+    return layout.by_shard(local, in_dims, 1)(cache, new, table, start_B, size)
 
 
 def put_by_position(
@@ -203,10 +225,7 @@ def put_by_position(
 def put_by_page(
     into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size: jax.Array
 ) -> jax.Array:
-    """Do the same by changing whole pages, one after the other: few large copies, where TPUs are slow with many small.
-
-    With pages on several devices each of them would be sent to all.
-    """
+    """Do the same by changing whole pages, one after another: few large copies, as many small ones are slow on TPU."""
     page_size, (_, B, _, T, _), M = into.shape[3], new_nBKTH.shape, page_BM.shape[1]
     span = (T + page_size - 2) // page_size + 1  # the pages that T positions may lie in
 
@@ -224,8 +243,15 @@ def put_by_page(
     return jax.lax.fori_loop(0, B * span, one, into)
 
 
-def copy(cache: Cache, page_N2: jax.Array, num_pages: jax.Array, state_N2: jax.Array, num_states: jax.Array) -> Cache:
-    """Copy the first pages of a list, each a source and a target, and the first states of another.
+def copy(
+    cache: Cache,
+    page_RN2: jax.Array,
+    num_pages_R: jax.Array,
+    state_RN2: jax.Array,
+    num_states_R: jax.Array,
+    layout: Layout = WHOLE,
+) -> Cache:
+    """Copy the first pages of a list of each shard, each a source and a target, and the first states of another.
 
     They are copied one by one, so that no second cache exists. A copy of page 0, or of state 0, clears the target: no
     attention has to be trusted with a NaN of its former tenant.
@@ -238,12 +264,17 @@ def copy(cache: Cache, page_N2: jax.Array, num_pages: jax.Array, state_N2: jax.A
 
         return jax.lax.fori_loop(0, count, one, tree)
 
-    positions = copied(tuple(held.positions for held in cache), page_N2, num_pages)
-    fixed = copied(tuple(held.fixed for held in cache), state_N2, num_states)
-    return tuple(Held(*each) for each in zip(positions, fixed, strict=True))
+    def local(cache: Cache, page_1N2: jax.Array, num_pages: jax.Array, state_1N2: jax.Array, num_states: jax.Array):
+        positions = copied(tuple(held.positions for held in cache), page_1N2[0], num_pages[0])
+        fixed = copied(tuple(held.fixed for held in cache), state_1N2[0], num_states[0])
+        return tuple(Held(*each) for each in zip(positions, fixed, strict=True))
+
+    return layout.by_shard(local, (1, 0, 0, 0, 0), 1)(cache, page_RN2, num_pages_R, state_RN2, num_states_R)
 
 
-def open_slice(cache: Cache, table: Table, start_S: jax.Array, *, max_tokens: int) -> SliceCache:
+def open_slice(
+    cache: Cache, table: Table, start_S: jax.Array, layout: Layout = WHOLE, *, max_tokens: int
+) -> SliceCache:
     """Return the cache for a decode slice of up to `max_tokens`; rows hold `start_S` positions."""
     num_rows = table.state_B.shape[0]
 
@@ -251,7 +282,7 @@ def open_slice(cache: Cache, table: Table, start_S: jax.Array, *, max_tokens: in
         num_layers, _, num_kv_heads, _, head_dim = leaf.shape
         return jnp.zeros((num_layers, num_rows, num_kv_heads, max_tokens, head_dim), leaf.dtype)
 
-    states = read_states(cache, table.state_B)
+    states = read_states(cache, table, layout)
     return SliceCache(
         past=tuple(held.positions for held in cache),
         live=tuple(
@@ -293,10 +324,10 @@ def open_rows(cache: Cache, table: Table, start_S: jax.Array, *, read_length: in
     )
 
 
-def close_slice(cache: Cache, ended: SliceCache, table: Table, *, is_sharded: bool = False) -> Cache:
+def close_slice(cache: Cache, ended: SliceCache, table: Table, layout: Layout = WHOLE) -> Cache:
     """Write what a decode slice changed, see `write`."""
 
     def stacked(live: Held | tuple[Held, ...]) -> Held:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *live) if isinstance(live, tuple) else live
 
-    return write(cache, tuple(map(stacked, ended.live)), table, ended.start_S, ended.num_recent, is_sharded=is_sharded)
+    return write(cache, tuple(map(stacked, ended.live)), table, ended.start_S, ended.num_recent, layout)

@@ -5,7 +5,9 @@ replicated, which costs time but not correctness.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -61,6 +63,30 @@ class Layout:
     def constrain(self, x: jax.Array, *axes: Axis | None) -> jax.Array:
         """Return `x` with a sharding constraint; None is replicated."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape)) if self.is_split else x
+
+    def by_shard(
+        self, function: Callable[..., Any], in_dims: tuple[int | None, ...], out_dims: int | None
+    ) -> Callable[..., Any]:
+        """Return `function` as each shard of the batch axis runs it, on its own part of the arrays.
+
+        `in_dims` has the dim of each argument's leaves that is cut, and `out_dims` that of the results; None is whole.
+        How arrays lie over the other axes of the mesh is decided by XLA.
+        """
+        if self.num_shards("batch") == 1:
+            return function
+        names = self.mesh_axes("batch")
+
+        def spec(dim: int | None) -> PartitionSpec:
+            return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, names)
+
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(map(spec, in_dims)),
+            out_specs=spec(out_dims),
+            axis_names=set(names),
+            check_vma=False,
+        )
 
     def shards_as_rows(self, x: jax.Array) -> jax.Array:
         """Return [B, T, ...] with each shard of a row as a row of its own, so that a loop over T uses all devices."""

@@ -75,7 +75,8 @@ def extend(
 ) -> tuple[jax.Array, Cache]:
     """Run the tokens, or embeddings, from index `start` (a scalar) on, which attend to what the cache has of prompts.
 
-    `table` says where that is. The first `size` inputs are tokens of the prompts, all others padding; None is all.
+    `table` says where that is. If the batch axis has several shards, there is one prompt. The first `size` inputs are
+    tokens of the prompts, all others padding; None is all.
     `position_T` is as in `forward`. Return the hidden states [B, T, D], and the cache with what is kept of the tokens.
     """
     if position_T is None:
@@ -90,11 +91,11 @@ def extend(
 
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, before)
     own = GroupAdapters.of_all(config, adapter, adapter_B)
-    fixed, (num_rows, num_tokens) = read_states(cache, table.state_B), inputs.shape[:2]
+    fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout, of_chunk=True), inputs.shape[:2]
     x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params.layers, own, fixed)
     num_new = jnp.int32(num_tokens) if size is None else size
-    start_B, is_sharded = jnp.broadcast_to(start, (num_rows,)), at.layout.num_shards("batch") > 1
-    grown = write(cache, kept, table, start_B, num_new, is_sharded=is_sharded)
+    start_B = jnp.broadcast_to(start, (num_rows,))
+    grown = write(cache, kept, table, start_B, num_new, at.layout, of_chunk=True)
     return _finish(params, config, x_BTD), constrain_cache(at.layout, config, grown)
 
 

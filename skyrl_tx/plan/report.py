@@ -56,7 +56,7 @@ def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Reco
             "is_rematerialized": plan.passes.remat,
         },
         "long_rows": None if account.long_rows is None else _long_rows_record(account.long_rows),
-        "kernels": list(explain_kernels(plan.kernels, account.model, layout_without_devices(account.chosen.mesh))),
+        "kernels": list(explain_kernels(plan.kernels, account.model)),
         "rates": [asdict(rate) for rate in account.rates],
         "programs": None if programs is None else [asdict(each) for each in programs],
         "warnings": list(account.warnings),
@@ -85,7 +85,7 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"
     yield f"  training row  {plan.longest_row} tokens by memory, {account.model.max_context_length} by the model"
     yield from _long_rows(account)
-    yield from ("", *explain_kernels(plan.kernels, account.model, layout_without_devices(account.chosen.mesh)))
+    yield from ("", *explain_kernels(plan.kernels, account.model))
     yield from ("", "Tokens per second on all devices, at most (a roofline; no efficiency has been measured there):")
     for rate in account.rates:
         yield f"  {rate.work:<13} {rate.tokens_per_s:,}, bound by {rate.bound_by}: {rate.detail}"

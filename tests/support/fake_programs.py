@@ -8,6 +8,7 @@ of a prompt or sample is a hash of its keys so far: what follows another state t
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,35 +95,36 @@ class FakePrograms:
 
     def allocate_cache(self, memory: SampleMemory) -> None:
         self._memory = memory
-        self._pages = np.full((memory.num_pages, memory.page), UNWRITTEN, np.int64).astype(KEY)
-        self._states = np.zeros(memory.num_states, np.int64)
+        own = memory.of_shard
+        self._pages = np.full((memory.shards, own.num_pages, memory.page), UNWRITTEN, np.int64).astype(KEY)
+        self._states = np.zeros((memory.shards, own.num_states), np.int64)
 
-    def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]]) -> None:
+    def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
         for source, target in pages:
-            self._pages[target] = self._pages[source]
+            self._pages[shard, target] = self._pages[shard, source]
         for source, target in states:
-            self._states[target] = self._states[source]
+            self._states[shard, target] = self._states[shard, source]
         self.copied += pages
 
     def _keys(self, table: KVTable, num_tokens: int) -> np.ndarray:
         """Return the first keys of a table, all of which must be written, and be what its state has seen."""
-        keys = self._pages[table.pages].reshape(-1)[:num_tokens]
+        keys = self._pages[table.shard, table.pages].reshape(-1)[:num_tokens]
         assert keys.size == num_tokens and (keys["token"] != UNWRITTEN).all(), "only written keys are read"
         if self._memory.state_tokens:
             seen = _hash(keys.tobytes()) if num_tokens else 0
-            assert self._states[table.state] == seen, "the state is that after the keys"
+            assert self._states[table.shard, table.state] == seen, "the state is that after the keys"
         return keys
 
     def _write(self, table: KVTable, before: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Write keys after those before them. Return all of them."""
         for position, key in enumerate(keys, start=before.size):
             page, offset = table.pages[position // self._memory.page], position % self._memory.page
-            assert page > 0 and self._pages[page, offset]["token"] == UNWRITTEN, "a position is written once"
-            self._pages[page, offset] = key
+            assert page > 0 and self._pages[table.shard, page, offset]["token"] == UNWRITTEN, "it is written once"
+            self._pages[table.shard, page, offset] = key
         after = np.concatenate([before, keys])
         if self._memory.state_tokens:
             assert table.state > 0
-            self._states[table.state] = _hash(after.tobytes())
+            self._states[table.shard, table.state] = _hash(after.tobytes())
         return after
 
     def scores(self, request: SampleRequest) -> FakeScores:
@@ -150,7 +152,8 @@ class FakePrograms:
         return drawn
 
     def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> "FakeSlice":
-        assert len(samples) <= self._memory.num_slots
+        on_shard = Counter(sample.table.shard for sample in samples)
+        assert max(on_shard.values()) <= self._memory.of_shard.num_slots
         self.decoded.append(num_steps)
         found: list[RowDrawn] = []
         for sample in samples:

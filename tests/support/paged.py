@@ -27,6 +27,20 @@ def in_pages(rows: Any, page: int) -> Any:
     return jax.tree.map(put, rows)
 
 
+def on_shards(pages: Any, table: Table, num_shards: int) -> tuple[Any, Table]:
+    """Return the pages of rows that `table_of` made as those of shards, and a table with numbers within the shards."""
+    num_rows, num_pages = table.page_BM.shape
+    own, page = num_rows // num_shards, jax.tree.leaves(pages)[0].shape[3]
+    rows = rows_of(pages, table)
+    parts = [
+        in_pages(jax.tree.map(lambda leaf, first=first: leaf[:, first : first + own], rows), page)
+        for first in range(0, num_rows, own)
+    ]
+    local = table_of(own, num_pages)
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *parts)
+    return joined, Table(jnp.tile(local.page_BM, (num_shards, 1)), jnp.tile(local.state_B, num_shards))
+
+
 def rows_of(pages: Any, table: Table) -> Any:
     """Return arrays in pages as [n, B, K, C, H]."""
 

@@ -185,7 +185,7 @@ class _Shapes:
         size = PrefillShapes.of(self._config, samples.max_length).chunk_size
         number, tokens = self._replicated(np.int32(0)), self._replicated(np.zeros(size, np.int32))
         lowered = programs.extend.lower(
-            self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(1)
+            self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(samples.shards)
         )
         return lowered, f"{size} tokens", self._plan.weight_bytes + self._plan.kv_bytes
 
@@ -197,9 +197,9 @@ class _Shapes:
             self._model,
             None,
             self._cache(),
-            self._table(samples.num_slots),
-            self._replicated(RowInputs(config.decode_slice_tokens).of(Rows((None,) * samples.num_slots, (BASE,)))),
-            self._replicated(np.full(samples.num_slots, programs.ENDED, np.int32)),
+            self._table(samples.num_rows),
+            self._replicated(RowInputs(config.decode_slice_tokens).of(Rows((None,) * samples.num_rows, (BASE,)))),
+            self._replicated(np.full(samples.num_rows, programs.ENDED, np.int32)),
             self._replicated(np.int32(0)),
             max_steps=config.decode_slice_tokens,
             max_topk=config.max_topk_logprobs,

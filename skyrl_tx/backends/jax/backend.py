@@ -105,7 +105,7 @@ class JaxBackend(AbstractBackend):
             raise UserError(f"--backend-config.mesh: {error}") from error
         except KernelError as error:
             raise UserError(f"{error.setting}: {error}") from error
-        for line in explain_kernels(self._kernels, self._model, layout):
+        for line in explain_kernels(self._kernels, self._model):
             log.info(line)
         self._placement = mesh.adapter_placement(layout, self._model)
         self._format = models.adapter_format(self._model, family.weights, self._base_model)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.layers.kernels.choice import LOOPS, PAGES_TABLE, TABLE, AttentionKernel, Kernels, PagesKernel
-from skyrl_tx.layers.sharding import Layout
 
 _Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel)
 
@@ -41,7 +40,7 @@ def _chosen(
     return found
 
 
-def explain_kernels(kernels: Kernels, model: models.ModelConfig, layout: Layout) -> Iterator[str]:
+def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str]:
     """Yield how the layers of a model attend in training and in sampling: by which kernel, or why by loops."""
     attention, pages = kernels.attention, kernels.pages
     heads = [block.mixer.heads for block in model.blocks if block.mixer is not None]
@@ -49,9 +48,7 @@ def explain_kernels(kernels: Kernels, model: models.ModelConfig, layout: Layout)
     in_training = [
         _how(kernels.attention_name, None if attention is None else attention.refusal(each)) for each in of_layers
     ]
-    in_sampling = [
-        _how(kernels.pages_name, None if pages is None else pages.refusal(each, layout)) for each in of_layers
-    ]
+    in_sampling = [_how(kernels.pages_name, None if pages is None else pages.refusal(each)) for each in of_layers]
     for where, found in (("training", in_training), ("sampling", in_sampling)):
         for how in dict.fromkeys(found):
             yield f"attention of {found.count(how)} layers in {where}: {how}"

@@ -349,16 +349,20 @@ def _is_enough(memory: SampleMemory) -> bool:
 def _largest_sample_memory(
     num_slots: int, fitting: int, most: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes, shards: int
 ) -> SampleMemory:
-    """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together."""
-    context = model.max_context_length
-    most = min(most, num_slots * (config.max_context_length or context))
+    """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together.
+
+    A sample is on one shard, and has at most the tokens of a shard. If tokens are configured, each shard has as many as
+    one sample may have.
+    """
+    context = min(model.max_context_length, config.max_context_length or model.max_context_length)
+    most = min(most, num_slots * context)
 
     def of(tokens: int) -> SampleMemory:
         return SampleMemory(
             num_slots=num_slots,
             tokens=tokens,
             prefix_tokens=tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
-            max_length=min(context, config.max_context_length or context, tokens),
+            max_length=max(min(context, tokens if config.max_sample_tokens else tokens // shards), 1),
             state_tokens=room.state_tokens,
             shards=shards,
         )

@@ -8,7 +8,7 @@ share all chunks that end within them.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.layers.attention import PAST_BLOCK
@@ -121,7 +121,21 @@ class SampleMemory:
     page: int = PAGE
     """Positions of a page."""
     shards: int = 1
-    """The shards of pages, and of states."""
+    """The shards of rows, each of which has pages and states of its own."""
+
+    @property
+    def of_shard(self) -> "SampleMemory":
+        """The memory of one shard, which has room for the longest sample."""
+        if self.shards == 1:
+            return self
+        tokens = max(-(-self.tokens // self.shards), self.max_length)
+        num_slots, prefix_tokens = self.num_rows // self.shards, self.prefix_tokens // self.shards
+        return replace(self, num_slots=num_slots, tokens=tokens, prefix_tokens=prefix_tokens, shards=1)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the largest decode slice, as many on each shard."""
+        return -(-self.num_slots // self.shards) * self.shards
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the pages of a row of `num_tokens`."""
@@ -129,15 +143,19 @@ class SampleMemory:
 
     @property
     def num_pages(self) -> int:
-        """All pages: with the empty one, and as many as there are samples, whose last is partly filled."""
+        """All pages: with an empty one, and as many as there are samples, whose last is partly filled."""
+        if self.shards > 1:
+            return self.shards * self.of_shard.num_pages
         of_samples = self.pages_for(self.tokens)
         of_prefixes = self.pages_for(self.prefix_tokens - self._prefix_states * self.state_tokens)
-        return self._sharded(1 + of_samples + min(of_samples, self.num_slots) + of_prefixes)
+        return 1 + of_samples + min(of_samples, self.num_slots) + of_prefixes
 
     @property
     def num_states(self) -> int:
-        """All state slots: with the empty one, and those of samples, of prompts and of cached prefixes."""
-        return self._sharded(1 + self.num_slots + PROMPTS + self._prefix_states)
+        """All state slots: with an empty one, and those of samples, of prompts and of cached prefixes."""
+        if self.shards > 1:
+            return self.shards * self.of_shard.num_states
+        return 1 + self.num_slots + PROMPTS + self._prefix_states
 
     @property
     def table_pages(self) -> int:
@@ -162,6 +180,3 @@ class SampleMemory:
     @property
     def _prefix_states(self) -> int:
         return int(STATE_SHARE * self.prefix_tokens) // self.state_tokens if self.state_tokens else 0
-
-    def _sharded(self, number: int) -> int:
-        return -(-number // self.shards) * self.shards

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from skyrl_tx.layers.attention import past_in_blocks
 from skyrl_tx.layers.flash_attention import Stats
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.parameter import Axis
@@ -83,10 +84,8 @@ class PagesKernel:
     has_chunks: bool
     """Whether it computes chunks of prompts too, and not only steps."""
 
-    def refusal(self, heads: Heads, layout: Layout) -> str | None:
-        """Return what the kernel lacks for these heads, or for the mesh; None if it can read their pages."""
-        if layout.num_shards("batch") > 1:
-            return "rows whose pages are on other devices (fsdp, cp, ep)"
+    def refusal(self, heads: Heads) -> str | None:
+        """Return what the kernel lacks for these heads; None if it can read their pages."""
         if heads.is_latent:
             return "latents"
         if heads.key_dim % self.multiple or (self.dims is not None and heads.key_dim not in self.dims):
@@ -188,34 +187,57 @@ class Kernels:
     def past(self, heads: Heads, layout: Layout, *, is_chunk: bool) -> Past | None:
         """Return the function for the past of a layer, in chunks of prompts or in steps; None for the loop.
 
-        On a mesh each device computes its kv heads.
+        On a mesh each device computes its kv heads, of rows whose pages it has.
         """
-        if self.pages is None or (is_chunk and not self.pages.has_chunks) or self.pages.refusal(heads, layout):
-            return None
-        kernel = partial(self.pages.past, window=heads.window, interpret=self.interpret)
-        return partial(_on_each_device, kernel, layout) if layout.is_split else kernel
+        past: Past | None = None
+        if self.pages is not None and (self.pages.has_chunks or not is_chunk) and self.pages.refusal(heads) is None:
+            past = partial(self.pages.past, window=heads.window, interpret=self.interpret)
+        elif layout.num_shards("batch") > 1:
+            past = partial(past_in_blocks, window=heads.window)
+        if past is None or not layout.is_split:
+            return past
+        return partial(_on_each_device, past, layout, is_chunk)
 
 
 def _on_each_device(
-    kernel: Past, layout: Layout, q_BKGTH: jax.Array, pages: Pages, start_B: jax.Array, first_B: jax.Array
+    past: Past,
+    layout: Layout,
+    is_chunk: bool,
+    q_BKGTH: jax.Array,
+    pages: Pages,
+    start_B: jax.Array,
+    first_B: jax.Array,
 ) -> Stats:
-    def past(q_BKGTH: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, *places: jax.Array) -> Stats:
-        return kernel(q_BKGTH, Pages(stack, layer, page_BM), *places)
+    """Return the statistics of the past, for which nothing of it is sent to another device.
 
-    def heads(x: jax.Array, dim: int, ndim: int) -> PartitionSpec:
-        axes: list[Axis | None] = [None] * ndim
-        axes[dim] = "kv_heads"
-        return layout.spec(tuple(axes), x.shape[:ndim])
+    A step has rows of all shards. A chunk has one row, and the table tells which shard has its past; the statistics of
+    that shard are sent to all.
+    """
+    names = layout.mesh_axes("batch") if is_chunk and layout.num_shards("batch") > 1 else ()
 
-    q = heads(q_BKGTH, 1, 5)
-    stack = jax.tree.map(lambda leaf: heads(leaf, 2, 5), pages.stack)
-    stats = heads(q_BKGTH, 1, 4)
-    whole = PartitionSpec()
+    def local(
+        q_BKGTH: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, start_B: jax.Array, first_B: jax.Array
+    ) -> Stats:
+        if names:
+            start_B = jnp.where(page_BM[:, 0] > 0, start_B, 0)
+        highest, total, out = past(q_BKGTH, Pages(stack, layer, page_BM), start_B, first_B)
+        if not names:
+            return highest, total, out
+        most = jax.lax.pmax(highest, names)
+        share = jnp.exp(highest - most)
+        return most, *jax.lax.psum((total * share, out * share[..., None]), names)
+
+    K = q_BKGTH.shape[1]
+    of_kv_head: Axis | None = "heads" if K % layout.num_shards("kv_heads") else None  # as those of one latent
+    rows: Axis | None = None if names else "batch"
+    q = layout.spec((rows, "kv_heads", of_kv_head, None, None), q_BKGTH.shape)
+    stack = jax.tree.map(lambda leaf: layout.spec((None, "batch", "kv_heads", None, None), leaf.shape), pages.stack)
+    table, own = layout.spec(("batch", None), pages.page_BM.shape), layout.spec((rows,), start_B.shape)
     alone = jax.shard_map(
-        past,
+        local,
         mesh=layout.mesh,
-        in_specs=(q, stack, whole, whole, whole, whole),
-        out_specs=(stats, stats, q),
+        in_specs=(q, stack, PartitionSpec(), table, own, own),
+        out_specs=(PartitionSpec(*q[:4]), PartitionSpec(*q[:4]), q),
         check_vma=False,
     )
     found: Stats = alone(q_BKGTH, pages.stack, jnp.int32(pages.layer), pages.page_BM, start_B, first_B)

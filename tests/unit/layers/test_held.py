@@ -110,7 +110,7 @@ def test_pages_and_states_are_copied_and_cleared():
     pages, states = (np.zeros((4, 2), np.int32) for _ in range(2))
     pages[:2], states[:2] = [(3, num_pages - 2), (0, num_pages - 1)], [(2, num_states - 1), (0, 2)]
     pages[2:] = states[2:] = -1  # beyond the count
-    copied = fast_jit(held.copy)(cache, pages, np.int32(2), states, np.int32(2))
+    copied = fast_jit(held.copy)(cache, pages[None], np.array([2]), states[None], np.array([2]))
     for got, given in zip(jax.tree.leaves(copied[0]), jax.tree.leaves(cache[0]), strict=True):
         np.testing.assert_array_equal(got[:, :-2], given[:, :-2])
         np.testing.assert_array_equal(got[:, -2], given[:, 3])

@@ -11,14 +11,13 @@ import pytest
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.mesh import make_layout
-from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.layers.attention import paged_attention
 from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, PAGES_TABLE, TRITON_PAGES, Heads, Kernels, PagesKernel
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from tests.support.fast_jit import fast_jit
 from tests.support.own_process import run_in_own_process
-from tests.support.paged import table_of
+from tests.support.paged import on_shards, table_of
 
 PAGE = 64
 
@@ -53,14 +52,14 @@ def drawn(case: Case, seed: int = 0, dtype: str = "float32") -> tuple:
 
 
 @partial(fast_jit, static_argnames=("case", "kernel", "layout"))
-def attention(x, starts, layer, case: Case, kernel: PagesKernel | None, layout: Layout = WHOLE):
+def attention(x, starts, layer, case: Case, kernel: PagesKernel | None, layout: Layout = WHOLE, page_BM=None):
     """Return attention of the new tokens over the past in the pages of a layer, and over each other."""
     (q, stack, new), rows = x, len(case.starts)
-    past = Pages(stack, layer, table_of(rows, case.pages).page_BM)
+    past = Pages(stack, layer, table_of(rows, case.pages).page_BM if page_BM is None else page_BM)
     seen = np.tri(case.tokens, dtype=bool) & ~np.tri(case.tokens, k=-(case.window or case.tokens), dtype=bool)
     sinks = jnp.linspace(-1, 2, 2 * case.groups)
     read = Kernels(pages=kernel, interpret=True).past(case.heads, layout, is_chunk=case.tokens > 1)
-    assert (read is None) == (kernel is None)
+    assert (read is None) == (kernel is None and layout.num_shards("batch") == 1)
     positions = starts[:, None] + jnp.arange(case.tokens)
     return paged_attention(q, positions, past, starts, new, seen, sinks, window=case.window, kernel=read)
 
@@ -131,17 +130,9 @@ def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel
 )
 def test_what_a_kernel_lacks_is_read_by_the_loop(heads: Heads, mosaic: str | None, triton: str | None) -> None:
     for kernel, reason in ((MOSAIC_PAGES, mosaic), (TRITON_PAGES, triton)):
-        assert kernel.refusal(heads, WHOLE) == reason
+        assert kernel.refusal(heads) == reason
         assert (Kernels(pages=kernel).past(heads, WHOLE, is_chunk=False) is None) == (reason is not None)
     assert Kernels().past(heads, WHOLE, is_chunk=False) is None
-
-
-def test_a_mesh_that_shards_rows_has_the_loop() -> None:
-    """Then the pages of a row may be on any device."""
-    heads, layout = Heads(128, 128), layout_without_devices(MeshConfig(fsdp=2, tp=2))
-    for kernel in (MOSAIC_PAGES, TRITON_PAGES):
-        assert kernel.refusal(heads, layout) == "rows whose pages are on other devices (fsdp, cp, ep)"
-        assert Kernels(pages=kernel).past(heads, layout, is_chunk=False) is None
 
 
 def test_chunks_of_prompts_are_read_by_the_kernel_of_tpus_alone() -> None:
@@ -164,3 +155,31 @@ def _pages_on_a_mesh(_: Path) -> None:
 
 def test_each_device_of_a_mesh_reads_its_heads(tmp_path: Path) -> None:
     run_in_own_process(_pages_on_a_mesh, tmp_path)
+
+
+def _pages_on_shards(_: Path) -> None:
+    """Compare kernels and the loop where each shard has the pages of its rows, with the loop on one device."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    layout = make_layout(MeshConfig(fsdp=2, tp=2))
+    step = Case(TRITON_PAGES, (0, 5, 64, 100), 2, 128)
+    chunk = Case(MOSAIC_PAGES, (70,), 2, 128, tokens=64, window=40)
+    for case, kernel in ((step, None), (step, TRITON_PAGES), (chunk, None), (chunk, MOSAIC_PAGES)):
+        q, stack, new = drawn(case)
+        wanted = attention((q, stack, new), starts_of(case), 1, case, None)
+        table = table_of(len(case.starts), case.pages)
+        if case is step:
+            pages, table = on_shards(stack, table, 2)
+            given = pages, table.page_BM
+        else:  # the second shard has the prompt
+            given = (
+                jax.tree.map(lambda leaf: np.concatenate([np.ones_like(leaf), leaf], axis=1), stack),
+                np.concatenate([np.zeros_like(table.page_BM), table.page_BM]),
+            )
+        found = attention((q, given[0], new), starts_of(case), 1, case, kernel, layout, given[1])
+        assert len(found.sharding.device_set) == 4
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_each_shard_reads_the_pages_of_its_rows_and_all_read_a_prompt(tmp_path: Path) -> None:
+    run_in_own_process(_pages_on_shards, tmp_path)

@@ -17,11 +17,12 @@ EMPTY = 0
 
 
 class KVCache:
-    """The pages and states of prompts, samples and cached prefixes. The arrays belong to the programs."""
+    """The pages and states of prompts, samples and cached prefixes, of one shard. The arrays belong to the programs."""
 
-    def __init__(self, programs: JaxPrograms, memory: SampleMemory, shapes: PrefillShapes) -> None:
-        programs.allocate_cache(memory)
+    def __init__(self, programs: JaxPrograms, memory: SampleMemory, shapes: PrefillShapes, shard: int = 0) -> None:
+        """`memory` is that of the shard."""
         self._programs = programs
+        self._shard = shard
         self.memory = memory
         self.pages = FreeList(memory.num_pages)
         self.states = FreeList(memory.num_states)
@@ -59,11 +60,11 @@ class KVCache:
             pages = list(islice(taken, count))
             copies += [(EMPTY, page) for page in pages]
             table.pages += pages
-        self._programs.copy(copies, ())
+        self._programs.copy(copies, (), self._shard)
 
     def begin(self, num_tokens: int) -> KVTable:
         """Return a table for a prompt of which nothing is computed. It must fit."""
-        return self.fork(KVTable([], EMPTY), 0, [num_tokens])[0]
+        return self.fork(KVTable([], EMPTY, self._shard), 0, [num_tokens])[0]
 
     def fork(self, source: KVTable, num_tokens: int, lengths: Sequence[int], state: int | None = None) -> list[KVTable]:
         """Return tables that go on after the first `num_tokens` of another, with pages for `lengths`. They must fit.
@@ -81,18 +82,18 @@ class KVCache:
             taken = self._take_pages(self.memory.pages_for(length) - len(whole))
             sources = [*partial, *[EMPTY] * (len(taken) - len(partial))]
             pages += zip(sources, taken, strict=True)
-            table = KVTable([*whole, *taken], self.take_state())
+            table = KVTable([*whole, *taken], self.take_state(), self._shard)
             states.append((source.state if state is None else state, table.state))
             tables.append(table)
         self.pages.release(used)
-        self._programs.copy(pages, states if self.memory.state_tokens else ())
+        self._programs.copy(pages, states if self.memory.state_tokens else (), self._shard)
         return tables
 
     def share(self, source: KVTable) -> KVTable:
         """Return another table of the same pages and state, which is not written any more."""
         self.pages.hold(source.pages)
         self.states.hold([source.state])
-        return KVTable(list(source.pages), source.state)
+        return KVTable(list(source.pages), source.state, self._shard)
 
     def release(self, table: KVTable) -> None:
         """Free what a table has, as far as it is not shared."""
@@ -110,7 +111,7 @@ class KVCache:
     def copy_state(self, source: int) -> int:
         """Return a slot with a copy of a state. It must fit."""
         kept = self.take_state()
-        self._programs.copy((), [(source, kept)])
+        self._programs.copy((), [(source, kept)], self._shard)
         return kept
 
     def _take_pages(self, count: int) -> list[int]:

@@ -3,6 +3,7 @@
 Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 """
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,7 +65,8 @@ class JaxPrograms:
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         # bfloat16 has no guarantee that bits do not depend on other samples.
         self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
-        self._counts = self._row_counts(self.memory.num_slots)
+        self._num_shards = params.layout.num_shards("batch")
+        self._counts = self._row_counts()
         self._inputs = RowInputs(config.decode_slice_tokens)
         self._last_R = last_tokens(params, self._counts.all[-1])
         self.runs_ahead = bool(config.async_decoding) and not self._is_one_cpu
@@ -74,7 +76,7 @@ class JaxPrograms:
     # The cache
 
     def allocate_cache(self, memory: SampleMemory) -> None:
-        """Allocate an empty cache."""
+        """Allocate an empty cache, that of all shards."""
         self.memory = memory
         self._cache = empty_cache(self._params, self._model, memory.num_pages, memory.num_states, memory.page)
 
@@ -84,15 +86,20 @@ class JaxPrograms:
         assert self._cache is not None
         return self._cache
 
-    def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]]) -> None:
-        """Copy pages and states, each from the first to the second. Raises BackendLost if the cache is lost."""
+    def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
+        """Copy pages and states of a shard, from the first of each pair. Raises BackendLost if the cache is lost."""
         for first in range(0, max(len(pages), len(states)), COPIES):
-            given = [np.array(each[first : first + COPIES], np.int32).reshape(-1, 2) for each in (pages, states)]
-            (page_N2, num_pages), (state_N2, num_states) = (
-                (np.pad(pairs, ((0, COPIES - len(pairs)), (0, 0))), np.int32(len(pairs))) for pairs in given
-            )
+            lists: list[Any] = []
+            for pairs in (pages[first : first + COPIES], states[first : first + COPIES]):
+                pair_RN2, num_R = (
+                    np.zeros((self._num_shards, COPIES, 2), np.int32),
+                    np.zeros(self._num_shards, np.int32),
+                )
+                pair_RN2[shard, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2)
+                num_R[shard] = len(pairs)
+                lists += [pair_RN2, num_R]
             with self._detect_loss():
-                self._cache = programs.copy(self.cache, page_N2, num_pages, state_N2, num_states)
+                self._cache = programs.copy(self.cache, *lists, layout=self._params.layout)
 
     def _table(self, tables: list[KVTable | None]) -> Table:
         return block_table(tables, self.memory.table_pages)
@@ -130,7 +137,7 @@ class JaxPrograms:
                 np.int32(start),
                 np.int32(tokens.size - 1),
                 self.cache,
-                self._table([table]),
+                self._table([table if shard == table.shard else None for shard in range(self._num_shards)]),
             )
         if scores is not None:
             scores.add(pool, adapter, hidden_TD, start)
@@ -171,17 +178,18 @@ class JaxPrograms:
         parts: list[SlicePart] = []
         for group in groups:
             any_adapter = any(sample.adapter != BASE for sample in group)
-            count = self._counts.least(len(group), any_adapter=any_adapter)
-            rows = Rows.arrange(group, count, merges=self._merges)
+            fullest = max(Counter(sample.table.shard for sample in group).values())
+            count = self._counts.least(self._num_shards * fullest, any_adapter=any_adapter)
+            rows = Rows.arrange(group, count, merges=self._merges, num_shards=self._num_shards)
             parts.append(self._run(rows, num_steps, max(sample.position for sample in group)))
         return DispatchedSlice(parts, lambda: self._detect_loss(cache))
 
-    def _row_counts(self, num_slots: int) -> RowCounts:
+    def _row_counts(self) -> RowCounts:
         if self._is_one_cpu:
-            return RowCounts.of_one_cpu(num_slots, self._bits_of)
+            return RowCounts.of_one_cpu(self.memory.num_slots, self._bits_of)
         if self._merges:
-            return RowCounts.of_accelerators(num_slots, self._params.layout.num_shards("batch"))
-        return RowCounts([num_slots])
+            return RowCounts.of_accelerators(self.memory.num_rows, self._num_shards)
+        return RowCounts([self.memory.num_rows])
 
     def _run(self, rows: Rows, num_steps: int, longest: int) -> SlicePart:
         """Decode rows, of which the longest has `longest` positions: on one CPU device with copies by layer."""
@@ -278,7 +286,7 @@ class JaxPrograms:
         for size, adapter in product(shapes.padded_sizes(), (BASE, self.pool.slot_of(sampler))):
             self.extend(KVTable([]), np.zeros(1, np.int32), 0, padded=size, adapter=adapter, scores=None)
         self.copy([(0, 0)], ())
-        num_slots, most = self.memory.num_slots, self.memory.num_pages * self.memory.page
+        num_slots, most = self.memory.num_rows, self.memory.num_pages * self.memory.page
         lengths = ascending(self._read_length, self.memory.max_length) if self._is_one_cpu else [SEGMENT]
         for length, any_adapter in product(lengths, (False, True)):
             adapter = self.pool.slot_of(sampler) if any_adapter else BASE

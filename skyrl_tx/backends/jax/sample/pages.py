@@ -52,8 +52,10 @@ class KVTable:
     """A row of the block table: the pages and the state of a prompt or a sample.
 
     Page i has its positions from i pages on. All pages but the last are full, or shared, and are never written again.
+    Numbers are those within the shard.
     """
 
     pages: list[int]
     state: int = 0
     """The slot of its state of fixed size; 0 for models without."""
+    shard: int = 0

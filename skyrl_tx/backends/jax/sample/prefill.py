@@ -46,6 +46,16 @@ class Prefill:
         """Return the same prefill before its beginning."""
         return Prefill(request=self.request, preempted=self.preempted)
 
+    def split(self, num_samples: int) -> "Prefill | None":
+        """Keep the first samples of the request; return the prefill of the others, None if there are none."""
+        whole = self.request
+        if whole.num_samples <= num_samples:
+            return None
+        self.request = replace(whole, num_samples=num_samples)
+        rest, first = whole.num_samples - num_samples, whole.first_index + num_samples
+        options = PromptOptions(sample_topk=whole.options.sample_topk)  # the first samples ask about the prompt
+        return Prefill(request=replace(whole, num_samples=rest, first_index=first, options=options))
+
     @property
     def is_done(self) -> bool:
         """Whether every token of the prompt has keys."""
@@ -86,6 +96,11 @@ class Prefiller:
         if request.options.wants_prompt:
             return None
         return self._cache.prefixes.find(PromptSource.of(request), request.prompt)
+
+    def num_cached(self, prefill: Prefill) -> int:
+        """Return how many tokens of a prompt are cached."""
+        found = self._find(prefill)
+        return 0 if found is None else found[1]
 
     def begin(self, prefill: Prefill) -> None:
         """Take a prompt's pages, of which the first may come from the prefix cache. They must fit."""
@@ -144,7 +159,7 @@ class Prefiller:
             prefill.states[prefill.num_done] = self._cache.copy_state(prefill.table.state)
         if prefill.is_done and _is_cached(prefill):
             states = {end: state for end, state in prefill.states.items() if state}
-            table = KVTable([*prefill.table.pages], prefill.table.state)
+            table = replace(prefill.table, pages=[*prefill.table.pages])
             computed = ComputedPrompt(request.prompt, table, prefill.last_hidden, states)
             self._cache.prefixes.add(PromptSource.of(request), computed)
         return padded

@@ -82,7 +82,7 @@ def extend(
     return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), cache
 
 
-copy = jax.jit(held.copy, donate_argnames="cache")
+copy = jax.jit(held.copy, static_argnames="layout", donate_argnames="cache")
 
 
 @jax.jit
@@ -156,12 +156,11 @@ def decode_slice(
     """
     source_S, token_S = batch.source_S, batch.token_S
     token_S = jnp.where(source_S >= 0, last_R[jnp.maximum(source_S, 0)], token_S)
-    opened = held.open_slice(cache, table, batch.position_S, max_tokens=max_steps)
+    opened = held.open_slice(cache, table, batch.position_S, params.layout, max_tokens=max_steps)
     live, num_run, token_S, result = _run_steps(
         params, config, pool, opened, batch, token_S, num_steps, max_topk=max_topk
     )
-    ended, is_sharded = replace(opened, live=live, num_recent=num_run), params.layout.num_shards("batch") > 1
-    cache = held.close_slice(cache, ended, table, is_sharded=is_sharded)
+    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_run), table, params.layout)
     last_S = jnp.where(result.is_stopped_S, ENDED, token_S)
     last_R = params.layout.constrain(jnp.full_like(last_R, ENDED).at[: len(last_S)].set(last_S), None)
     return models.constrain_cache(params.layout, config, cache), last_R, result

@@ -8,7 +8,7 @@ on other samples anyway, there are few.
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -85,26 +85,26 @@ class Rows:
     """Adapter slots: of all rows, of each tile of rows, or of each row."""
 
     @classmethod
-    def arrange(cls, samples: Iterable[RunningSample], count: int, *, merges: bool) -> "Rows":
+    def arrange(cls, samples: Iterable[RunningSample], count: int, *, merges: bool, num_shards: int = 1) -> "Rows":
         """Return rows for the samples, such that tiles share an adapter if there are rows enough for that.
 
-        If it `merges`, an adapter that all samples share is that of all rows: two plain products, of which nothing is
-        gathered by tile. They add in another order than tiles do, so that bits depend on other samples.
+        Each shard has as many rows, one shard after the other, of which its samples have the first. If it `merges`, an
+        adapter that all samples share is that of all rows: two plain products, of which nothing is gathered by tile.
+        They add in another order than tiles do, so that bits depend on other samples.
         """
-        by_adapter: dict[int, list[RunningSample]] = {}
+        by_shard: list[dict[int, list[RunningSample]]] = [{} for _ in range(num_shards)]
         for sample in samples:
-            by_adapter.setdefault(sample.adapter, []).append(sample)
-        if len(by_adapter) == 1 and merges:
-            [(adapter, group)] = by_adapter.items()
-            return cls(tuple(_padded(group, count)), (adapter,))
-        groups, size = [group for _, group in sorted(by_adapter.items())], len(tiles(count)[0])
-        padded = [_padded(group, -(-len(group) // size) * size) for group in groups]
-        if sum(map(len, padded)) <= count:
-            rows = _padded([sample for group in padded for sample in group], count)
-            firsts = [rows[tile[0]] for tile in tiles(count)]
-        else:
-            rows = firsts = _padded([sample for group in groups for sample in group], count)
-        return cls(tuple(rows), tuple(BASE if sample is None else sample.adapter for sample in firsts))
+            by_shard[sample.table.shard].setdefault(sample.adapter, []).append(sample)
+        size, own, adapters = len(tiles(count)[0]), count // num_shards, {each for part in by_shard for each in part}
+        if (len(adapters) == 1 and merges) or own % size:
+            size = 1
+        by_tile = [_in_tiles(part, size) for part in by_shard]
+        if any(len(rows) > own for rows in by_tile):
+            size, by_tile = 1, [_in_tiles(part, 1) for part in by_shard]
+        rows = [sample for part in by_tile for sample in _padded(part, own)]
+        if len(adapters) == 1 and merges:
+            return cls(tuple(rows), tuple(adapters))
+        return cls(tuple(rows), tuple(BASE if sample is None else sample.adapter for sample in rows[::size]))
 
     @property
     def any_adapter(self) -> bool:
@@ -136,6 +136,12 @@ def groups_of(
         size = max([counts[0], *(count for count in counts if count * length <= most)])
         yield rest[:size]
         rest = rest[size:]
+
+
+def _in_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list[RunningSample | None]:
+    """Return the samples of each adapter one after another, padded to whole tiles of `size` rows."""
+    groups = (_padded(group, -(-len(group) // size) * size) for _, group in sorted(samples.items()))
+    return [sample for group in groups for sample in group]
 
 
 def _padded(samples: Collection[RunningSample | None], size: int) -> list[RunningSample | None]:

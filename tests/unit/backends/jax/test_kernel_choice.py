@@ -15,13 +15,11 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
 from skyrl_tx.backends.jax.mesh import make_layout, parameter_sharding
-from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.backends.jax.train.adapters import fresh_training_state
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, NO_KERNELS, SPLASH, TRITON, TRITON_PAGES, Kernels
 from skyrl_tx.layers.lora import Adapter
-from skyrl_tx.layers.sharding import WHOLE
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 from tests.support.fast_jit import fast_jit
@@ -79,33 +77,31 @@ def test_the_backend_names_the_flag_of_a_kernel_that_is_refused(tmp_path):
 def test_what_a_kernel_lacks_is_named():
     gpu, tpu = Kernels(TRITON, TRITON_PAGES), Kernels(SPLASH, MOSAIC_PAGES)
     mixed = hub_model("gpt-oss-20b")
-    assert list(explain_kernels(gpu, mixed, WHOLE)) == [
+    assert list(explain_kernels(gpu, mixed)) == [
         "attention of 12 layers in training: loops, as triton has no windows",
         "attention of 12 layers in training: loops, as triton has no sinks",
         "attention of 12 layers in sampling: loops, as triton has no windows",
         "attention of 12 layers in sampling: triton",
     ]
-    assert list(explain_kernels(tpu, mixed, WHOLE)) == [
+    assert list(explain_kernels(tpu, mixed)) == [
         "attention of 24 layers in training: splash",
         "attention of 24 layers in sampling: loops, as mosaic has no heads of 64 dims",
     ]
     linear = hub_model("Qwen3.5-9B")
-    assert list(explain_kernels(gpu, linear, WHOLE)) == [
+    assert list(explain_kernels(gpu, linear)) == [
         "attention of 8 layers in training: triton",
         "attention of 8 layers in sampling: triton",
     ]
     latent = hub_model("DeepSeek-V3.1")
-    assert list(explain_kernels(gpu, latent, WHOLE)) == [
+    assert list(explain_kernels(gpu, latent)) == [
         "attention of 61 layers in training: loops, as triton has no values of another dim than keys",
         "attention of 61 layers in sampling: loops, as triton has no latents",
     ]
     dense = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
-    assert list(explain_kernels(NO_KERNELS, dense, WHOLE)) == [
+    assert list(explain_kernels(NO_KERNELS, dense)) == [
         "attention of 36 layers in training: loops",
         "attention of 36 layers in sampling: loops",
     ]
-    *_, sampling = explain_kernels(tpu, dense, layout_without_devices(MeshConfig(fsdp=2)))
-    assert sampling.endswith("loops, as mosaic has no rows whose pages are on other devices (fsdp, cp, ep)")
 
 
 def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):

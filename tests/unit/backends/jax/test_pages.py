@@ -18,6 +18,7 @@ def programs() -> FakePrograms:
 
 @pytest.fixture
 def cache(programs: FakePrograms) -> KVCache:
+    programs.allocate_cache(MEMORY)
     return KVCache(programs, MEMORY, PrefillShapes(8))
 
 
@@ -109,7 +110,9 @@ def test_what_fits_is_free(cache):
 
 
 def test_a_model_without_state_takes_none(programs):
-    cache = KVCache(programs, SampleMemory(2, 40, 0, 40, page=8), PrefillShapes(8))
+    memory = SampleMemory(2, 40, 0, 40, page=8)
+    programs.allocate_cache(memory)
+    cache = KVCache(programs, memory, PrefillShapes(8))
     table = cache.begin(8)
     assert table.state == 0 and cache.states.num_held == 0 and cache.fits(0, 100)
     assert cache.fork(table, 8, [9])[0].state == 0
@@ -119,7 +122,8 @@ def test_a_model_without_state_takes_none(programs):
 def test_the_memory_has_pages_for_all_tokens_and_a_partly_filled_one_for_each_sample():
     assert MEMORY.num_pages == 1 + 5 + 2 and MEMORY.num_states == 1 + 2 + 4
     assert MEMORY.pages_for(8) == 1 and MEMORY.pages_for(9) == 2 and MEMORY.pages_for(0) == 0
-    sharded = SampleMemory(2, 40, 16, 40, page=8, shards=4)
-    assert sharded.num_pages == 12, "10, in four shards"
+    sharded = SampleMemory(6, 80, 64, 40, page=8, shards=4)
+    assert sharded.of_shard == SampleMemory(2, 40, 16, 40, page=8), "with room for the longest sample"
+    assert sharded.num_rows == 8 and sharded.num_pages == 4 * (1 + 5 + 2 + 2) and sharded.num_states == 4 * (1 + 2 + 4)
     with_prefixes = SampleMemory(2, 40, 80, 40, state_tokens=5, page=8)
     assert with_prefixes.num_states == 1 + 2 + 4 + 12 and with_prefixes.num_pages == 1 + 2 + 5 + 3

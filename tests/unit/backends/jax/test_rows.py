@@ -101,3 +101,30 @@ def test_a_long_sample_is_read_with_few_others():
     assert lengths(16 * 64, 500, 3, 60, *[20] * 8) == [[500, 60], [*[20] * 8, 3]]
     assert lengths(16 * 64, 5000, 3) == [[5000, 3]], "the fewest rows may read more"
     assert lengths(16 * 64, 5000, 4000, 3000, 100, 90, 80) == [[5000, 4000], [3000, 100], [90, 80]]
+
+
+def test_the_rows_of_each_shard_have_its_samples():
+    mixed = samples(2, 1, 1, 2, 1, 1)
+    for sample, shard in zip(mixed, (0, 0, 1, 1, 1, 0), strict=True):
+        sample.table.shard = shard
+    in_tiles = Rows.arrange(mixed, 16, merges=False, num_shards=2)
+    assert [each and each.index for each in in_tiles.samples] == [
+        1,
+        5,
+        None,
+        None,
+        0,
+        *[None] * 3,
+        2,
+        4,
+        None,
+        None,
+        3,
+        *[None] * 3,
+    ]
+    assert in_tiles.adapters == (1, 2, 1, 2)
+    in_rows = Rows.arrange(mixed, 6, merges=False, num_shards=2)
+    assert [each and each.index for each in in_rows.samples] == [1, 5, 0, 2, 4, 3]
+    assert in_rows.adapters == (1, 1, 2, 1, 1, 2)
+    same = Rows.arrange(samples(3, 3), 8, merges=True, num_shards=2)
+    assert same.adapters == (3,) and [each and each.index for each in same.samples] == [0, 1, *[None] * 6]

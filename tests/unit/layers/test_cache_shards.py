@@ -1,0 +1,86 @@
+"""Shards of the cache read, write and copy what their rows have, without the pages of others."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.mesh import make_layout
+from skyrl_tx.layers import held
+from skyrl_tx.layers.held import Cache, Held, Table
+from skyrl_tx.layers.kv_cache import KeyValues
+from tests.support.own_process import run_in_own_process
+from tests.support.paged import in_pages, on_shards, positions_of, table_of
+
+L, K, C, P, H = 2, 2, 8, 4, 4
+"""Layers, kv heads, positions of a row, and of a page, dims."""
+
+
+def some(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def keys_and_values(*shape: int, seed: int = 0) -> KeyValues:
+    return KeyValues(k=some(*shape, seed=seed), v=some(*shape, seed=seed + 1))
+
+
+def _cache_on_shards(_: Path) -> None:
+    """Compare what is read, copied and written by two shards with one device that has the pages of both."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    layout = make_layout(MeshConfig(ep=2, tp=2))
+    rows, table = keys_and_values(L, 4, K, C, H), table_of(4, C // P)
+    whole = Held(positions=in_pages(rows, P)), Held(fixed={"state": np.insert(some(3, 4, 5), 0, 0, axis=1)})
+    positions, local = on_shards(whole[0].positions, table, 2)
+    states = whole[1].fixed["state"]
+    sharded = Held(positions=positions), Held(fixed={"state": states[:, [0, 1, 2, 0, 3, 4]]})
+
+    def rows_and_states(cache: Cache, table: Table) -> list[np.ndarray]:
+        """Return what rows have, without the shards' numbers."""
+        shard_S = np.repeat(np.arange(2), 2) * (table is local)
+        own = table.replace(
+            page_BM=table.page_BM + (shard_S * 5)[:, None] * (np.asarray(table.page_BM) > 0),
+            state_B=table.state_B + shard_S * 3,
+        )
+        return [*jax.tree.leaves(positions_of(cache[:1], own)), np.asarray(cache[1].fixed["state"])[:, own.state_B]]
+
+    def compare(one: Cache, many: Cache) -> None:
+        for got, wanted in zip(rows_and_states(many, local), rows_and_states(one, table), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+    compare(whole, sharded)
+    new = Held(positions=keys_and_values(L, 4, K, 3, H, seed=5)), Held(fixed={"state": some(3, 4, 5, seed=7)})
+    write = jax.jit(held.write, static_argnames=("layout", "of_chunk"))
+    start_S = np.array([0, 3, 5, 1], np.int32)
+    compare(
+        write(whole, new, table, start_S, np.int32(2)), write(sharded, new, local, start_S, np.int32(2), layout=layout)
+    )
+    # A chunk of the prompt in the third row, which is on the second shard.
+    alone = jax.tree.map(lambda leaf: leaf[:, 2:3], new)
+    of_row = table.replace(page_BM=table.page_BM[2:3], state_B=table.state_B[2:3])
+    of_both = local.replace(
+        page_BM=local.page_BM.at[1].set(local.page_BM[2])[:2].at[0].set(0), state_B=jnp.array([0, 1])
+    )
+    read = jax.jit(held.read_states, static_argnames=("layout", "of_chunk"))
+    for got, wanted in zip(read(sharded, of_both, layout=layout, of_chunk=True), read(whole, of_row), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    chunk = alone, np.array([4], np.int32), np.int32(3)
+    compare(
+        write(whole, chunk[0], of_row, *chunk[1:]),
+        write(sharded, chunk[0], of_both, *chunk[1:], layout=layout, of_chunk=True),
+    )
+    # The third row becomes a copy of the fourth.
+    copy = jax.jit(held.copy, static_argnames="layout")
+    pages, states = np.asarray(local.page_BM)[[3, 2]].T, np.array([[2, 1]])
+    nothing = np.zeros_like
+    both = [np.stack([nothing(pages), pages]), np.array([0, 2]), np.stack([nothing(states), states]), np.array([0, 1])]
+    copied = copy(sharded, *both, layout=layout)
+    for leaf in rows_and_states(copied, local):
+        np.testing.assert_array_equal(leaf[:, 2], leaf[:, 3])
+    for got, wanted in zip(rows_and_states(copied, local), rows_and_states(sharded, local), strict=True):
+        np.testing.assert_array_equal(got[:, [0, 1, 3]], wanted[:, [0, 1, 3]])
+
+
+def test_each_shard_reads_writes_and_copies_what_its_rows_have(tmp_path: Path):
+    run_in_own_process(_cache_on_shards, tmp_path)
