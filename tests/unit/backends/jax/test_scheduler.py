@@ -19,6 +19,7 @@ from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
 from tests.support.fake_programs import FakePrograms
 from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
+from tests.support.watched_samples import FEW, LONGEST, Watch, short
 
 EOS = 1
 CONFIG = JaxConfig(sample_slots=16, decode_slice_tokens=4, prefill_tokens=96, prefill_chunk_tokens=256)
@@ -268,61 +269,10 @@ def test_parts_that_wait_together_are_prefilled_once():
 
 # Pages of the cache
 
-LONGEST = 128
-FEW_PAGES = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
-FEW = SampleMemory(num_slots=8, tokens=8 * 32, prefix_tokens=64, max_length=LONGEST, page=8)
-"""48 pages: room for eight samples of 48 tokens, or for three of the longest."""
-
-
-class Watch:
-    """Steps a scheduler and records when each sample ends and which samples were preempted."""
-
-    def __init__(self, memory: SampleMemory = FEW, **changed: int) -> None:
-        self.programs = FakePrograms()
-        self.scheduler = SampleScheduler(self.programs, FEW_PAGES.model_copy(update=changed), memory, ())
-        self.results = Results()
-        self.num_steps = 0
-        self.ended_at: dict[tuple[str, int], int] = {}
-        self.preempted: list[tuple[str, int]] = []
-        """The samples that got no token in the last step, though they had some and have not ended."""
-
-    def begin(self, *requests: SampleRequest) -> None:
-        begin(self.scheduler, *requests)
-
-    def step(self) -> bool:
-        deltas = self.scheduler.step()
-        self.num_steps += 1
-        progressed = {(delta.request_id, delta.index) for delta in deltas if delta.tokens.size}
-        running = set(self.results.parts) - self.results.ended
-        self.preempted = sorted(running - progressed)
-        self.results.add(deltas)
-        for key in self.results.ended - self.ended_at.keys():
-            self.ended_at[key] = self.num_steps
-        return bool(deltas)
-
-    def run(self, *requests: SampleRequest) -> "Watch":
-        """Run requests to their end, after which all pages are free."""
-        self.begin(*requests)
-        while self.step():
-            pass
-        assert self.scheduler.meters().kv_cache_tokens_used == 0
-        return self
-
-    def steps_until(self, *keys: tuple[str, int]) -> int:
-        """Step until these samples have ended and return the number of steps."""
-        started = self.num_steps
-        while not self.ended_at.keys() >= set(keys):
-            assert self.step()
-        return self.num_steps - started
-
 
 @pytest.fixture
 def watch() -> Watch:
     return Watch()
-
-
-def short(name: str, max_tokens: int, *, size: int = 5, samples: int = 1) -> SampleRequest:
-    return ask(name, prompt_of(size, seed=size), max_tokens=max_tokens, samples=samples)
 
 
 def test_short_samples_do_not_wait_for_samples_that_may_become_long(watch):
@@ -485,60 +435,6 @@ def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed, shards):
             assert {key: watch.results.bits[key] for key in alone.bits} == alone.bits
     watch.scheduler.drop(None)
     assert watch.scheduler.meters().prefix_cache_tokens == 0
-
-
-# Shards of the cache
-
-
-def shards_of(watch: Watch) -> list[int]:
-    """Return how many samples run on each shard."""
-    return [len(shard.running) for shard in watch.scheduler._shards]
-
-
-def test_prompts_are_spread_over_shards_and_their_samples_stay_together():
-    watch = Watch(replace(FEW, num_slots=16, tokens=16 * 64, shards=4), prefill_tokens=1024)
-    watch.begin(*(short(f"{number}", 30, size=5 + number, samples=2) for number in range(6)))
-    watch.step()
-    assert sorted(shards_of(watch)) == [2, 2, 4, 4]
-    watch.run()
-    assert len(watch.ended_at) == 12
-
-
-def test_more_samples_than_a_shard_has_rows_go_to_several():
-    watch = Watch(replace(FEW, num_slots=8, tokens=8 * 64, shards=2), prefill_tokens=1024)
-    request = ask("many", prompt_of(20), samples=8, max_tokens=30, options=PromptOptions(logprobs=True, sample_topk=2))
-    watch.begin(request)
-    watch.step()
-    assert shards_of(watch) == [4, 4]
-    watch.run()
-    whole = Watch().run(request).results
-    assert watch.results.bits == whole.bits and len(whole.bits) == 8
-    assert watch.results.prompt("many").logprobs.size == whole.prompt("many").logprobs.size
-    assert all(part.topk is not None for parts in watch.results.parts.values() for part in parts)
-
-
-def test_a_prompt_goes_to_the_shard_that_has_its_beginning_unless_that_is_much_fuller():
-    watch = Watch(replace(FEW, num_slots=64, tokens=64 * 64, prefix_tokens=1024, shards=2), prefill_tokens=1024)
-    watch.run(short("first", 2, size=70))
-    hits = [watch.run(short(f"again {n}", 2, size=70)).results.cache_hits[f"again {n}"] for n in range(3)]
-    assert hits == [70, 70, 70] and len(watch.programs.extended) == 3, "chunks of one prompt"
-    watch.begin(short("many", 50, size=70, samples=20))
-    watch.step()
-    assert shards_of(watch) == [20, 0]
-    watch.begin(short("late", 50, size=70))
-    watch.step()
-    watch.step()
-    assert shards_of(watch) == [20, 1]
-
-
-def test_a_shard_without_pages_preempts_its_own_samples():
-    watch = Watch(replace(FEW, num_slots=8, tokens=2 * LONGEST, prefix_tokens=0, shards=2))
-    watch.begin(short("short", 9), *(short(f"long {number}", 110, size=6) for number in range(5)))
-    preempted: set[str] = set()
-    while watch.step():
-        preempted |= {name for name, _ in watch.preempted}
-    assert preempted and "short" not in preempted
-    assert len(watch.ended_at) == 6 and watch.scheduler.meters().kv_cache_tokens_used == 0
 
 
 def test_a_lost_cache_loses_the_backend(watch, monkeypatch):
