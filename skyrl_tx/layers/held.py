@@ -5,7 +5,7 @@ the tokens and are in pages; a mixer never sees how they are stored, but calls `
 that of linear attention, is replaced as a whole. The host decides which pages and states a row has: its `Table`.
 
 On a mesh each shard of the batch axis has pages and states of its own, and the rows that read and write them, so that
-nothing of the cache is sent to another shard. Chunks of prompts are computed by all shards, of which one keeps them.
+nothing of the cache is sent to another shard.
 
 Legend: n layers of a stack, S rows of a decode step, B batch rows, M pages of a row, P positions of a page, N heads (or
 copies), K kv heads, T tokens, H head dim, R shards.
@@ -51,7 +51,7 @@ Cache = tuple[Held, ...]
 class Table:
     """The block table: where the cache has what it keeps of rows. Page p holds the same positions in all stacks.
 
-    Numbers are those within the row's shard. The table of a chunk has a row for each shard, of which one has pages.
+    Numbers are those within the row's shard.
     """
 
     page_BM: jax.Array  # int32: page m has the positions from m * P on; 0 if the row has none
@@ -60,12 +60,12 @@ class Table:
 
 @struct.dataclass
 class ChunkHeld:
-    """The cache of one layer before a chunk of prompts: the state [B, ...], and the positions before `start`."""
+    """The cache of one layer before chunks of prompts: the state [B, ...], and the positions before `start`."""
 
     is_chunk: ClassVar[bool] = True
     past: Pages
     fixed: Any
-    start: jax.Array
+    start: jax.Array  # of all rows, or of each [B]
 
     def attend(
         self,
@@ -158,37 +158,25 @@ class SliceCache:
         return StepHeld(past, recent, fixed, self.start_S, self.num_recent)
 
 
-def read_states(cache: Cache, table: Table, layout: Layout = WHOLE, *, of_chunk: bool = False) -> tuple[Any, ...]:
-    """Return copies of the states of rows, [n, B, ...], by stack; of a chunk those of its one prompt on all shards."""
+def read_states(cache: Cache, table: Table, layout: Layout = WHOLE) -> tuple[Any, ...]:
+    """Return copies of the states of rows, [n, B, ...], by stack."""
 
     def read(fixed: Any, state_B: jax.Array) -> Any:
-        found = jax.tree.map(lambda leaf: leaf.at[:, state_B].get(mode="clip"), fixed)
-        is_spread = of_chunk and layout.num_shards("batch") > 1
-        return jax.lax.psum(found, layout.mesh_axes("batch")) if is_spread else found  # the empty state is 0
+        return jax.tree.map(lambda leaf: leaf.at[:, state_B].get(mode="clip"), fixed)
 
-    fixed = tuple(held.fixed for held in cache)
-    return layout.by_shard(read, (1, 0), None if of_chunk else 1)(fixed, table.state_B)
+    return layout.by_shard(read, (1, 0), 1)(tuple(held.fixed for held in cache), table.state_B)
 
 
-def write(
-    cache: Cache,
-    new: Cache,
-    table: Table,
-    start_B: jax.Array,
-    size: jax.Array,
-    layout: Layout = WHOLE,
-    *,
-    of_chunk: bool = False,
-) -> Cache:
+def write(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.Array, layout: Layout = WHOLE) -> Cache:
     """Write the first `size` new positions of each row from `start_B` on, and replace its state.
 
-    Positions for which a row has no page, and the state of a row that has none, are ignored. What is new `of_chunk` is
-    on all shards.
+    `size` is one for all rows, or [B]. Positions for which a row has no page, and the state of a row that has none, are
+    ignored.
     """
 
-    def local(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.Array) -> Cache:
+    def local(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size_B: jax.Array) -> Cache:
         def put(into: jax.Array, new_nBKTH: jax.Array) -> jax.Array:
-            given = into, new_nBKTH.astype(into.dtype), table.page_BM, start_B, size
+            given = into, new_nBKTH.astype(into.dtype), table.page_BM, start_B, size_B
             return jax.lax.platform_dependent(*given, tpu=put_by_page, default=put_by_position)
 
         def state(into: jax.Array, new: jax.Array) -> jax.Array:
@@ -200,14 +188,14 @@ def write(
             for held, each in zip(cache, new, strict=True)
         )
 
-    in_dims = (1, None, 0, None, None) if of_chunk else (1, 1, 0, 0, None)
-    return layout.by_shard(local, in_dims, 1)(cache, new, table, start_B, size)
+    size_B = jnp.broadcast_to(size, start_B.shape)
+    return layout.by_shard(local, (1, 1, 0, 0, 0), 1)(cache, new, table, start_B, size_B)
 
 
 def put_by_position(
-    into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size: jax.Array
+    into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size_B: jax.Array
 ) -> jax.Array:
-    """Write the first `size` positions of each row into its pages, each head of each position by itself.
+    """Write the first `size_B` positions of each row into its pages, each head of each position by itself.
 
     All dims but the last are indexed. For slices between indices, XLA on TPU copies the cache into another layout and
     back.
@@ -215,7 +203,7 @@ def put_by_position(
     (_, num_pages, _, page_size, _), token_T = into.shape, jnp.arange(new_nBKTH.shape[3])
     position_BT = start_B[:, None] + token_T
     page_BT = jnp.take_along_axis(page_BM, position_BT // page_size, axis=1, mode="fill", fill_value=0)
-    page_BT = jnp.where((token_T < size) & (page_BT > 0), page_BT, num_pages)
+    page_BT = jnp.where((token_T < size_B[:, None]) & (page_BT > 0), page_BT, num_pages)
     n, _, K, _, _ = new_nBKTH.shape
     layer_n111, head_K1 = jnp.arange(n)[:, None, None, None], jnp.arange(K)[:, None]
     at = (layer_n111, page_BT[:, None], head_K1, position_BT[:, None] % page_size)
@@ -223,7 +211,7 @@ def put_by_position(
 
 
 def put_by_page(
-    into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size: jax.Array
+    into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size_B: jax.Array
 ) -> jax.Array:
     """Do the same by changing whole pages, one after another: few large copies, as many small ones are slow on TPU."""
     page_size, (_, B, _, T, _), M = into.shape[3], new_nBKTH.shape, page_BM.shape[1]
@@ -236,7 +224,7 @@ def put_by_page(
         token_P = first + jnp.arange(page_size)
         padded = jnp.pad(new_nBKTH[:, row], ((0, 0), (0, 0), (page_size, page_size), (0, 0)))
         own = jax.lax.dynamic_slice_in_dim(padded, first + page_size, page_size, axis=2)
-        is_new_P = (token_P >= 0) & (token_P < size) & (page > 0)
+        is_new_P = (token_P >= 0) & (token_P < size_B[row]) & (page > 0)
         mixed = jnp.where(is_new_P[:, None], own, into.at[:, page].get(mode="clip"))
         return into.at[:, page].set(mixed)
 

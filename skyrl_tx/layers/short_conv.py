@@ -35,9 +35,11 @@ def short_conv(
 
 
 def last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int) -> jax.Array:
-    """Return the inputs that the next position reads, [B, W - 1, I], after the first `size` of a row."""
-    padded = jnp.concatenate([tail_BWI, x_BTI.astype(tail_BWI.dtype)], axis=1)
-    return jax.lax.dynamic_slice_in_dim(padded, size, tail_BWI.shape[1], axis=1)
+    """Return the inputs that the next position reads, [B, W - 1, I], after the first `size` (or [B]) of a row."""
+    padded, width = jnp.concatenate([tail_BWI, x_BTI.astype(tail_BWI.dtype)], axis=1), tail_BWI.shape[1]
+    if jnp.ndim(size) == 0:
+        return jax.lax.dynamic_slice_in_dim(padded, size, width, axis=1)
+    return jax.vmap(lambda x_TI, size: jax.lax.dynamic_slice_in_dim(x_TI, size, width))(padded, size)
 
 
 def conv_step(x_SI: jax.Array, weight_WI: jax.Array, tail_SWI: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -73,14 +73,14 @@ def extend(
     size: jax.Array | None = None,
     position_T: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Run the tokens, or embeddings, from index `start` (a scalar) on, which attend to what the cache has of prompts.
+    """Run the tokens, or embeddings, from index `start` on, which attend to what the cache has of prompts.
 
-    `table` says where that is. If the batch axis has several shards, there is one prompt. The first `size` inputs are
-    tokens of the prompts, all others padding; None is all.
-    `position_T` is as in `forward`. Return the hidden states [B, T, D], and the cache with what is kept of the tokens.
+    `table` says where that is. The first `size` inputs are tokens of the prompts, all others padding; None is all. Both
+    numbers are those of all rows, or [B]. `position_T` is as in `forward`. Return the hidden states [B, T, D], and the
+    cache with what is kept of the tokens.
     """
     if position_T is None:
-        position_T = start + jnp.arange(inputs.shape[1])
+        position_T = start[..., None] + jnp.arange(inputs.shape[1])
     at = replace(_place(params, config, position_T), size=size)
 
     def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
@@ -91,11 +91,11 @@ def extend(
 
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, before)
     own = GroupAdapters.of_all(config, adapter, adapter_B)
-    fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout, of_chunk=True), inputs.shape[:2]
+    fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout), inputs.shape[:2]
     x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params.layers, own, fixed)
     num_new = jnp.int32(num_tokens) if size is None else size
     start_B = jnp.broadcast_to(start, (num_rows,))
-    grown = write(cache, kept, table, start_B, num_new, at.layout, of_chunk=True)
+    grown = write(cache, kept, table, start_B, num_new, at.layout)
     return _finish(params, config, x_BTD), constrain_cache(at.layout, config, grown)
 
 

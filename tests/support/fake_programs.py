@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from skyrl_tx.backends.jax.sample.draw import Drawn
+from skyrl_tx.backends.jax.sample.jax_programs import PromptChunk
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import ENDED
 from skyrl_tx.backends.jax.sample.running import BASE, MAX_STOPS, RunningSample, SampleKey
 from skyrl_tx.backends.jax.sample.slices import RowDrawn
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
@@ -61,6 +61,8 @@ class FakePrograms:
     def __init__(self, max_samplers: int = 2, *, runs_ahead: bool = False) -> None:
         self.extended: list[tuple[int, int]] = []
         """The start and the padded size of every prefill chunk."""
+        self.together: list[int] = []
+        """How many chunks were computed at the same time."""
         self.decoded: list[int] = []
         """The number of steps of every decode slice."""
         self.copied: list[tuple[int, int]] = []
@@ -130,18 +132,22 @@ class FakePrograms:
     def scores(self, request: SampleRequest) -> FakeScores:
         return FakeScores(request)
 
-    def extend(
-        self, table: KVTable, tokens: Int32Array, start: int, *, padded: int, adapter: int, scores: FakeScores | None
-    ) -> Any:
-        assert 0 < tokens.size <= padded
-        before = self._keys(table, start)
-        if self.fail_extend and start:
+    def extend(self, chunks: Sequence[PromptChunk], padded: int) -> list[Any]:
+        shards = [chunk.table.shard for chunk in chunks]
+        assert len(set(shards)) == len(shards) > 0, "at most one on each shard"
+        self.together.append(len(chunks))
+        return [self._extend(chunk, padded) for chunk in chunks]
+
+    def _extend(self, chunk: PromptChunk, padded: int) -> Any:
+        assert 0 < chunk.tokens.size <= padded
+        before = self._keys(chunk.table, chunk.start)
+        if self.fail_extend and chunk.start:
             raise RuntimeError("prefill failed")
-        self.extended.append((start, padded))
-        chunk = np.zeros(tokens.size, KEY)
-        chunk["token"], chunk["adapter"] = tokens, self._weights[adapter]
-        chunk["start"], chunk["padded"] = start, padded
-        return self._write(table, before, chunk)
+        self.extended.append((chunk.start, padded))
+        keys = np.zeros(chunk.tokens.size, KEY)
+        keys["token"], keys["adapter"] = chunk.tokens, self._weights[chunk.adapter]
+        keys["start"], keys["padded"] = chunk.start, padded
+        return self._write(chunk.table, before, keys)
 
     def draw_first(self, last_hidden: Any, samples: Sequence[RunningSample]) -> Drawn:
         assert samples

@@ -183,11 +183,16 @@ class _Shapes:
         """Return one chunk of a prompt, with the base model."""
         samples = self._plan.samples
         size = PrefillShapes.of(self._config, samples.max_length).chunk_size
-        number, tokens = self._replicated(np.int32(0)), self._replicated(np.zeros(size, np.int32))
+        rows = samples.shards
+        number, tokens = (self._replicated(np.zeros(shape, np.int32)) for shape in (rows, (rows, size)))
         lowered = programs.extend.lower(
-            self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(samples.shards)
+            self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(rows)
         )
-        return lowered, f"{size} tokens", self._plan.weight_bytes + self._plan.kv_bytes
+        return (
+            lowered,
+            f"{size} tokens of {rows} prompts" if rows > 1 else f"{size} tokens",
+            self._plan.weight_bytes + self._plan.kv_bytes,
+        )
 
     def decode(self) -> _Lowered:
         """Return a decode slice of the most samples, with the base model."""

@@ -355,7 +355,7 @@ def _largest_sample_memory(
     one sample may have.
     """
     context = min(model.max_context_length, config.max_context_length or model.max_context_length)
-    most = min(most, num_slots * context)
+    most = min(most, num_slots * (config.max_context_length or context))
 
     def of(tokens: int) -> SampleMemory:
         return SampleMemory(

@@ -196,43 +196,27 @@ class Kernels:
             past = partial(past_in_blocks, window=heads.window)
         if past is None or not layout.is_split:
             return past
-        return partial(_on_each_device, past, layout, is_chunk)
+        return partial(_on_each_device, past, layout)
 
 
 def _on_each_device(
     past: Past,
     layout: Layout,
-    is_chunk: bool,
     q_BKGTH: jax.Array,
     pages: Pages,
     start_B: jax.Array,
     first_B: jax.Array,
 ) -> Stats:
-    """Return the statistics of the past, for which nothing of it is sent to another device.
+    """Return the statistics of the past, where each device reads its kv heads of the rows whose pages it has."""
 
-    A step has rows of all shards. A chunk has one row, and the table tells which shard has its past; the statistics of
-    that shard are sent to all.
-    """
-    names = layout.mesh_axes("batch") if is_chunk and layout.num_shards("batch") > 1 else ()
-
-    def local(
-        q_BKGTH: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, start_B: jax.Array, first_B: jax.Array
-    ) -> Stats:
-        if names:
-            start_B = jnp.where(page_BM[:, 0] > 0, start_B, 0)
-        highest, total, out = past(q_BKGTH, Pages(stack, layer, page_BM), start_B, first_B)
-        if not names:
-            return highest, total, out
-        most = jax.lax.pmax(highest, names)
-        share = jnp.exp(highest - most)
-        return most, *jax.lax.psum((total * share, out * share[..., None]), names)
+    def local(q_BKGTH: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, *places: jax.Array) -> Stats:
+        return past(q_BKGTH, Pages(stack, layer, page_BM), *places)
 
     K = q_BKGTH.shape[1]
     of_kv_head: Axis | None = "heads" if K % layout.num_shards("kv_heads") else None  # as those of one latent
-    rows: Axis | None = None if names else "batch"
-    q = layout.spec((rows, "kv_heads", of_kv_head, None, None), q_BKGTH.shape)
+    q = layout.spec(("batch", "kv_heads", of_kv_head, None, None), q_BKGTH.shape)
     stack = jax.tree.map(lambda leaf: layout.spec((None, "batch", "kv_heads", None, None), leaf.shape), pages.stack)
-    table, own = layout.spec(("batch", None), pages.page_BM.shape), layout.spec((rows,), start_B.shape)
+    table, own = layout.spec(("batch", None), pages.page_BM.shape), layout.spec(("batch",), start_B.shape)
     alone = jax.shard_map(
         local,
         mesh=layout.mesh,

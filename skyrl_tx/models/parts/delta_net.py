@@ -157,8 +157,8 @@ class DeltaNet:
         beta, decay = self._rates(x_BTD, params)
         length = x_BTD.shape[1]
         if size is not None:
-            is_token_T11 = (jnp.arange(length) < size)[:, None, None]
-            beta, decay = jnp.where(is_token_T11, beta, 0.0), jnp.where(is_token_T11, decay, 0.0)
+            is_token_BT11 = (jnp.arange(length) < size[..., None])[..., None, None]
+            beta, decay = jnp.where(is_token_BT11, beta, 0.0), jnp.where(is_token_BT11, decay, 0.0)
         mixed, state = apply_rule(delta_rule, (q, k, v, beta, decay), fixed["state"], chunks, layout)
         mixed = split_rows(mixed, layout)
         last = length if size is None else size

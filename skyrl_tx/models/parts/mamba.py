@@ -157,8 +157,8 @@ class Mamba:
         step, decay = self._steps(x_BTD, params)
         length = x_BTD.shape[1]
         if size is not None:
-            is_token_T11 = (jnp.arange(length) < size)[:, None, None]
-            step, decay = jnp.where(is_token_T11, step, 0.0), jnp.where(is_token_T11, decay, 0.0)
+            is_token_BT11 = (jnp.arange(length) < size[..., None])[..., None, None]
+            step, decay = jnp.where(is_token_BT11, step, 0.0), jnp.where(is_token_BT11, decay, 0.0)
         mixed, state = apply_rule(state_space, (c, b, step[..., None] * inputs, decay), fixed["state"], chunks, layout)
         mixed, inputs = split_rows(mixed, layout), split_rows(inputs, layout)
         last = length if size is None else size

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx.backends.jax.config import MeshConfig
@@ -11,6 +10,7 @@ from skyrl_tx.backends.jax.mesh import make_layout
 from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, Held, Table
 from skyrl_tx.layers.kv_cache import KeyValues
+from skyrl_tx.layers.sharding import WHOLE
 from tests.support.own_process import run_in_own_process
 from tests.support.paged import in_pages, on_shards, positions_of, table_of
 
@@ -50,32 +50,21 @@ def _cache_on_shards(_: Path) -> None:
             np.testing.assert_array_equal(got, wanted)
 
     compare(whole, sharded)
+    both = (whole, table, WHOLE), (sharded, local, layout)
     new = Held(positions=keys_and_values(L, 4, K, 3, H, seed=5)), Held(fixed={"state": some(3, 4, 5, seed=7)})
-    write = jax.jit(held.write, static_argnames=("layout", "of_chunk"))
-    start_S = np.array([0, 3, 5, 1], np.int32)
-    compare(
-        write(whole, new, table, start_S, np.int32(2)), write(sharded, new, local, start_S, np.int32(2), layout=layout)
-    )
-    # A chunk of the prompt in the third row, which is on the second shard.
-    alone = jax.tree.map(lambda leaf: leaf[:, 2:3], new)
-    of_row = table.replace(page_BM=table.page_BM[2:3], state_B=table.state_B[2:3])
-    of_both = local.replace(
-        page_BM=local.page_BM.at[1].set(local.page_BM[2])[:2].at[0].set(0), state_B=jnp.array([0, 1])
-    )
-    read = jax.jit(held.read_states, static_argnames=("layout", "of_chunk"))
-    for got, wanted in zip(read(sharded, of_both, layout=layout, of_chunk=True), read(whole, of_row), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    chunk = alone, np.array([4], np.int32), np.int32(3)
-    compare(
-        write(whole, chunk[0], of_row, *chunk[1:]),
-        write(sharded, chunk[0], of_both, *chunk[1:], layout=layout, of_chunk=True),
-    )
+    write, start_S = jax.jit(held.write, static_argnames="layout"), np.array([0, 3, 5, 1], np.int32)
+    for size in (np.int32(2), np.array([2, 0, 1, 3], np.int32)):
+        one, many = (write(cache, new, own, start_S, size, layout=each) for cache, own, each in both)
+        compare(one, many)
+    read = jax.jit(held.read_states, static_argnames="layout")
+    one, many = (read(cache, own, layout=each) for cache, own, each in both)
+    jax.tree.map(np.testing.assert_array_equal, many, one)
     # The third row becomes a copy of the fourth.
     copy = jax.jit(held.copy, static_argnames="layout")
     pages, states = np.asarray(local.page_BM)[[3, 2]].T, np.array([[2, 1]])
     nothing = np.zeros_like
-    both = [np.stack([nothing(pages), pages]), np.array([0, 2]), np.stack([nothing(states), states]), np.array([0, 1])]
-    copied = copy(sharded, *both, layout=layout)
+    lists = [np.stack([nothing(pages), pages]), np.array([0, 2]), np.stack([nothing(states), states]), np.array([0, 1])]
+    copied = copy(sharded, *lists, layout=layout)
     for leaf in rows_and_states(copied, local):
         np.testing.assert_array_equal(leaf[:, 2], leaf[:, 3])
     for got, wanted in zip(rows_and_states(copied, local), rows_and_states(sharded, local), strict=True):

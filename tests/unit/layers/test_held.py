@@ -185,5 +185,6 @@ def test_pages_are_written_as_positions_are(num_tokens, page_size, num_rows):
         for row in pages:
             row[g.integers(0, pages_of_row + 1) :] = 0
         start = g.integers(0, pages_of_row * page_size, num_rows).astype(np.int32)
-        given = into, new, pages.astype(np.int32), start, np.int32(g.integers(0, num_tokens + 1))
+        size = g.integers(0, num_tokens + 1, num_rows).astype(np.int32)
+        given = into, new, pages.astype(np.int32), start, size
         np.testing.assert_array_equal(by_page(*given), by_position(*given))

@@ -75,7 +75,7 @@ def copied(cache: held.Cache, *pairs) -> held.Cache:
     page_N2, state_N2 = (
         np.pad(np.array(each, np.int32).reshape(-1, 2), ((0, 8 - len(each)), (0, 0))) for each in pairs
     )
-    return copy(cache, page_N2, np.int32(len(pairs[0])), state_N2, np.int32(len(pairs[1])))
+    return copy(cache, page_N2[None], np.array([len(pairs[0])]), state_N2[None], np.array([len(pairs[1])]))
 
 
 def started(cache: held.Cache, prompts: Sequence[int]) -> held.Cache:

@@ -6,7 +6,7 @@ Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -41,6 +41,19 @@ from skyrl_tx.layers.kv_cache import SEGMENT
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.parameter import INITIAL_STD, pseudo_random
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """The next tokens of a prompt, after its first `start` positions."""
+
+    table: KVTable
+    tokens: Int32Array
+    start: int
+    adapter: int
+    """Adapter slot."""
+    scores: PromptScores | None = None
+
 
 COPIES = 64
 """Pages, and states, that one call copies at most."""
@@ -111,37 +124,38 @@ class JaxPrograms:
         limit = self._config.max_topk_logprobs
         return PromptScores(self._params, request, max_topk=limit, max_alt=limit)
 
-    def extend(
-        self,
-        table: KVTable,
-        tokens: Int32Array,
-        start: int,
-        *,
-        padded: int,
-        adapter: int,
-        scores: PromptScores | None,
-    ) -> jax.Array:
-        """Compute a chunk of a prompt, padded to `padded` tokens, after its first `start` positions.
+    def extend(self, chunks: Sequence[PromptChunk], padded: int) -> list[jax.Array]:
+        """Compute chunks of prompts, at most one on each shard, padded to `padded` tokens.
 
-        Writes the keys into the prompt's pages and returns the hidden state of the chunk's last token. Raises
+        Writes the keys into the prompts' pages and returns the hidden state of each chunk's last token. Raises
         BackendLost if the cache is lost.
         """
-        pool = self.pool.adapters(any_used=adapter != BASE)
+        pool = self.pool.adapters(any_used=any(chunk.adapter != BASE for chunk in chunks))
+        tables: list[KVTable | None] = [None] * self._num_shards
+        token_BT = np.zeros((self._num_shards, padded), np.int32)
+        adapter_B, start_B, last_B = np.zeros((3, self._num_shards), np.int32)
+        last_B -= 1  # nothing is written
+        for chunk in chunks:
+            row, size = chunk.table.shard, chunk.tokens.size
+            tables[row], token_BT[row, :size] = chunk.table, chunk.tokens
+            adapter_B[row], start_B[row], last_B[row] = chunk.adapter, chunk.start, size - 1
         with self._detect_loss():
-            hidden_TD, last_1D, self._cache = programs.extend(
+            hidden_BTD, last_hidden, self._cache = programs.extend(
                 self._params,
                 self._model,
                 pool,
-                np.int32(adapter),
-                np.pad(tokens, (0, padded - tokens.size)),
-                np.int32(start),
-                np.int32(tokens.size - 1),
+                adapter_B,
+                token_BT,
+                start_B,
+                last_B,
                 self.cache,
-                self._table([table if shard == table.shard else None for shard in range(self._num_shards)]),
+                self._table(tables),
             )
-        if scores is not None:
-            scores.add(pool, adapter, hidden_TD, start)
-        return last_1D
+        for chunk in chunks:
+            if chunk.scores is not None:
+                hidden_TD = programs.row_of(hidden_BTD, np.int32(chunk.table.shard), self._params.layout)
+                chunk.scores.add(pool, chunk.adapter, hidden_TD, chunk.start)
+        return [last_hidden[chunk.table.shard] for chunk in chunks]
 
     def draw_first(self, last_hidden: jax.Array, samples: Sequence[RunningSample]) -> Drawn:
         """Draw the first token of samples of one request from its prompt's last hidden state.
@@ -284,7 +298,7 @@ class JaxPrograms:
         """Run every program once, with and without the adapter of `sampler`. Nothing may be running."""
         shapes = PrefillShapes.of(self._config, self.memory.max_length)
         for size, adapter in product(shapes.padded_sizes(), (BASE, self.pool.slot_of(sampler))):
-            self.extend(KVTable([]), np.zeros(1, np.int32), 0, padded=size, adapter=adapter, scores=None)
+            self.extend([PromptChunk(KVTable([]), np.zeros(1, np.int32), 0, adapter)], size)
         self.copy([(0, 0)], ())
         num_slots, most = self.memory.num_rows, self.memory.num_pages * self.memory.page
         lengths = ascending(self._read_length, self.memory.max_length) if self._is_one_cpu else [SEGMENT]

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_tx.backends.jax.sample.cache import KVCache
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, PromptChunk
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PromptSource
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.running import RunningSample, max_tokens
-from skyrl_tx.backends.jax.shapes import PrefillShapes, padded_chunk
+from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions
 
@@ -140,21 +140,19 @@ class Prefiller:
         rest = self._memory.prefix_tokens - own
         return sorted(ends, reverse=True)[: max(rest // self._memory.state_tokens, 0)]
 
-    def advance(self, prefill: Prefill) -> int:
-        """Compute the next chunk and return its number of tokens, padding included."""
+    def next_chunk(self, prefill: Prefill) -> PromptChunk:
+        """Return the next chunk to compute."""
         assert prefill.table is not None
         request, start = prefill.request, prefill.num_done
-        tokens = request.prompt[start : self._shapes.chunk_end(start)]
-        padded = padded_chunk(tokens.size)
-        prefill.last_hidden = self._programs.extend(
-            prefill.table,
-            tokens,
-            start,
-            padded=padded,
-            adapter=self._programs.pool.slot_of(request.sampler),
-            scores=prefill.scores,
-        )
-        prefill.num_done += tokens.size
+        tokens, adapter = request.prompt[start : self._shapes.chunk_end(start)], request.sampler
+        return PromptChunk(prefill.table, tokens, start, self._programs.pool.slot_of(adapter), prefill.scores)
+
+    def take_chunk(self, prefill: Prefill, num_tokens: int, last_hidden: Any) -> None:
+        """Note that the next chunk is computed, which has `num_tokens`."""
+        assert prefill.table is not None
+        request = prefill.request
+        prefill.last_hidden = last_hidden
+        prefill.num_done += num_tokens
         if prefill.num_done in prefill.states and self._cache.fits(0, 2):  # one for the sample that waits for this
             prefill.states[prefill.num_done] = self._cache.copy_state(prefill.table.state)
         if prefill.is_done and _is_cached(prefill):
@@ -162,7 +160,6 @@ class Prefiller:
             table = replace(prefill.table, pages=[*prefill.table.pages])
             computed = ComputedPrompt(request.prompt, table, prefill.last_hidden, states)
             self._cache.prefixes.add(PromptSource.of(request), computed)
-        return padded
 
     def drop(self, prefill: Prefill) -> None:
         """Free what a prompt has; of what is cached, the prefix cache is another holder. Idempotent."""

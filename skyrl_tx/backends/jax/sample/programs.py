@@ -1,7 +1,7 @@
 """The jitted programs of sampling: extend a prompt by a chunk, copy pages and states, decode a slice.
 
-Legend: S rows, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, X stop tokens, R the
-most rows, G adapters (one for all rows, for each tile of rows, or for each row).
+Legend: S rows, B shards, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, X stop
+tokens, R the most rows, G adapters (one for all rows, for each tile of rows, or for each row).
 
 Shapes depend on the configuration and on the size of a chunk; on one CPU device also on the number of rows and on the
 KV read length. All else is data.
@@ -20,6 +20,7 @@ from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
 from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, Held, SliceCache, Table
 from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams, ModelConfig
 
 ENDED = -1
@@ -66,20 +67,35 @@ def extend(
     params: DecoderParams,
     config: ModelConfig,
     pool: Adapter | None,
-    adapter: jax.Array,
-    token_T: jax.Array,
-    start: jax.Array,
-    last: jax.Array,
+    adapter_B: jax.Array,
+    token_BT: jax.Array,
+    start_B: jax.Array,
+    last_B: jax.Array,
     cache: Cache,
     table: Table,
-) -> tuple[jax.Array, jax.Array, Cache]:
-    """Compute a chunk of one prompt, padded on the right, after its first `start` positions.
+) -> tuple[jax.Array, tuple[jax.Array, ...], Cache]:
+    """Compute a chunk of one prompt on each shard, padded on the right, after its first `start_B` positions.
 
-    Returns the chunk's hidden states [T, D], the one at index `last` [1, D], and the cache with the chunk.
+    A shard without a prompt has a row that writes nothing. Returns the hidden states [B, T, D], of each row the one at
+    index `last_B` [1, D], and the cache with the chunks.
     """
-    own = take_adapter(pool, adapter)
-    hidden_1TD, cache = models.extend(params, config, token_T[None], start, cache, table, own, size=last + 1)
-    return hidden_1TD[0], jax.lax.dynamic_slice_in_dim(hidden_1TD[0], last, 1), cache
+    B = token_BT.shape[0]
+    if B == 1:  # an adapter of all rows is two plain products
+        own, adapter, start, last = take_adapter(pool, adapter_B[0]), None, start_B[0], last_B[0]
+    else:
+        own, adapter, start, last = pool, adapter_B, start_B, last_B
+    hidden_BTD, cache = models.extend(params, config, token_BT, start, cache, table, own, adapter, size=last + 1)
+    last_BD = jax.vmap(lambda hidden_TD, last: jax.lax.dynamic_index_in_dim(hidden_TD, last, keepdims=False))(
+        hidden_BTD, last_B
+    )
+    last_BD = params.layout.constrain(last_BD, None, None)
+    return hidden_BTD, tuple(last_BD[row : row + 1] for row in range(B)), cache
+
+
+@partial(jax.jit, static_argnames="layout")
+def row_of(hidden_BTD: jax.Array, row: jax.Array, layout: Layout) -> jax.Array:
+    """Return the hidden states of one row [T, D], on all devices."""
+    return layout.constrain(jax.lax.dynamic_index_in_dim(hidden_BTD, row, keepdims=False), None, None)
 
 
 copy = jax.jit(held.copy, static_argnames="layout", donate_argnames="cache")

@@ -21,13 +21,13 @@ import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.exhaustion import check_alone
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, PromptChunk
 from skyrl_tx.backends.jax.sample.prefill import Prefill
 from skyrl_tx.backends.jax.sample.prefill_queue import PrefillQueue
 from skyrl_tx.backends.jax.sample.running import RunningSample, max_kv_length, max_tokens
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.sample.slices import DispatchedSlice
-from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, padded_chunk
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
@@ -35,6 +35,9 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import PromptResult, SampleDelta
 
 log = logging.getLogger(__name__)
+
+Placed = tuple[Prefill, SampleShard]
+"""A prompt, and the shard that computes it."""
 
 SHARD_LEAD = 8
 """Samples that a shard with a cached beginning of a prompt may have more than the emptiest shard."""
@@ -166,35 +169,53 @@ class SampleScheduler:
             if queue.current is not None:
                 share = budget // 2 if queue.new or queue.preempted else budget
                 current = queue.take_current()
-                budget -= self._compute(current, self._shard_of(current), share, queue, deltas)
+                budget -= self._compute([(current, self._shard_of(current))], share, queue, deltas)
             while budget > 0 and (found := self._next(queue, budget)) is not None:
-                waiting, shard = found
-                queue.remove(waiting)
-                # More samples than a shard has rows would wait for each other while other shards are free.
-                if queue is self._sample_queue and len(self._shards) > 1 and (rest := waiting.split(shard.num_rows)):
-                    queue.put_first(rest)
-                budget -= self._compute(waiting, shard, budget, queue, deltas)
+                prompts = [self._take(queue, *found)]
+                # Shards compute their prompts at the same time. Only one that is alone may be computed partly.
+                while len(prompts) < len(self._shards) and prompts[-1][0].request.prompt.size <= budget:
+                    found = self._next(queue, budget, besides=prompts)
+                    if found is None:
+                        break
+                    prompts.append(self._take(queue, *found))
+                budget -= self._compute(prompts, budget, queue, deltas)
         return deltas
 
-    def _next(self, queue: PrefillQueue, budget: int) -> tuple[Prefill, SampleShard] | None:
-        """Return the next prompt to compute: the oldest, or the oldest short one while another is partly computed."""
+    def _next(self, queue: PrefillQueue, budget: int, besides: Sequence[Placed] = ()) -> Placed | None:
+        """Return the next prompt to compute: the oldest, or the oldest short one while another is partly computed.
+
+        If prompts will be computed `besides` it, it is a short one on another shard. None if there is no such prompt or
+        it does not fit.
+        """
         for waiting in queue.waiting():
             if queue.current is not None and waiting.request.prompt.size > budget:
                 continue
-            shards = [shard for shard in self._shards if shard.is_open or queue is self._score_queue]
-            found = self._place(queue, waiting, shards) if shards else None
-            return None if found is None else (waiting, found)
+            if besides and waiting.request.prompt.size > budget:
+                return None
+            taken = [shard for _, shard in besides]
+            shards = [shard for shard in self._shards if shard not in taken]
+            if queue is self._sample_queue:
+                shards = [shard for shard in shards if shard.is_open]
+            fitting = [] if self._blocked else [shard for shard in shards if shard.fits(waiting)]
+            if fitting:
+                return waiting, self._best(fitting, waiting)
+            if shards and not besides:  # its queue is first in the next step, and blocks the other until then
+                self._blocked = self._blocked or queue
+            return None
         return None
 
-    def _place(self, queue: PrefillQueue, waiting: Prefill, shards: Sequence[SampleShard]) -> SampleShard | None:
-        """Return the shard for a prompt and its first sample. If it fits on none, its queue is first in the next step.
+    def _take(self, queue: PrefillQueue, waiting: Prefill, shard: SampleShard) -> Placed:
+        """Take a prompt from its queue, with as many samples as the shard has rows.
 
-        Until then it blocks the other queue, so that neither waits permanently.
+        More would wait for each other while other shards are free. With one shard all stay together.
         """
-        fitting = [] if self._blocked else [shard for shard in shards if shard.fits(waiting)]
-        if not fitting:
-            self._blocked = self._blocked or queue
-            return None
+        queue.remove(waiting)
+        if queue is self._sample_queue and len(self._shards) > 1 and (rest := waiting.split(shard.num_rows)):
+            queue.put_first(rest)
+        return waiting, shard
+
+    def _best(self, fitting: Sequence[SampleShard], waiting: Prefill) -> SampleShard:
+        """Return the shard for a prompt among those on which it fits."""
         if len(fitting) == 1:
             return fitting[0]
         fewest = min(shard.num_samples for shard in fitting)
@@ -204,39 +225,65 @@ class SampleScheduler:
             key=lambda each: (each.prefiller.num_cached(waiting), -each.num_samples, each.cache.pages.num_free),
         )
 
-    def _compute(
-        self, prefill: Prefill, shard: SampleShard, budget: int, queue: PrefillQueue, deltas: list[SampleDelta]
-    ) -> int:
-        """Compute at least a chunk of a prompt, up to the budget, and return the number of tokens computed.
+    def _compute(self, prompts: list[Placed], budget: int, queue: PrefillQueue, deltas: list[SampleDelta]) -> int:
+        """Compute at least a chunk of each prompt, up to the budget, and return the number of tokens computed.
 
-        A failure ends this request alone: other requests use none of the changed state.
+        Tokens of prompts that are computed at the same time count once. A failure ends its request alone: other
+        requests use none of the changed state. Of several prompts each is computed again, alone.
         """
         num_tokens = 0
-        request = prefill.request
         try:
-            if prefill.table is None:
-                shard.prefiller.begin(prefill)
-            while not prefill.is_done and num_tokens < budget:
-                num_tokens += shard.prefiller.advance(prefill)
-            if not prefill.is_done:
-                queue.current = prefill
-            elif prefill.preempted is not None:
-                prefill.samples.append(prefill.preempted)
-            else:
-                deltas += self._draw_first(prefill)
-            if prefill.is_done:
-                shard.prefilled.append(prefill)
+            for prefill, shard in prompts:
+                if prefill.table is None:
+                    shard.prefiller.begin(prefill)
+            while num_tokens < budget and (rest := [each for each in prompts if not each[0].is_done]):
+                num_tokens += self._advance(rest)
+            if len(prompts) == 1:
+                self._finish(*prompts[0], queue, deltas)
         except BackendLost:
             raise
         except Exception as failure:
             check_alone(failure)
+            for prefill, shard in prompts:
+                shard.prefiller.drop(prefill)
+            if len(prompts) > 1:
+                log.warning("prefill of %d requests failed, which are computed one by one", len(prompts), exc_info=True)
+                again = ([(prefill.again(), shard)] for prefill, shard in prompts)
+                return num_tokens + sum(self._compute(each, budget, queue, deltas) for each in again)
+            request = prompts[0][0].request
             log.exception("prefill of request %s failed", request.request_id)
             error = f"the prompt could not be computed; the server's log has it under request {request.request_id}"
             deltas.append(_empty_delta(request, error=error))
-            shard.prefiller.drop(prefill)
-        shard.drop_inserted()
-        shard.insert()
+        else:
+            if len(prompts) > 1:  # each ends alone, with what is left of it if their chunks had many sizes
+                num_tokens += sum(self._compute([each], budget, queue, deltas) for each in prompts)
+        for _, shard in prompts:
+            shard.drop_inserted()
+            shard.insert()
         return num_tokens
+
+    def _advance(self, prompts: Sequence[Placed]) -> int:
+        """Compute the next chunk of each prompt, those of one padded size together; return the tokens, with padding."""
+        by_size: dict[int, list[tuple[Prefill, SampleShard, PromptChunk]]] = {}
+        for prefill, shard in prompts:
+            chunk = shard.prefiller.next_chunk(prefill)
+            by_size.setdefault(padded_chunk(chunk.tokens.size), []).append((prefill, shard, chunk))
+        for padded, group in by_size.items():
+            found = self._programs.extend([chunk for *_, chunk in group], padded)
+            for (prefill, shard, chunk), last_hidden in zip(group, found, strict=True):
+                shard.prefiller.take_chunk(prefill, chunk.tokens.size, last_hidden)
+        return sum(by_size)
+
+    def _finish(self, prefill: Prefill, shard: SampleShard, queue: PrefillQueue, deltas: list[SampleDelta]) -> None:
+        """Draw the first tokens of a computed prompt; one that is partly computed goes on in the next step."""
+        if not prefill.is_done:
+            queue.current = prefill
+            return
+        if prefill.preempted is not None:
+            prefill.samples.append(prefill.preempted)
+        else:
+            deltas += self._draw_first(prefill)
+        shard.prefilled.append(prefill)
 
     def _draw_first(self, prefill: Prefill) -> list[SampleDelta]:
         """Draw the first token of every sample; samples that have not ended wait until they can run."""

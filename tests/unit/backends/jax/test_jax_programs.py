@@ -281,8 +281,8 @@ def bytes_of(tree) -> int:
 
 
 def test_copying_pages_allocates_no_second_cache(tiny):
-    cache, number = shapes_of(tiny, 500), jax.ShapeDtypeStruct((), jnp.int32)
-    pairs = jax.ShapeDtypeStruct((64, 2), jnp.int32)
+    cache, number = shapes_of(tiny, 500), jax.ShapeDtypeStruct((1,), jnp.int32)
+    pairs = jax.ShapeDtypeStruct((1, 64, 2), jnp.int32)
     taken = programs.copy.lower(cache, pairs, number, pairs, number).compile().memory_analysis()
     assert taken.alias_size_in_bytes == bytes_of(cache)
     assert taken.temp_size_in_bytes < 0.02 * bytes_of(cache)
@@ -293,13 +293,13 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
 
     def temporary(num_pages: int) -> list[int]:
         cache, number = shapes_of(tiny, num_pages), jax.ShapeDtypeStruct((), jnp.int32)
-        tokens = jax.ShapeDtypeStruct((32,), jnp.int32)
+        tokens, row = jax.ShapeDtypeStruct((1, 32), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         one, two = (
             Table(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
             for rows in (1, 2)
         )
         batch = RowInputs(4).of(Rows((None, None), (BASE, BASE)))
-        chunk = programs.extend.lower(tiny.params, tiny.config, None, number, tokens, number, number, cache, one)
+        chunk = programs.extend.lower(tiny.params, tiny.config, None, row, tokens, row, row, cache, one)
         decoding = programs.decode_slice.lower(
             tiny.params,
             tiny.config,
@@ -327,7 +327,7 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
     device = scheduler._programs
     device._is_one_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
-    device._counts, run_rows = device._row_counts(32), device._run
+    device._counts, run_rows = device._row_counts(), device._run
 
     def recorded(rows, num_steps, longest):
         counts.add(len(rows.samples))

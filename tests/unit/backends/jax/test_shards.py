@@ -56,3 +56,32 @@ def test_a_shard_without_pages_preempts_its_own_samples():
         preempted |= {name for name, _ in watch.preempted}
     assert preempted and "short" not in preempted
     assert len(watch.ended_at) == 6 and watch.scheduler.meters().kv_cache_tokens_used == 0
+
+
+def test_shards_compute_short_prompts_at_the_same_time():
+    """Chunks of one padded size are one call, and a long prompt is computed alone."""
+    sizes = {"prefill_tokens": 128, "prefill_chunk_tokens": 64}
+    watch = Watch(replace(FEW, num_slots=16, tokens=16 * 64, prefix_tokens=0, shards=4), **sizes)
+    requests = [short(f"{size}", 5, size=size) for size in (40, 33, 20, 60, 31, 90)]
+    watch.begin(*requests)
+    watch.step()
+    assert watch.programs.together == [3, 1, 1], "of 64 tokens each, of 32, and 31 tokens after them"
+    watch.step()
+    assert watch.programs.together == [3, 1, 1, 1, 1], "90 tokens"
+    watch.run()
+    alone = [Watch(replace(FEW, tokens=16 * LONGEST), **sizes).run(request).results.bits for request in requests]
+    assert watch.results.bits == {key: bits for each in alone for key, bits in each.items()}
+
+
+def test_a_failure_among_prompts_that_are_computed_together_ends_its_request_alone(monkeypatch):
+    watch = Watch(replace(FEW, num_slots=16, tokens=16 * 64, shards=2), prefill_tokens=256)
+    watch.results.may_fail, extend = True, watch.programs.extend
+
+    def fail(chunks, padded):
+        if any(chunk.tokens.size == 7 for chunk in chunks):
+            raise RuntimeError("prefill failed")
+        return extend(chunks, padded)
+
+    monkeypatch.setattr(watch.programs, "extend", fail)
+    watch.run(short("good", 5, size=8), short("bad", 5, size=7), short("late", 5, size=9))
+    assert set(watch.results.errors) == {"bad"} and set(watch.ended_at) == {("good", 0), ("late", 0)}
