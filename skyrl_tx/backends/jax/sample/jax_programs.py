@@ -192,8 +192,10 @@ class JaxPrograms:
         parts: list[SlicePart] = []
         for group in groups:
             any_adapter = any(sample.adapter != BASE for sample in group)
-            fullest = max(Counter(sample.table.shard for sample in group).values())
-            count = self._counts.least(self._num_shards * fullest, any_adapter=any_adapter)
+            num_rows = len(group)
+            if self._num_shards > 1:  # each has as many rows as the fullest needs
+                num_rows = self._num_shards * max(Counter(sample.table.shard for sample in group).values())
+            count = self._counts.least(num_rows, any_adapter=any_adapter)
             rows = Rows.arrange(group, count, merges=self._merges, num_shards=self._num_shards)
             parts.append(self._run(rows, num_steps, max(sample.position for sample in group)))
         return DispatchedSlice(parts, lambda: self._detect_loss(cache))

@@ -8,7 +8,7 @@ on other samples anyway, there are few.
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -101,7 +101,9 @@ class Rows:
         by_tile = [_in_tiles(part, size) for part in by_shard]
         if any(len(rows) > own for rows in by_tile):
             size, by_tile = 1, [_in_tiles(part, 1) for part in by_shard]
-        rows = [sample for part in by_tile for sample in _padded(part, own)]
+        rows = list[RunningSample | None]()
+        for part in by_tile:
+            rows += [*part, *[None] * (own - len(part))]
         if len(adapters) == 1 and merges:
             return cls(tuple(rows), tuple(adapters))
         return cls(tuple(rows), tuple(BASE if sample is None else sample.adapter for sample in rows[::size]))
@@ -140,9 +142,7 @@ def groups_of(
 
 def _in_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list[RunningSample | None]:
     """Return the samples of each adapter one after another, padded to whole tiles of `size` rows."""
-    groups = (_padded(group, -(-len(group) // size) * size) for _, group in sorted(samples.items()))
-    return [sample for group in groups for sample in group]
-
-
-def _padded(samples: Collection[RunningSample | None], size: int) -> list[RunningSample | None]:
-    return [*samples, *[None] * (size - len(samples))]
+    rows = list[RunningSample | None]()
+    for _, group in sorted(samples.items()):
+        rows += [*group, *[None] * (-len(group) % size)]
+    return rows

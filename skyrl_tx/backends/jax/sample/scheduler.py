@@ -326,14 +326,13 @@ class SampleScheduler:
         """Wait for a slice, and remove the samples that have ended."""
         deltas: list[SampleDelta] = []
         for sample, start, tokens, logprobs, is_stopped, topk in dispatched.read():
-            shard = self._shards[sample.table.shard]
-            if shard.running.get(sample.key) is not sample:
+            if not sample.table.pages:
                 continue  # it has ended, or was cancelled
             delta = sample.take_slice(start, tokens, logprobs, is_stopped, topk)
             if delta is not None:
                 deltas.append(delta)
                 if delta.stop_reason is not None:
-                    shard.remove(sample.key)
+                    self._shards[sample.table.shard].remove(sample.key)
         return deltas
 
     def meters(self) -> Meters:
