@@ -51,7 +51,8 @@ class JaxConfig(BaseModel):
     """Type of the base weights; 'auto': bfloat16 on accelerators, float32 on CPU.
     Adapters, gradients and optimizer moments are always float32."""
     max_context_length: int | None = Field(default=None, gt=1)
-    """Longest sequence, prompt and new tokens. Unset: the model's limit. Never more than max_sample_tokens."""
+    """Longest sequence, prompt and new tokens. Unset: the model's limit.
+    Never more than max_sample_tokens, divided by fsdp, cp and ep of the mesh."""
     compile_cache_dir: Path | None = Field(default_factory=_default_compile_cache)
     """Directory of compiled programs, which a restart reads instead of compiling; null: none."""
     compile_threads: int = Field(default=0, ge=0)

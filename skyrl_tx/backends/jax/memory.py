@@ -351,8 +351,7 @@ def _largest_sample_memory(
 ) -> SampleMemory:
     """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together.
 
-    A sample is on one shard, and has at most the tokens of a shard. If tokens are configured, each shard has as many as
-    one sample may have.
+    A sample is on one shard, and has at most the tokens of a shard.
     """
     context = min(model.max_context_length, config.max_context_length or model.max_context_length)
     most = min(most, num_slots * (config.max_context_length or context))
@@ -362,7 +361,7 @@ def _largest_sample_memory(
             num_slots=num_slots,
             tokens=tokens,
             prefix_tokens=tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
-            max_length=max(min(context, tokens if config.max_sample_tokens else tokens // shards), 1),
+            max_length=max(min(context, tokens // shards), 1),
             state_tokens=room.state_tokens,
             shards=shards,
         )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from skyrl_tx import models
 from skyrl_tx.backends.jax import exhaustion, memory
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import Costs
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
@@ -27,6 +27,7 @@ from skyrl_tx.backends.jax.memory import (
     with_long_rows,
 )
 from skyrl_tx.backends.jax.shapes import SampleMemory
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.backends.jax.train import adapters, passes
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
@@ -180,6 +181,18 @@ def test_samples_and_prompts_take_at_most_their_share(tiny, monkeypatch, free_gi
     assert 0.35 * free < planned.num_pages * planned.page * token <= 0.5 * free
     cache = models.cache_shapes(tiny.params, config, planned.num_pages, planned.num_states)
     assert sum(leaf.size * 4 for leaf in jax.tree.leaves(cache)) == planned.num_pages * planned.page * token
+
+
+def test_each_shard_has_its_part_of_the_memory_and_a_sample_no_more(tiny, monkeypatch):
+    attention = tiny.config.blocks[0].mixer
+    token = 2 * tiny.config.num_layers * attention.num_kv_heads * attention.head_dim * 4
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 4000 * token)
+    params = replace(tiny.params, layout=layout_without_devices(MeshConfig(fsdp=4)))
+    planned = plan_sample_memory(JaxConfig(sample_slots=8, max_context_length=512), params, tiny.config)
+    assert planned.shards == 4 and planned.max_length == 512 and planned.of_shard.num_slots == 2
+    assert 1200 < planned.of_shard.num_pages * planned.page <= 2000, "half of the memory of each device"
+    configured = plan_sample_memory(JaxConfig(sample_slots=8, max_sample_tokens=1024), params, tiny.config)
+    assert configured.max_length == configured.of_shard.tokens == 256
 
 
 def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog):
