@@ -30,6 +30,9 @@ TOGETHER = (
 )
 """Files, or beginnings of their names, that share a slow fixture: a server over JAX, a process with torch."""
 
+APART = ("tests/contract/test_jax.py", "tests/conformance/test_mesh.py")
+"""Files so long that processes share their classes, or their tests if there are none. These share no fixture."""
+
 WITH_TOLERANCE = (
     "tests/recipes/",
     "tests/clients/",
@@ -98,12 +101,14 @@ def _needs_postgresql(item: pytest.Item) -> bool:
 
 
 class _Scheduling(LoadFileScheduling):
-    """Runs each file in one process, and all files that are TOGETHER, in the order of collection.
+    """Runs each file in one process, but for those APART, and all files that are TOGETHER, in the order of collection.
 
     The longest directories are first. Files share compiled programs through the cache on disk.
     """
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(APART):
+            return nodeid.rpartition("::")[0] if "::Test" in nodeid else nodeid
         file = super()._split_scope(nodeid)
         return next((names[0] for names in TOGETHER if file.startswith(names)), file)
 

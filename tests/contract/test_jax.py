@@ -61,6 +61,7 @@ class TestJaxWithWindows(TestJax):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestJaxWithSinks(TestJax):
     architecture = SINKS
 
