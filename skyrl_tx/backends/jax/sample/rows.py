@@ -92,11 +92,16 @@ class Rows:
         adapter that all samples share is that of all rows: two plain products, of which nothing is gathered by tile.
         They add in another order than tiles do, so that bits depend on other samples.
         """
+        samples = list(samples)
+        adapters = {sample.adapter for sample in samples}
+        is_merged = merges and len(adapters) == 1
+        if is_merged and num_shards == 1:  # the usual case on accelerators, where the host has little time
+            return cls((*samples, *[None] * (count - len(samples))), tuple(adapters))
         by_shard: list[dict[int, list[RunningSample]]] = [{} for _ in range(num_shards)]
         for sample in samples:
             by_shard[sample.table.shard].setdefault(sample.adapter, []).append(sample)
-        size, own, adapters = len(tiles(count)[0]), count // num_shards, {each for part in by_shard for each in part}
-        if (len(adapters) == 1 and merges) or own % size:
+        size, own = len(tiles(count)[0]), count // num_shards
+        if is_merged or own % size:
             size = 1
         by_tile = [_in_tiles(part, size) for part in by_shard]
         if any(len(rows) > own for rows in by_tile):
@@ -104,7 +109,7 @@ class Rows:
         rows = list[RunningSample | None]()
         for part in by_tile:
             rows += [*part, *[None] * (own - len(part))]
-        if len(adapters) == 1 and merges:
+        if is_merged:
             return cls(tuple(rows), tuple(adapters))
         return cls(tuple(rows), tuple(BASE if sample is None else sample.adapter for sample in rows[::size]))
 
