@@ -31,10 +31,10 @@ def test_every_history_keeps_the_promises(part):
 
 
 @pytest.mark.slow
-def test_thousands_of_histories_keep_the_promises():
-    done = simulate("--histories", "2000", "--seed", "10001", "--jobs", "2", timeout_s=1800)
+def test_a_thousand_other_histories_keep_the_promises():
+    done = simulate("--histories", "1000", "--seed", "10001", "--jobs", "2", timeout_s=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2000 histories" in done.stdout
+    assert "1000 histories" in done.stdout
 
 
 def digest_of(*flags: str) -> str:
