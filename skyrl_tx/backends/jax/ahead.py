@@ -188,11 +188,8 @@ class _Shapes:
         lowered = programs.extend.lower(
             self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(rows)
         )
-        return (
-            lowered,
-            f"{size} tokens of {rows} prompts" if rows > 1 else f"{size} tokens",
-            self._plan.weight_bytes + self._plan.kv_bytes,
-        )
+        detail = f"{size} tokens of {rows} prompts" if rows > 1 else f"{size} tokens"
+        return lowered, detail, self._plan.weight_bytes + self._plan.kv_bytes
 
     def decode(self) -> _Lowered:
         """Return a decode slice of the most samples, with the base model."""

@@ -42,6 +42,12 @@ from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.parameter import INITIAL_STD, pseudo_random
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
 
+COPIES = 64
+"""Pages, and states, that one call copies at most."""
+
+FIRST_ROWS = 8
+"""First tokens that one call draws."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
@@ -53,13 +59,6 @@ class PromptChunk:
     adapter: int
     """Adapter slot."""
     scores: PromptScores | None = None
-
-
-COPIES = 64
-"""Pages, and states, that one call copies at most."""
-
-FIRST_ROWS = 8
-"""First tokens that one call draws."""
 
 
 class JaxPrograms:
@@ -104,10 +103,8 @@ class JaxPrograms:
         for first in range(0, max(len(pages), len(states)), COPIES):
             lists: list[Any] = []
             for pairs in (pages[first : first + COPIES], states[first : first + COPIES]):
-                pair_RN2, num_R = (
-                    np.zeros((self._num_shards, COPIES, 2), np.int32),
-                    np.zeros(self._num_shards, np.int32),
-                )
+                pair_RN2 = np.zeros((self._num_shards, COPIES, 2), np.int32)
+                num_R = np.zeros(self._num_shards, np.int32)
                 pair_RN2[shard, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2)
                 num_R[shard] = len(pairs)
                 lists += [pair_RN2, num_R]
