@@ -38,6 +38,14 @@ def test_client_flags_are_valid_for_every_release(server: Server) -> None:
     assert server.post("client/dynamic_config", sdk_version="0.38.0").json()["sample_cancel_enabled"] is True
 
 
+@pytest.mark.parametrize(("python", "uses_pyqwest"), [("3.11.7", False), ("3.12.1", True), ("3.1", True), (None, True)])
+def test_clients_on_old_python_use_httpx(server: Server, python: str | None, uses_pyqwest: bool) -> None:
+    """They could wait forever at the end of `with ServiceClient`; see the route."""
+    headers = {} if python is None else {"X-Stainless-Runtime-Version": python}
+    flags = server.client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"}, headers=headers).json()
+    assert flags["use_pyqwest_transport"] is uses_pyqwest
+
+
 def test_session_is_open_until_finished(server: Server) -> None:
     session_id = server.session()
     assert server.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}

@@ -3,7 +3,7 @@
 from http import HTTPStatus
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Header, Response
 
 from skyrl_tx import threads
 from skyrl_tx.api import custom_losses, telemetry_metrics
@@ -14,12 +14,25 @@ from skyrl_tx.store import engine_state
 router = APIRouter()
 _LIVENESS_TIMEOUT_S = 0.25
 """Time for reading the engine's status: a probe fails after a second, and a slow database is no reason to restart."""
+_WITHOUT_PYQWEST = ("3.10.", "3.11.")
+"""Versions of Python whose clients use httpx, as they send them with each request.
+
+There `asyncio.wait_for`, around each request of pyqwest's transport (pyqwest/httpx/_transport.py), loses a cancellation
+that meets the response (https://github.com/python/cpython/issues/86296, fixed in 3.12). The SDK cancels its polls when
+`ServiceClient` is closed and waits for them (`InternalClientHolder._async_cleanup`), then forever: once in some hundred
+short programs.
+"""
 
 
 @router.post("/client/config")
-def client_config(call: Incoming) -> schemas.ClientConfigResponse:
-    """Return the client flags, which are equal for all SDK releases."""
-    return schemas.ClientConfigResponse(custom_loss_server_side=custom_losses.are_offered(call))
+def client_config(
+    call: Incoming, python: Annotated[str, Header(alias="x-stainless-runtime-version")] = ""
+) -> schemas.ClientConfigResponse:
+    """Return the client flags, which are equal for all SDK releases, but not for all versions of Python."""
+    return schemas.ClientConfigResponse(
+        custom_loss_server_side=custom_losses.are_offered(call),
+        use_pyqwest_transport=not python.startswith(_WITHOUT_PYQWEST),
+    )
 
 
 @router.post("/client/dynamic_config")

@@ -13,7 +13,8 @@ FinishReasonType = Literal["success", "errored", "interrupted"]
 class ClientConfigResponse(Response):
     """The client flags that this server sets, equal for every release; the SDK has defaults for others.
 
-    With `custom_loss_server_side` the SDK uploads the losses of `create_custom_loss`.
+    With `custom_loss_server_side` the SDK uploads the losses of `create_custom_loss`. Without `use_pyqwest_transport`
+    it sends requests with httpx alone.
     """
 
     pjwt_auth_enabled: bool = True
@@ -25,6 +26,7 @@ class ClientConfigResponse(Response):
     sample_use_retrieve_futures: bool = True
     sample_join_sampling_session: bool = True
     custom_loss_server_side: bool = False
+    use_pyqwest_transport: bool = True
 
 
 class CreateSessionRequest(WireModel):
