@@ -34,6 +34,7 @@ APART = ("tests/contract/test_jax.py", "tests/conformance/test_mesh.py")
 """Files so long that processes share their classes, or their tests if there are none. These share no fixture."""
 
 WITH_TOLERANCE = (
+    "tests/contract/test_jax.py",  # the bits of its slow families are compared in tests/unit/backends/jax too
     "tests/recipes/",
     "tests/clients/",
     *(
@@ -50,7 +51,7 @@ WITH_TOLERANCE = (
         )
     ),
 )
-"""Files, or beginnings of their names, that compare no bits.
+"""Files, or beginnings of their names, that compare no bits, or bits that other tests compare too.
 
 CI runs their slow tests with programs that are compiled with little optimization, in a third of the CPU time: see
 `tests.support.fast_jit`.

@@ -49,7 +49,10 @@ MODELS: dict[str, dict[str, Any]] = {
 """Each has two layers, because differences of rounding grow with the depth."""
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "Qwen3.5", pytest.param("Gemma3", marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    scope="module",
+    params=["Qwen3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Qwen3.5", "Gemma3"))],
+)
 def files(request, tmp_path_factory) -> tuple[Path, Path]:
     """Write a model, and an adapter whose B is not zero."""
     model = write_model(tmp_path_factory.mktemp("model"), std=0.2, **MODELS[request.param])

@@ -12,7 +12,7 @@ from tests.support.simulation.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 NUM_PARTS = 8
-HISTORIES = 1000 // NUM_PARTS
+HISTORIES = 500 // NUM_PARTS
 """In each part; the parts run at once. A history takes about 0.1 s, most of it in SQLAlchemy."""
 
 

@@ -67,7 +67,7 @@ def settled(harness: EngineHarness) -> int:
     return size(harness)
 
 
-@pytest.mark.parametrize("num_rounds", [4, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rounds", [4, pytest.param(80, marks=(pytest.mark.slow, pytest.mark.exhaustive))])
 def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Points are kept as long as their run; the bound of 200,000 would take too long to reach.
     monkeypatch.setattr(points, "superfluous", partial(points.superfluous, most=2 * A_ROUND))

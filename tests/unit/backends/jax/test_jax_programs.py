@@ -217,6 +217,7 @@ def test_prefix_cache_hits_change_no_bit(tiny, adapter):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hits_and_other_requests_change_no_bit_of_a_model_with_output_norms():
     model = load_model(tiny_directory(OUTPUT_NORMS))
     test_prefix_cache_hits_change_no_bit(model, RED)
