@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,9 @@ from types import FrameType
 from typing import Any
 
 from skyrl_tx.threads import ServiceThread
+
+_UNINTERRUPTED_S = 5.0
+"""Longer than it takes to walk all stacks."""
 
 
 class _Receiver:
@@ -70,14 +74,33 @@ def _receiver() -> _Receiver:
 
 def _write_stacks(_: int) -> None:
     """Write in one call, because the processes of a server usually share a log."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = [
-        f'Thread "{names.get(thread, thread)}" (most recent call last):\n{"".join(traceback.format_stack(frame))}'
-        for thread, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
-    ]
-    text = "\n".join((f"Stacks of process {os.getpid()}:", *stacks, ""))
     with suppress(OSError):  # the log's reader has ended
-        os.write(2, text.encode())
+        os.write(2, describe_stacks().encode())
+
+
+def describe_stacks() -> str:
+    """Return the stacks of all threads of this process as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    with _no_other_thread():
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        found = [(names.get(thread, thread), [*traceback.walk_stack(frame)]) for thread, frame in frames.items()]
+    stacks = [  # which reads the files of the code
+        f'Thread "{name}" (most recent call last):\n{"".join(traceback.StackSummary.extract(reversed(calls)).format())}'
+        for name, calls in found
+    ]
+    return "\n".join((f"Stacks of process {os.getpid()}:", *stacks, ""))
+
+
+@contextmanager
+def _no_other_thread() -> Generator[None]:
+    """Let no other thread run Python code, for a moment: a call that returns loses its place in the stack it was in."""
+    interval = sys.getswitchinterval()
+    time.sleep(0)  # then no thread has requested the interpreter's lock yet
+    sys.setswitchinterval(_UNINTERRUPTED_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

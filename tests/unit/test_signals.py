@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from skyrl_tx.signals import handle_signals
+from skyrl_tx.signals import describe_stacks, handle_signals
 
 BUSY_PROCESS = """
 import os, signal, sys, threading
@@ -56,3 +56,29 @@ def test_a_handler_runs_while_the_main_thread_is_busy_and_ends_with_its_block() 
         os.kill(os.getpid(), signal.SIGUSR1)
         assert received.wait(30)
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_stack_of_a_thread_begins_with_its_first_call_although_it_returns_from_others() -> None:
+    is_ended = threading.Event()
+
+    def descend(depth: int) -> None:
+        if depth:
+            descend(depth - 1)
+
+    def work() -> None:
+        while not is_ended.is_set():
+            descend(30)
+
+    threads = [threading.Thread(target=work, name="busy") for _ in range(3)]
+    interval = sys.getswitchinterval()
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(25):
+            stacks = [part for part in describe_stacks().split('Thread "') if part.startswith("busy")]
+            assert len(stacks) == 3 and all("in _bootstrap\n" in stack and "in work\n" in stack for stack in stacks)
+    finally:
+        is_ended.set()
+        for thread in threads:
+            thread.join()
+    assert sys.getswitchinterval() == interval
