@@ -30,6 +30,7 @@ from skyrl_tx.backends.jax.sample.draw import DrawParams
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.held import Table
 from skyrl_tx.layers.kv_cache import PAGE
+from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 
@@ -103,7 +104,7 @@ def decoder(model: Model, position: int) -> Callable[[], None]:
         position_S=jnp.full(SLOTS, position, jnp.int32),
         num_drawn_S=zeros,
         given_SN=jnp.full((SLOTS, STEPS), -1, jnp.int32),
-        adapter_G=zeros,
+        slots=RowSlots(zeros),
         draws=DrawParams(
             seed_S2=jnp.zeros((SLOTS, 2), jnp.uint32),
             index_S=zeros.astype(jnp.uint32),

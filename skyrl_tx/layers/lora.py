@@ -1,14 +1,14 @@
 """Low-rank adapters: Hu et al. 2021, arXiv:2106.09685.
 
-Legend: A adapter slots, L layers, B batch rows, G groups of rows, M rows and tokens of a group, T tokens, I inputs and
-O outputs of a linear map, R rank.
+Legend: A adapter slots, L layers, B batch rows, G groups of rows, M rows and tokens (of a group), T tokens, I inputs
+and O outputs of a linear map, R rank.
 
 An `Adapter` has one of two forms, which differ in the shape of `scale`:
 - *one adapter for all rows*: scale is a scalar, leaves are [L, I, R] and [L, R, O] (no L for the unembedding). Two
   plain matmuls; this is what training differentiates.
-- *slots*: scale is [A] and every leaf has a leading A. Each row, or each group of neighbouring rows (of G entries each
-  serves B / G rows), reads its own slot by a gather, never by a masked product over all slots: there a NaN of one
-  adapter would reach every row as 0 * NaN.
+- *slots*: scale is [A] and every leaf has a leading A. `RowSlots` says which rows read which slot. What a row reads of
+  another's slot, times zero, is nothing: slots have finite numbers, and what makes the update of an adapter NaN is its
+  scale.
 
 Ranks are padded to one R with zeros. Zero columns of A against zero rows of B get zero gradients, so padding, and
 targets that are not trained, stay zero.
@@ -47,19 +47,41 @@ class Adapter:
 
 
 @struct.dataclass
+class RowSlots:
+    """The adapter slots that a batch of rows reads, and which rows read which.
+
+    Without `group_M` the rows are G groups of as many neighbours. With it they are in any order, and row m reads slot
+    `slot_G[group_M[m]]`.
+    """
+
+    slot_G: jax.Array  # int32
+    group_M: jax.Array | None = None  # int32
+
+    def of_each(self, num_rows: int) -> jax.Array:
+        """Return the slot of each of `num_rows` rows."""
+        if self.group_M is None:
+            return jnp.repeat(self.slot_G, num_rows // self.slot_G.shape[0])
+        return self.slot_G[self.group_M]
+
+
+@struct.dataclass
 class RowAdapter:
-    """The adapter of one linear map: shared by all rows, or one for each group of rows."""
+    """The adapter of one linear map: shared by all rows, or one for each group of rows, see `RowSlots`."""
 
     pair: LoraPair  # [I, R] and [R, O], or with a leading G
     scale: jax.Array  # scalar, or [G]
+    group_M: jax.Array | None = None
 
     def delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the update for `x` [B, ..., I]: float32 [B, ..., O], factors multiplied in `dtype`."""
         a, b = self.pair.a.astype(dtype), self.pair.b.astype(dtype)
         if self.scale.ndim == 0:
             return multiply(multiply(x, a), b) * self.scale
-        inner = multiply_groups(x.reshape(-1, x.shape[-1]), a)
-        outer = multiply_groups(inner, b).reshape(self.scale.shape[0], -1, b.shape[-1])
+        inner = multiply_groups(x.reshape(-1, x.shape[-1]), a, self.group_M)
+        outer = multiply_groups(inner, b, self.group_M)
+        if self.group_M is not None:
+            return (outer * self.scale[self.group_M][:, None]).reshape(*x.shape[:-1], b.shape[-1])
+        outer = outer.reshape(self.scale.shape[0], -1, b.shape[-1])
         return (outer * self.scale[:, None, None]).reshape(*x.shape[:-1], b.shape[-1])
 
 
@@ -87,13 +109,24 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 
-def multiply_groups(x_MI: jax.Array, factor_GIO: jax.Array) -> jax.Array:
-    """Return rows, in groups of M / G neighbours, times the factor of their group in its type: float32 [M, O].
+def multiply_groups(x_MI: jax.Array, factor_GIO: jax.Array, group_M: jax.Array | None = None) -> jax.Array:
+    """Return rows times the factor of their group in its type: float32 [M, O]. The groups are as in `RowSlots`.
 
-    A row that is a group by itself is computed twice: XLA on CPU adds the products of one row in another order than
-    those of several, and samples must not depend on how many others share their adapter.
+    With `group_M` it is one product of all rows with all factors, so that each factor is read once; of its narrower
+    side only what belongs to the row is kept. This is G times the arithmetic, which decoding has to spare.
+
+    Without, a row that is a group by itself is computed twice: XLA on CPU adds the products of one row in another order
+    than those of several, and samples must not depend on how many others share their adapter.
     """
-    num_groups, _, outputs = factor_GIO.shape
+    num_groups, inputs, outputs = factor_GIO.shape
+    if group_M is not None:
+        is_own_MG1 = (group_M[:, None] == jnp.arange(num_groups))[..., None]
+        x_MI = x_MI.astype(factor_GIO.dtype)
+        if outputs < inputs:
+            y_MGO = jnp.einsum("mi,gio->mgo", x_MI, factor_GIO, preferred_element_type=jnp.float32)
+            return jnp.where(is_own_MG1, y_MGO, 0).sum(axis=1)
+        x_MGI = jnp.where(is_own_MG1, x_MI[:, None], 0)
+        return jnp.einsum("mgi,gio->mo", x_MGI, factor_GIO, preferred_element_type=jnp.float32)
     x_GMI = x_MI.astype(factor_GIO.dtype).reshape(num_groups, -1, x_MI.shape[-1])
     is_single = x_GMI.shape[1] == 1
     if is_single:
@@ -253,22 +286,22 @@ def _adapted_backward(kept: tuple[jax.Array, jax.Array, LoraPair, jax.Array], d_
 _adapted.defvjp(_adapted_forward, _adapted_backward)
 
 
-def gather_rows(adapter: Adapter, adapter_G: jax.Array) -> RowsByLayer:
+def gather_rows(adapter: Adapter, slots: RowSlots) -> RowsByLayer:
     """Return the adapters of the rows in a *slots* adapter, layer by layer; those of experts are not gathered."""
     rows: RowsByLayer = {}
     for name, pair in adapter.weights.items():
         if pair.a.ndim == 3:
-            rows[name] = (select_rows(adapter, name, adapter_G, None),)
+            rows[name] = (select_rows(adapter, name, slots, None),)
         elif pair.a.ndim == 4:
-            rows[name] = tuple(select_rows(adapter, name, adapter_G, layer) for layer in range(pair.a.shape[1]))
+            rows[name] = tuple(select_rows(adapter, name, slots, layer) for layer in range(pair.a.shape[1]))
     return rows
 
 
-def select_rows(adapter: Adapter, name: str, adapter_G: jax.Array | None, layer: Any) -> RowAdapter:
+def select_rows(adapter: Adapter, name: str, slots: RowSlots | None, layer: Any) -> RowAdapter:
     """Return the adapters of the rows for one target of a *slots* adapter; `layer` is None for the unembedding."""
     if isinstance(adapter, GatheredAdapter) and name in adapter.rows:
         return adapter.rows[name][layer or 0]
-    assert adapter_G is not None, "an adapter with slots needs the slot of each row, or group of rows"
-    index = adapter_G if layer is None else (adapter_G, layer)
+    assert slots is not None, "an adapter with slots needs the slots of the rows"
+    index = slots.slot_G if layer is None else (slots.slot_G, layer)
     pair = adapter.weights[name]
-    return RowAdapter(pair=LoraPair(a=pair.a[index], b=pair.b[index]), scale=adapter.scale[adapter_G])
+    return RowAdapter(LoraPair(a=pair.a[index], b=pair.b[index]), adapter.scale[slots.slot_G], slots.group_M)

@@ -20,7 +20,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from skyrl_tx.layers.lora import Adapter, ExpertMap, LoraPair, RowAdapter, multiply, multiply_factor, multiply_groups
+from skyrl_tx.layers.lora import (
+    Adapter,
+    ExpertMap,
+    LoraPair,
+    RowAdapter,
+    RowSlots,
+    multiply,
+    multiply_factor,
+    multiply_groups,
+)
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.layers.steady import steady, sum_last
@@ -78,14 +87,14 @@ class ExpertWeights:
 
 @struct.dataclass
 class ExpertAdapters:
-    """The adapters of one layer's experts, of one adapter for all rows; or, with `place_G`, a pool of them.
+    """The adapters of one layer's experts, of one adapter for all rows; or, with `slots`, a pool of them.
 
-    Of a pool, a row of group g finds that of expert e at `[place_G[g], layer, e]`.
+    Of a pool, a row that reads slot a finds that of expert e at `[a, layer, e]`.
     """
 
     pairs: Mapping[str, LoraPair]  # of MAPS: [E, I, R] and [E, R, O], or [A, L, E, ...]; E is 1 of a shared factor
     scale: jax.Array  # scalar, or [A]
-    place_G: jax.Array | None = None
+    slots: RowSlots | None = None
     layer: jax.Array | int = 0
 
 
@@ -96,10 +105,10 @@ def share_experts(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters
     return ExpertAdapters(pairs={name: row.pair for name, row in found.items()}, scale=scale)
 
 
-def pool_experts(adapter: Adapter, prefix: str, place_G: jax.Array, layer: jax.Array) -> ExpertAdapters:
+def pool_experts(adapter: Adapter, prefix: str, slots: RowSlots, layer: jax.Array) -> ExpertAdapters:
     """Return the adapters of one layer's experts in a pool, without a copy."""
     pairs = {name: adapter.weights[prefix + name] for name in MAPS if prefix + name in adapter.weights}
-    return ExpertAdapters(pairs=pairs, scale=adapter.scale, place_G=place_G, layer=layer)
+    return ExpertAdapters(pairs=pairs, scale=adapter.scale, slots=slots, layer=layer)
 
 
 @struct.dataclass
@@ -134,14 +143,14 @@ def mixture(
     x_MD = x.reshape(-1, x.shape[-1])
     shape = x.shape if latent is None else latent.shape
     read_MD = x_MD if latent is None else latent.reshape(-1, shape[-1])
-    place_M, dtype = None, weights.down_proj.dtype
+    place_M, group_M, dtype = None, None, weights.down_proj.dtype
     shared_a, shared_b = dict[str, jax.Array](), dict[str, jax.Array]()
     if adapters is not None:
         adapters, shared_a, shared_b = _take_shared(adapters, routing.num_experts)
-        if (place_G := adapters.place_G) is not None:
-            place_M = jnp.repeat(place_G, x_MD.shape[0] // place_G.shape[0])
-            adapters = adapters.replace(place_G=None)  # type: ignore[attr-defined]
-    inner = {name: _multiply_rows(read_MD, factor, dtype) for name, factor in shared_a.items()}
+        if (slots := adapters.slots) is not None:
+            place_M, group_M = slots.of_each(x_MD.shape[0]), slots.group_M
+            adapters = adapters.replace(slots=None)  # type: ignore[attr-defined]
+    inner = {name: _multiply_rows(read_MD, factor, group_M, dtype) for name, factor in shared_a.items()}
     # Experts read and return the type of their weights, in which tokens and outputs are moved; sums are float32.
     visits = _Visits(
         read_MD.astype(dtype), *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner
@@ -149,7 +158,7 @@ def mixture(
     sums = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
     y_MD, outer_MR = sums
     if outer_MR is not None:
-        y_MD = y_MD + _multiply_rows(outer_MR, shared_b["down_proj"], dtype)
+        y_MD = y_MD + _multiply_rows(outer_MR, shared_b["down_proj"], group_M, dtype)
     return y_MD.reshape(shape)
 
 
@@ -165,7 +174,7 @@ def _take_shared(
         return num_experts > 1 and leaf.shape[-3] == 1
 
     def of_rows(leaf: jax.Array) -> jax.Array:
-        return leaf[0] if adapters.place_G is None else leaf[adapters.place_G, adapters.layer, 0]
+        return leaf[0] if adapters.slots is None else leaf[adapters.slots.slot_G, adapters.layer, 0]
 
     pairs = adapters.pairs.items()
     shared_a = {name: of_rows(pair.a) for name, pair in pairs if is_shared(pair.a)}
@@ -177,11 +186,11 @@ def _take_shared(
     return adapters.replace(pairs=own), shared_a, shared_b  # type: ignore[attr-defined]
 
 
-def _multiply_rows(x_MI: jax.Array, factor: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _multiply_rows(x_MI: jax.Array, factor: jax.Array, group_M: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """Return the product in `dtype` of rows with one factor [I, O], or of groups of rows with one each, [G, I, O]."""
     if factor.ndim == 2:
         return multiply_factor(x_MI, factor, dtype)
-    return multiply_groups(x_MI, factor.astype(dtype))
+    return multiply_groups(x_MI, factor.astype(dtype), group_M)
 
 
 def _on_each_device(

@@ -2,17 +2,18 @@
 
 A model is a frozen `ModelConfig` (static under jit) and a `DecoderParams` tree (an argument, never a captured
 constant). Everything below is a pure function; `adapter` may be None (the base model), one `Adapter` for all rows, or
-slots with the slot of each row (see `skyrl_tx.layers.lora`). Hidden states, logits and log-probabilities are float32.
+slots with the `RowSlots` of the rows (see `skyrl_tx.layers.lora`). Hidden states, logits and log-probabilities are
+float32.
 
     embed(params, config, tokens)                                        -> embeddings [..., D]
-    forward(params, config, inputs, adapter, adapter_B, remat=...)       -> hidden [B, T, D]
-    target_logprobs(params, hidden_BTD, targets, adapter, adapter_B)     -> log p, [B, T] or [B, T, K] as the targets
+    forward(params, config, inputs, adapter, slots, remat=...)           -> hidden [B, T, D]
+    target_logprobs(params, hidden_BTD, targets, adapter, slots)         -> log p, [B, T] or [B, T, K] as the targets
     target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, logprob_gradient, inputs)
                                                                          -> log p, d hidden, d unembedding pair
-    logits(params, hidden, adapter, adapter_B)                           -> [B, ..., V]
-    extend(params, config, inputs, start, cache, table, adapter, adapter_B)
+    logits(params, hidden, adapter, slots)                               -> [B, ..., V]
+    extend(params, config, inputs, start, cache, table, adapter, slots)
                                                                          -> hidden [B, T, D], Cache
-    decode_step(params, config, token_S, cache, adapter, adapter_S)      -> hidden [S, D], SliceCache
+    decode_step(params, config, token_S, cache, adapter, slots)          -> hidden [S, D], SliceCache
     by_layer(params, config)                                             -> DecoderParams, each layer by itself
     describe_params(config)                                              -> DecoderParams of Parameter
     adapter_shapes(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays

@@ -18,7 +18,7 @@ from skyrl_tx.layers.apart import add_apart
 from skyrl_tx.layers.gather import gather
 from skyrl_tx.layers.held import Cache, ChunkHeld, Held, SliceCache, Table, position_axes, read_states, write
 from skyrl_tx.layers.kv_cache import Pages
-from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, select_rows
+from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import RematPolicy, with_remat
@@ -34,7 +34,7 @@ def forward(
     config: ModelConfig,
     inputs: jax.Array,
     adapter: Adapter | None = None,
-    adapter_B: jax.Array | None = None,
+    slots: RowSlots | None = None,
     *,
     start_BT: jax.Array | None = None,
     position_BT: jax.Array | None = None,
@@ -55,7 +55,7 @@ def forward(
     def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
         return mixer.rows(x_BTD, params, adapters, at), None
 
-    own = GroupAdapters.of_all(config, adapter, adapter_B)
+    own = GroupAdapters.of_all(config, adapter, slots)
     x_BTD, _ = _apply(_Mode(config, at.layout, mix, remat), _embedded(params, config, inputs), params.layers, own)
     return _finish(params, config, x_BTD)
 
@@ -68,7 +68,7 @@ def extend(
     cache: Cache,
     table: Table,
     adapter: Adapter | None = None,
-    adapter_B: jax.Array | None = None,
+    slots: RowSlots | None = None,
     *,
     size: jax.Array | None = None,
     position_T: jax.Array | None = None,
@@ -90,7 +90,7 @@ def extend(
         return ChunkHeld(Pages(cache[stack].positions, layer, table.page_BM), fixed, start)
 
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, before)
-    own = GroupAdapters.of_all(config, adapter, adapter_B)
+    own = GroupAdapters.of_all(config, adapter, slots)
     fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout), inputs.shape[:2]
     x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params.layers, own, fixed)
     num_new = jnp.int32(num_tokens) if size is None else size
@@ -105,7 +105,7 @@ def decode_step(
     token_S: jax.Array,
     cache: SliceCache,
     adapter: Adapter | None = None,
-    adapter_S: jax.Array | None = None,
+    slots: RowSlots | None = None,
     *,
     position_S: jax.Array | None = None,
 ) -> tuple[jax.Array, SliceCache]:
@@ -120,7 +120,7 @@ def decode_step(
         return mixer.step(x_SD, params, adapters, held, at)
 
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, cache.layer)
-    own = GroupAdapters.of_all(config, adapter, adapter_S)
+    own = GroupAdapters.of_all(config, adapter, slots)
     fixed = tuple(tuple(each.fixed for each in live) if isinstance(live, tuple) else live.fixed for live in cache.live)
     x_SD, live = _apply(mode, _embedded(params, config, token_S), params.layers, own, fixed)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
@@ -297,10 +297,10 @@ def _apply_group(
 
 
 def logits(
-    params: DecoderParams, hidden: jax.Array, adapter: Adapter | None = None, adapter_B: jax.Array | None = None
+    params: DecoderParams, hidden: jax.Array, adapter: Adapter | None = None, slots: RowSlots | None = None
 ) -> jax.Array:
-    """Return float32 logits [B, ..., V] of hidden states [B, ..., D]; `adapter_B` has a slot for each index of B."""
-    y = logprobs.logits(hidden, params.unembed_VD, unembed_rows(adapter, adapter_B))
+    """Return float32 logits [B, ..., V] of hidden states [B, ..., D]; `slots` are those of the rows of B."""
+    y = logprobs.logits(hidden, params.unembed_VD, unembed_rows(adapter, slots))
     layout, between = params.layout, [None] * (y.ndim - 2)
     # Each device computes its part of the vocabulary. Without this XLA sends the unembedding to all, not the logits.
     y = layout.constrain(y, "batch", *between, "vocab")
@@ -312,10 +312,10 @@ def target_logprobs(
     hidden_BTD: jax.Array,
     targets: jax.Array,
     adapter: Adapter | None = None,
-    adapter_B: jax.Array | None = None,
+    slots: RowSlots | None = None,
 ) -> jax.Array:
     """Return log p(target), float32 in the shape of `targets` ([B, T] or [B, T, K]), never holding [B, T, V]."""
-    rows, layout = unembed_rows(adapter, adapter_B), params.layout
+    rows, layout = unembed_rows(adapter, slots), params.layout
     hidden, split_targets = (layout.shards_as_rows(x) for x in (hidden_BTD, targets))
     chunk = logprobs.CHUNK * layout.num_shards("tokens")
     found = logprobs.target_logprobs(hidden, _gathered_unembedding(params), split_targets, rows, chunk=chunk)
@@ -357,10 +357,10 @@ def _gathered_unembedding(params: DecoderParams) -> jax.Array:
     )
 
 
-def unembed_rows(adapter: Adapter | None, adapter_B: jax.Array | None) -> RowAdapter | None:
+def unembed_rows(adapter: Adapter | None, slots: RowSlots | None) -> RowAdapter | None:
     """Return the adapters of the rows for the unembedding."""
     if adapter is None:
         return None
     if adapter.scale.ndim == 0:
         return RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale)
-    return select_rows(adapter, "unembed", adapter_B, layer=None)
+    return select_rows(adapter, "unembed", slots, layer=None)

@@ -1,6 +1,6 @@
 """The adapters of the layers of one group, as its loop reads them.
 
-Legend: n repeats of a cycle, m layers of a cycle that have a map, G groups of rows, I inputs, R rank.
+Legend: n repeats of a cycle, m layers of a cycle that have a map, I inputs, R rank.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, select_rows
+from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.moe import pool_experts, share_experts
 from skyrl_tx.models.config import Group, ModelConfig
 from skyrl_tx.models.parts.base import LayerAdapters
@@ -36,19 +36,17 @@ class GroupAdapters:
     gathers those of its rows.
     """
 
-    def __init__(self, config: ModelConfig, group: Group, adapter: Adapter | None, adapter_G: jax.Array | None) -> None:
+    def __init__(self, config: ModelConfig, group: Group, adapter: Adapter | None, slots: RowSlots | None) -> None:
         self._group = group
         self._adapter = adapter
-        self._adapter_G = adapter_G
+        self._slots = slots
         self._is_shared = adapter is not None and adapter.scale.ndim == 0
         self._maps = {} if adapter is None else _maps(config, group)
 
     @classmethod
-    def of_all(
-        cls, config: ModelConfig, adapter: Adapter | None, adapter_G: jax.Array | None
-    ) -> "Iterator[GroupAdapters]":
+    def of_all(cls, config: ModelConfig, adapter: Adapter | None, slots: RowSlots | None) -> "Iterator[GroupAdapters]":
         """Yield the adapters of every group."""
-        return (cls(config, group, adapter, adapter_G) for group in config.groups)
+        return (cls(config, group, adapter, slots) for group in config.groups)
 
     def pairs(self) -> dict[str, LoraPair]:
         """Return what the loop slices of a shared adapter: [n, ...], or [n, m, ...] if m > 1 layers have the map."""
@@ -76,16 +74,16 @@ class GroupAdapters:
         if self._is_shared:
             rows = {name: RowAdapter(self._pair(name, place, pairs), adapter.scale) for name in targets}
             return LayerAdapters(rows, share_experts(rows, EXPERT_PREFIX) if has_experts else None)
-        assert self._adapter_G is not None, "an adapter with slots needs the slot of each row, or group of rows"
+        assert self._slots is not None, "an adapter with slots needs the slots of the rows"
         rows = {
-            name: select_rows(adapter, name, self._adapter_G, self._layer(name, place, repeat))
+            name: select_rows(adapter, name, self._slots, self._layer(name, place, repeat))
             for name, target in targets.items()
             if target.num_experts is None
         }
         if not has_experts:
             return LayerAdapters(rows)
         first = next(name for name, target in targets.items() if target.num_experts is not None)
-        experts = pool_experts(adapter, EXPERT_PREFIX, self._adapter_G, self._layer(first, place, repeat))
+        experts = pool_experts(adapter, EXPERT_PREFIX, self._slots, self._layer(first, place, repeat))
         return LayerAdapters(rows, experts)
 
     def _pair(self, name: str, place: int, pairs: dict[str, LoraPair]) -> LoraPair:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
+from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.losses import LOSSES
 from tests.support.fast_jit import fast_jit
 
@@ -54,7 +55,7 @@ def test_logits_with_adapter_slots(reference):
     """As in sampling: row 0 uses the slot of the base model, the other rows a slot with an adapter."""
     adapter = reference.adapter("weights0")
     slots = jax.tree.map(lambda leaf: np.stack([np.zeros_like(leaf), leaf]), adapter)
-    rows = np.array([0, 1, 1])
+    rows = RowSlots(np.array([0, 1, 1]))
 
     @fast_jit
     def evaluate(params, slots, rows):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.lora import AdaptedMap, LoraPair, RowAdapter, linear
+from skyrl_tx.layers.lora import AdaptedMap, LoraPair, RowAdapter, linear, multiply_groups
 from tests.support.fast_jit import fast_jit
 
 INPUTS, OUTPUTS, RANK = 24, 40, 3
@@ -56,3 +56,28 @@ def test_what_leaves_a_product_is_rounded_to_the_type_of_its_weight(dtype) -> No
         assert each.dtype == jnp.float32
         is_rounded = bool((each == each.astype(jnp.bfloat16).astype(jnp.float32)).all())
         assert is_rounded == (dtype == jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("inputs", "outputs"), [(INPUTS, RANK), (RANK, OUTPUTS)])
+def test_one_product_with_all_factors_is_that_of_each_row_with_its_own(dtype, inputs, outputs) -> None:
+    draw = np.random.default_rng(0)
+    x_MI = jnp.asarray(draw.normal(size=(5, inputs)), jnp.float32)
+    factor_GIO = jnp.asarray(draw.normal(size=(3, inputs, outputs)), dtype)
+    group_M = np.array([2, 0, 0, 2, 1])
+    found = multiply_groups(x_MI, factor_GIO, group_M)
+    of_each = multiply_groups(x_MI, factor_GIO[group_M])
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, of_each, atol=1e-5)
+    others = np.array([False, True, True, False, True])  # what only other rows read changes nothing
+    changed = multiply_groups(x_MI * np.where(others, 7, 1)[:, None], factor_GIO.at[:2].multiply(3), group_M)
+    np.testing.assert_array_equal(changed[~others], found[~others])
+
+
+def test_a_scale_of_nan_is_that_of_its_own_rows() -> None:
+    draw = np.random.default_rng(0)
+    a, b = (jnp.asarray(draw.normal(size=size), jnp.float32) for size in ((2, 8, 4), (2, 4, 16)))
+    x_MI, scale = jnp.asarray(draw.normal(size=(4, 8)), jnp.float32), jnp.array([0.5, jnp.nan])
+    delta = RowAdapter(LoraPair(a=a, b=b), scale, np.array([0, 1, 1, 0])).delta(x_MI, jnp.dtype(jnp.bfloat16))
+    assert np.isnan(np.asarray(delta)).all(axis=1).tolist() == [False, True, True, False]
+    assert np.isfinite(delta[np.array([0, 3])]).all()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.lora import Adapter, LoraPair
+from skyrl_tx.layers.lora import Adapter, LoraPair, RowSlots
 from skyrl_tx.layers.moe import BIASES, Clamp, ExpertAdapters, ExpertWeights, Routing, mixture, pool_experts, route
 from skyrl_tx.layers.tiles import arrange, sum_by_index
 from tests.support.fast_jit import fast_jit
@@ -77,9 +77,9 @@ choose = fast_jit(route, static_argnames="routing")
 
 @fast_jit
 def apply_pool(
-    x: jax.Array, router: jax.Array, weights: ExpertWeights, pool: Adapter, place_G: jax.Array, layer: jax.Array
+    x: jax.Array, router: jax.Array, weights: ExpertWeights, pool: Adapter, slots: RowSlots, layer: jax.Array
 ) -> jax.Array:
-    return mixture(x, router, weights, pool_experts(pool, "expert_", place_G, layer), ROUTING)
+    return mixture(x, router, weights, pool_experts(pool, "expert_", slots, layer), ROUTING)
 
 
 @fast_jit
@@ -255,11 +255,16 @@ def test_a_correction_changes_the_choice_in_the_best_groups_and_no_share(routing
     assert (plain != expert).any(), "the correction acts"
 
 
+IN_GROUPS = RowSlots(np.array([1, 0]), np.array([0, 0, 1, 1, 0, 0, 0, 0]))
+OF_EACH_TWO_ROWS = RowSlots(np.array([1, 0, 1, 1]))
+
+
 @BOTH_FORMS
-def test_rows_use_the_adapters_of_their_slot_and_layer(weights, router, shares):
+@pytest.mark.parametrize("slots", [OF_EACH_TWO_ROWS, IN_GROUPS], ids=["neighbours", "groups"])
+def test_rows_use_the_adapters_of_their_slot_and_layer(weights, router, shares, slots):
     first, second, x = one_adapter(20, shares=shares), one_adapter(50, shares=shares), normal(4, 8, D)
-    pool, place_G = pool_of([first, second], layer=1), np.array([1, 0, 1, 1])  # of each two rows
-    y = apply_pool(x, router, weights, pool, place_G, np.int32(1))
+    pool = pool_of([first, second], layer=1)
+    y = apply_pool(x, router, weights, pool, slots, np.int32(1))
     for rows, mine in ((slice(0, 2), second), (slice(2, 4), first), (slice(4, 8), second)):
         np.testing.assert_allclose(y[rows], by_loop(x[rows], router, weights, mine), rtol=1e-4, atol=1e-4)
 
@@ -270,10 +275,10 @@ def test_router_isolates_rows_from_nan_in_other_adapters(weights, router, shares
     first, second = one_adapter(20, shares=shares), one_adapter(50, shares=shares)
     broken = jax.tree.map(lambda leaf: np.full(np.shape(leaf), np.nan, np.float32), second)
     x = normal(4, 8, D)
-    place_G = np.array([0, 0, 1, 1])  # of each two rows
+    slots = RowSlots(np.array([0, 0, 1, 1]))  # of each two rows
 
     def of(x: np.ndarray, other: ExpertAdapters) -> np.ndarray:
-        return np.asarray(apply_pool(x, router, weights, pool_of([first, other], layer=0), place_G, np.int32(0)))
+        return np.asarray(apply_pool(x, router, weights, pool_of([first, other], layer=0), slots, np.int32(0)))
 
     alone = of(x, second)[:4]
     same_as_mine = np.concatenate([x[:4], x[:4]])

@@ -13,6 +13,7 @@ from skyrl_tx import models
 from skyrl_tx.layers import held
 from skyrl_tx.layers.attention import DENSE_LENGTH
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, TRITON_PAGES, Kernels
+from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import WHOLE
 from skyrl_tx.models.config import Group, Stack, group_blocks
@@ -93,7 +94,7 @@ def stack(*adapters):
 def slots_of(model):
     """Return three adapters, of which the first changes nothing, and those of three rows."""
     first, second = model.adapter(1), model.adapter(2)
-    return stack(jax.tree.map(np.zeros_like, first), first, second), np.array([2, 0, 1])
+    return stack(jax.tree.map(np.zeros_like, first), first, second), RowSlots(np.array([2, 0, 1]))
 
 
 def evaluate(*arguments, **named) -> np.ndarray:
@@ -113,7 +114,7 @@ def test_slots_equal_one_adapter_for_all_rows(loaded):
 def test_nan_in_one_slot_does_not_spread(loaded):
     good = loaded.adapter(1)
     bad = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), good)
-    slots, rows = stack(good, bad, bad), np.array([0, 1, 2])
+    slots, rows = stack(good, bad, bad), RowSlots(np.array([0, 1, 2]))
     x = tokens()
     hidden = forward(loaded.params, loaded.config, x, slots, rows)
     logprobs = np.asarray(target_logprobs(loaded.params, hidden, x, slots, rows))
@@ -133,7 +134,7 @@ def test_padding_at_the_right_changes_nothing(loaded):
 def test_packed_sequences_equal_separate_rows(each_family):
     x, adapter = tokens(), each_family.adapter(1)
     slots, _ = slots_of(each_family)
-    alone = evaluate(each_family.params, each_family.config, x, slots, np.array([1, 1, 1]))
+    alone = evaluate(each_family.params, each_family.config, x, slots, RowSlots(np.array([1, 1, 1])))
     lengths = [40, 7, 25]
     row = np.concatenate([each[:length] for each, length in zip(x, lengths, strict=True)])[None]
     starts = np.cumsum([0, *lengths[:-1]])
@@ -157,8 +158,9 @@ def test_long_packed_sequences_equal_separate_rows(unlike):
         np.testing.assert_allclose(together[start : start + length], each[:length], atol=1e-5)
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_decoding_equals_the_full_forward(each_family, by_layer):
+@pytest.mark.parametrize(("by_layer", "in_groups"), [(False, False), (False, True), (True, False)])
+def test_decoding_equals_the_full_forward(each_family, by_layer, in_groups):
+    """`in_groups` all rows are multiplied with all adapters in use."""
     config = each_family.config
     slots, rows = slots_of(each_family)
     x = tokens()
@@ -167,6 +169,9 @@ def test_decoding_equals_the_full_forward(each_family, by_layer):
     _, prefilled = prefill(each_family.params, config, x[:, :6], slots, rows)
     prompts = np.array([1, 0, 0])
     cache = started(prefilled, prompts)
+    in_use = np.array([2, 0, 1, 0])
+    group_M = np.array([in_use.tolist().index(slot) for slot in rows.slot_G[prompts]])
+    of_samples = RowSlots(in_use, group_M) if in_groups else RowSlots(rows.slot_G[prompts])
     for position in range(6, 14):
         hidden, cache = decode_step(
             each_family.params,
@@ -175,7 +180,7 @@ def test_decoding_equals_the_full_forward(each_family, by_layer):
             np.full(3, position),
             cache,
             slots,
-            rows[prompts],
+            of_samples,
             by_layer=by_layer,
         )
         np.testing.assert_allclose(hidden, whole[prompts, position], atol=1e-5)
@@ -238,7 +243,7 @@ def adapter_gradient(params, config, adapter, x, rows=None, *, policy=RematPolic
     ],
 )
 def test_remat_policy_does_not_change_the_gradient(loaded, slotted, length, policies):
-    adapter, rows = loaded.adapter(1), np.array([0, 0]) if slotted else None
+    adapter, rows = loaded.adapter(1), RowSlots(np.array([0, 0])) if slotted else None
     if slotted:
         adapter = stack(adapter)
     x = tokens(2, length)
@@ -261,7 +266,9 @@ def test_offloaded_inputs_of_layers_give_the_same_bits(loaded):
 
 def test_padded_rank_is_a_fixpoint(loaded):
     adapter = loaded.adapter(1, rank=2, max_rank=4)
-    gradient = adapter_gradient(loaded.params, loaded.config, stack(adapter), tokens(2, LONG), np.array([0, 0]))
+    gradient = adapter_gradient(
+        loaded.params, loaded.config, stack(adapter), tokens(2, LONG), RowSlots(np.array([0, 0]))
+    )
     for name, pair in jax.tree.map(np.asarray, gradient).items():
         assert not np.any(pair.a[..., 2:]) and not np.any(pair.b[..., 2:, :]), name
         assert np.any(pair.a[..., :2]) and np.any(pair.b[..., :2, :]), name

@@ -27,7 +27,7 @@ from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw_params
-from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, group_counts, groups_of
+from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
 from skyrl_tx.backends.jax.sample.slices import DispatchedSlice, SlicePart
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, ascending, next_power, tiles
@@ -77,6 +77,7 @@ class JaxPrograms:
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         # bfloat16 has no guarantee that bits do not depend on other samples.
         self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
+        self._arrangement: Any = {"merges": self._merges, "max_adapters": 1 + config.max_sampler_adapters}
         self._num_shards = params.layout.num_shards("batch")
         self._counts = self._row_counts()
         self._inputs = RowInputs(config.decode_slice_tokens)
@@ -193,7 +194,7 @@ class JaxPrograms:
             if self._num_shards > 1:  # each has as many rows as the fullest needs
                 num_rows = self._num_shards * max(Counter(sample.table.shard for sample in group).values())
             count = self._counts.least(num_rows, any_adapter=any_adapter)
-            rows = Rows.arrange(group, count, merges=self._merges, num_shards=self._num_shards)
+            rows = Rows.arrange(group, count, num_shards=self._num_shards, **self._arrangement)
             parts.append(self._run(rows, num_steps, max(sample.position for sample in group)))
         return DispatchedSlice(parts, lambda: self._detect_loss(cache))
 
@@ -306,8 +307,8 @@ class JaxPrograms:
             counts = {self._counts.least(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._read_length(length) <= most:
-                    for num_groups in group_counts(count, any_adapter=any_adapter, merges=self._merges):
-                        self._run(Rows((None,) * count, (adapter,) * num_groups), 1, length)
+                    for rows in Rows.of_every_shape(count, adapter, **self._arrangement):
+                        self._run(rows, 1, length)
 
 
 def last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """The jitted programs of sampling: extend a prompt by a chunk, copy pages and states, decode a slice.
 
 Legend: S rows, B shards, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, X stop
-tokens, R the most rows, G adapters (one for all rows, for each tile of rows, or for each row).
+tokens, R the most rows.
 
 Shapes depend on the configuration and on the size of a chunk; on one CPU device also on the number of rows and on the
 KV read length. All else is data.
@@ -19,7 +19,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
 from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, Held, SliceCache, Table
-from skyrl_tx.layers.lora import Adapter
+from skyrl_tx.layers.lora import Adapter, RowSlots
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams, ModelConfig
 
@@ -40,7 +40,7 @@ class RowBatch:
     num_left_S: jax.Array  # int32: steps until the sample ends, if it draws no stop token
     given_SN: jax.Array  # int32: the tokens that the steps drew before, -1 for those to draw
     stop_SX: jax.Array  # int32: tokens that end the sample, -1 for none
-    adapter_G: jax.Array  # int32: adapter slot
+    slots: RowSlots  # of adapters
     draws: DrawParams
     wants_topk: jax.Array  # bool scalar
 
@@ -81,10 +81,10 @@ def extend(
     """
     B = token_BT.shape[0]
     if B == 1:  # an adapter of all rows is two plain products
-        own, adapter, start, last = take_adapter(pool, adapter_B[0]), None, start_B[0], last_B[0]
+        own, slots, start, last = take_adapter(pool, adapter_B[0]), None, start_B[0], last_B[0]
     else:
-        own, adapter, start, last = pool, adapter_B, start_B, last_B
-    hidden_BTD, cache = models.extend(params, config, token_BT, start, cache, table, own, adapter, size=last + 1)
+        own, slots, start, last = pool, RowSlots(adapter_B), start_B, last_B
+    hidden_BTD, cache = models.extend(params, config, token_BT, start, cache, table, own, slots, size=last + 1)
     last_BD = jax.vmap(lambda hidden_TD, last: jax.lax.dynamic_index_in_dim(hidden_TD, last, keepdims=False))(
         hidden_BTD, last_B
     )
@@ -213,9 +213,9 @@ def _run_steps(
     def step(now: Steps) -> Steps:
         n, runs_S, result = now.n, runs(now), now.result
         hidden_SD, after = models.decode_step(
-            params, config, now.token_S, replace(opened, live=now.live, num_recent=n), pool, batch.adapter_G
+            params, config, now.token_S, replace(opened, live=now.live, num_recent=n), pool, batch.slots
         )
-        logits_SV = models.logits(params, hidden_SD, pool, batch.adapter_G)
+        logits_SV = models.logits(params, hidden_SD, pool, batch.slots)
         drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
         given_S = batch.given_SN[:, n]
         token_S = jnp.where(given_S >= 0, given_S, drawn.tokens)

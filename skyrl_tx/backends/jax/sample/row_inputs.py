@@ -18,6 +18,7 @@ from skyrl_tx.backends.jax.sample.programs import RowBatch
 from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import MAX_STOPS, RunningSample
 from skyrl_tx.layers.held import Table
+from skyrl_tx.layers.lora import RowSlots
 
 MAX_INT32 = 2**31 - 1
 
@@ -43,7 +44,7 @@ class RowInputs:
         return RowBatch(
             **self._progress(from_last),
             stop_SX=self._stop_SX,
-            adapter_G=_as_input(rows.adapters, np.int32),
+            slots=_slots(rows),
             draws=self._draws,
             wants_topk=self._wants_topk,
         )
@@ -132,6 +133,11 @@ def block_table(tables: list[KVTable | None], num_pages: int) -> Table:
 
 def _states(tables: Iterable[KVTable | None]) -> Any:
     return _as_input([0 if table is None else table.state for table in tables], np.int32)
+
+
+def _slots(rows: Rows) -> RowSlots:
+    groups = None if rows.groups is None else _as_input(rows.groups, np.int32)
+    return RowSlots(_as_input(rows.adapters, np.int32), groups)
 
 
 def _as_input(values: Any, dtype: type[np.generic] | None = None) -> Any:

@@ -21,7 +21,7 @@ from skyrl_tx.backends.jax.shapes import next_power, tiles
 SINGLE = 2
 """Rows for one or two samples. XLA on CPU adds the products of one row in another order than those of several."""
 STEP = 4
-"""Growth of row counts on accelerators, from 16.
+"""Growth of row counts on accelerators, from 16, and of the numbers of adapters in one slice, from 4.
 
 Programs of few rows read the weights as long as those of many, and each takes its time to compile."""
 FEW = 8
@@ -82,26 +82,30 @@ class Rows:
     samples: tuple[RunningSample | None, ...]
     """None: a row without a sample."""
     adapters: tuple[int, ...]
-    """Adapter slots: of all rows, of each tile of rows, or of each row."""
+    """Adapter slots: of all rows, of each tile of rows, or of each row; with `groups` each slot in use once."""
+    groups: tuple[int, ...] | None = None
+    """The index in `adapters` of each row's."""
 
     @classmethod
-    def arrange(cls, samples: Iterable[RunningSample], count: int, *, merges: bool, num_shards: int = 1) -> "Rows":
+    def arrange(
+        cls, samples: Iterable[RunningSample], count: int, *, merges: bool, num_shards: int = 1, max_adapters: int = 0
+    ) -> "Rows":
         """Return rows for the samples, such that tiles share an adapter if there are rows enough for that.
 
-        Each shard has as many rows, one shard after the other, of which its samples have the first. If it `merges`, an
-        adapter that all samples share is that of all rows: two plain products, of which nothing is gathered by tile.
-        They add in another order than tiles do, so that bits depend on other samples.
+        Each shard has as many rows, one shard after the other, of which its samples have the first. If it `merges`, the
+        adapters are those in use, padded to one of a few numbers up to `max_adapters` (0: any), and all rows are
+        multiplied with all of them: one adapter is two plain products, and no tile has a copy. Sums have another order
+        than in tiles then, so that bits depend on other samples.
         """
         samples = list(samples)
-        adapters = {sample.adapter for sample in samples}
-        is_merged = merges and len(adapters) == 1
-        if is_merged and num_shards == 1:  # the usual case on accelerators, where the host has little time
-            return cls((*samples, *[None] * (count - len(samples))), tuple(adapters))
+        adapters = sorted({sample.adapter for sample in samples})
+        if merges and num_shards == 1:  # the usual case on accelerators, where the host has little time
+            return cls._merged((*samples, *[None] * (count - len(samples))), adapters, max_adapters)
         by_shard: list[dict[int, list[RunningSample]]] = [{} for _ in range(num_shards)]
         for sample in samples:
             by_shard[sample.table.shard].setdefault(sample.adapter, []).append(sample)
         size, own = len(tiles(count)[0]), count // num_shards
-        if is_merged or own % size:
+        if merges or own % size:
             size = 1
         by_tile = [_in_tiles(part, size) for part in by_shard]
         if any(len(rows) > own for rows in by_tile):
@@ -109,9 +113,32 @@ class Rows:
         rows = list[RunningSample | None]()
         for part in by_tile:
             rows += [*part, *[None] * (own - len(part))]
-        if is_merged:
-            return cls(tuple(rows), tuple(adapters))
+        if merges:
+            return cls._merged(tuple(rows), adapters, max_adapters)
         return cls(tuple(rows), tuple(BASE if sample is None else sample.adapter for sample in rows[::size]))
+
+    @classmethod
+    def _merged(cls, rows: tuple[RunningSample | None, ...], adapters: Sequence[int], max_adapters: int) -> "Rows":
+        if len(adapters) == 1:
+            return cls(rows, tuple(adapters))
+        padded = next(number for number in _numbers_of_adapters(len(rows), max_adapters) if number >= len(adapters))
+        index = {adapter: number for number, adapter in enumerate(adapters)}
+        groups = tuple(0 if sample is None else index[sample.adapter] for sample in rows)
+        return cls(rows, (*adapters, *[BASE] * (padded - len(adapters))), groups)
+
+    @classmethod
+    def of_every_shape(cls, count: int, adapter: int, *, merges: bool, max_adapters: int = 0) -> "Iterator[Rows]":
+        """Yield `count` rows without samples, in every shape in which `arrange` returns them, with this adapter."""
+        rows = (None,) * count
+        if merges:
+            yield cls(rows, (adapter,))
+            if adapter != BASE:
+                for number in _numbers_of_adapters(count, max_adapters):
+                    yield cls(rows, (adapter,) * number, (0,) * count)
+            return
+        num_tiles = len(tiles(count))
+        for number in sorted({num_tiles, count}) if adapter != BASE else [num_tiles]:
+            yield cls(rows, (adapter,) * number)
 
     @property
     def any_adapter(self) -> bool:
@@ -123,11 +150,10 @@ class Rows:
         return {row: sample for row, sample in enumerate(self.samples) if sample is not None}
 
 
-def group_counts(count: int, *, any_adapter: bool, merges: bool) -> list[int]:
-    """Return how many adapters programs of `count` rows are given: one for each group of equal size, see `Rows`."""
-    num_tiles = len(tiles(count))
-    fewest = 1 if merges else num_tiles
-    return sorted({fewest, num_tiles, count}) if any_adapter else [fewest]
+def _numbers_of_adapters(count: int, max_adapters: int) -> list[int]:
+    """Return how many adapters programs of `count` rows with several are given."""
+    most = min(count, max_adapters or count)
+    return [*itertools.takewhile(lambda number: number < most, (STEP**n for n in itertools.count(1))), most]
 
 
 def groups_of(

@@ -36,6 +36,20 @@ def test_rank_and_slots_grow_with_the_loaded_adapters(tiny):
     assert values(pool, "s6", 4) == {6.0} and values(pool, "s1", 4) == {1.0}
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, np.float32(3.4e38)])
+def test_an_adapter_that_is_not_finite_has_a_scale_of_nan_alone(tiny, number):
+    """A product that multiplies its weights by zero is zero then; 3.4e38 is no finite number of bfloat16."""
+    pool, broken = SamplerPool(tiny.config, max_samplers=5, num_slots=4), full(tiny.config, 4, 1.0)
+    broken.weights["o_proj"].b[0, 0, 0] = number
+    pool.load(SamplerId("a"), full(tiny.config, 4, 2.0))
+    pool.load(SamplerId("b"), broken)
+    pool.load(SamplerId("c"), full(tiny.config, 4, 3.0))
+    found = jax.tree.map(np.asarray, pool.adapters(any_used=True))
+    assert np.isnan(found.scale).tolist() == [False, False, True, False]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.weights))
+    assert values(pool, "a", 4) == {2.0} and values(pool, "c", 4) == {3.0}
+
+
 def test_loading_twice_changes_nothing(tiny):
     pool = SamplerPool(tiny.config, max_samplers=5, num_slots=6)
     pool.load(SamplerId("s"), full(tiny.config, 4, 1.0))

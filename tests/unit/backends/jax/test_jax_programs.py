@@ -324,10 +324,11 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
 
 @pytest.mark.parametrize("runs_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_ahead):
-    """Rows of one adapter are merged, those of two are not, and few samples take few rows."""
+    """Rows of one adapter or of several are multiplied together, and few samples take few rows."""
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
     device = scheduler._programs
     device._is_one_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
+    device._arrangement |= {"merges": True}
     device._counts, run_rows = device._row_counts(), device._run
 
     def recorded(rows, num_steps, longest):

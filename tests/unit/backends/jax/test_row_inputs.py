@@ -37,6 +37,14 @@ def drawn(*tokens: int) -> Drawn:
     return Drawn(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), no_topk, no_topk)
 
 
+def test_rows_in_groups_have_the_adapters_in_use_and_the_number_of_their_own():
+    first, second = (running(adapter, temperature=1.0) for adapter in range(2))
+    rows = Rows((first, None, second, None), (0, 2, 0, 0), (1, 0, 0, 0))
+    slots = RowInputs(STEPS).of(rows).slots
+    assert slots.slot_G.tolist() == [0, 2, 0, 0] and slots.group_M.tolist() == [1, 0, 0, 0]
+    assert slots.of_each(4).tolist() == [2, 0, 0, 0]
+
+
 def check(inputs: RowInputs, rows: Rows) -> None:
     """The inputs are those that their samples have now."""
     jax.tree.map(np.testing.assert_array_equal, inputs.of(rows), RowInputs(STEPS).of(rows))
@@ -48,7 +56,7 @@ def test_inputs_follow_the_samples_from_slice_to_slice():
     batch = inputs.of(rows)
     assert batch.token_S.tolist() == [9, 0, 9, 0] and batch.position_S.tolist() == [5, 0, 5, 0]
     assert batch.num_drawn_S.tolist() == [1, 0, 1, 0] and (batch.given_SN == -1).all()
-    assert batch.draws.temperature_S.tolist() == [0.5, 0, 1, 0] and batch.adapter_G.tolist() == [0, 0, 2, 0]
+    assert batch.draws.temperature_S.tolist() == [0.5, 0, 1, 0] and batch.slots.slot_G.tolist() == [0, 0, 2, 0]
     assert batch.num_left_S.tolist() == [49, 0, 49, 0] and (batch.source_S == -1).all()
     assert batch.stop_SX[:, :3].tolist() == [[3, 30, -1], [-1] * 3, [3, 31, -1], [-1] * 3]
     take(first, 3, 4, 5)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, group_counts, groups_of
+from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
 from skyrl_tx.backends.jax.sample.running import RunningSample
 from skyrl_tx.backends.jax.shapes import next_power
 from tests.support.sample_requests import ask, prompt_of
@@ -69,13 +69,32 @@ def test_tiles_share_an_adapter_if_there_are_rows_enough():
     assert not Rows.arrange(samples(0, 0), 8, merges=False).any_adapter
 
 
-def test_merged_rows_have_one_adapter_if_all_samples_share_it():
+def test_merged_rows_have_the_adapters_in_use():
     running = samples(2, 2)
     rows = Rows.arrange(running, 8, merges=True)
     assert rows.samples == (*running, *[None] * 6) and rows.adapters == (2,) and rows.any_adapter
-    assert Rows.arrange(samples(2, 1), 8, merges=True).adapters == (1, 2)
-    assert group_counts(8, any_adapter=True, merges=True) == [1, 2, 8]
-    assert group_counts(8, any_adapter=False, merges=False) == [2]
+    assert rows.groups is None
+    mixed = samples(2, 0, 1, 2)
+    rows = Rows.arrange(mixed, 8, merges=True)
+    assert rows.samples == (*mixed, *[None] * 4), "rows need no order"
+    assert rows.adapters == (0, 1, 2, 0) and rows.groups == (2, 0, 1, 2, 0, 0, 0, 0)
+    assert Rows.arrange(mixed, 8, merges=True, max_adapters=3).adapters == (0, 1, 2)
+    assert len(Rows.arrange(samples(*range(5)), 64, merges=True).adapters) == 16
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_every_shape_of_rows_is_known_before(merges):
+    settings = {"merges": merges, "max_adapters": 9}
+    known = {shape(rows) for adapter in (0, 1) for rows in Rows.of_every_shape(16, adapter, **settings)}
+    found = {shape(Rows.arrange(samples(*of_all), 16, **settings)) for of_all in ([0] * 4, [1] * 4)}
+    for number in range(1, 10):
+        for each in (samples(*range(number)), samples(*range(number), *[0] * 7)):
+            found.add(shape(Rows.arrange(each, 16, **settings)))
+    assert found == known
+
+
+def shape(rows: Rows) -> tuple[int, bool, bool]:
+    return len(rows.adapters), rows.groups is not None, rows.any_adapter
 
 
 def test_rows_have_adapters_of_their_own_otherwise():
@@ -126,5 +145,8 @@ def test_the_rows_of_each_shard_have_its_samples():
     in_rows = Rows.arrange(mixed, 6, merges=False, num_shards=2)
     assert [each and each.index for each in in_rows.samples] == [1, 5, 0, 2, 4, 3]
     assert in_rows.adapters == (1, 1, 2, 1, 1, 2)
+    merged = Rows.arrange(mixed, 8, merges=True, num_shards=2)
+    assert [each and each.index for each in merged.samples] == [1, 5, 0, None, 2, 4, 3, None]
+    assert merged.adapters == (1, 2, 0, 0) and merged.groups == (0, 0, 1, 0, 0, 0, 1, 0)
     same = Rows.arrange(samples(3, 3), 8, merges=True, num_shards=2)
     assert same.adapters == (3,) and [each and each.index for each in same.samples] == [0, 1, *[None] * 6]
