@@ -71,6 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache is not None:  # there is none with -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    # Clients whose server has ended say so in the log of whichever test is running two minutes later.
+    logging.getLogger("tinker.lib.internal_client_holder").addFilter(
+        lambda record: not str(record.msg).startswith("Session heartbeat failed")
+    )
     # As the JAX backend sets it: tests before and after a backend starts share their programs.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     share_statements()
