@@ -13,7 +13,7 @@ from skyrl_tx.plan.hardware import KINDS, DeviceError, Devices, parse_devices
 from skyrl_tx.quickstart.model import built_in_as_directory
 from skyrl_tx.settings import ServerSettings
 
-PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode"
+PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
 """All programs that take much memory or time, which `--compile` compiles in their largest shapes."""
 _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
 """Short names of settings of the backend."""

@@ -34,6 +34,7 @@ from skyrl_tx.backends.jax.warmup import NAME, training_batch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.held import Cache, Table
+from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.sharding import Layout
 
 
@@ -77,7 +78,7 @@ def compile_programs(
 ) -> Iterator[CompiledProgram]:
     """Compile programs for the shapes of a plan, each when it is asked for.
 
-    Names are those of methods of `_Shapes`: forward, gradient, optimizer, prefill, decode.
+    Names are those of methods of `_Shapes`: forward, gradient, optimizer, prefill, decode, adapters.
     """
     assert layout.mesh is not None
     shapes = _Shapes(config.for_platform(mesh.platform_of(layout)), layout, model, plan)
@@ -193,20 +194,34 @@ class _Shapes:
 
     def decode(self) -> _Lowered:
         """Return a decode slice of the most samples, with the base model."""
-        samples, config = self._plan.samples, self._config
-        lowered = programs.decode_slice.lower(
+        lowered = self._decode(None, Rows((None,) * self._plan.samples.num_rows, (BASE,)))
+        return lowered, f"{self._plan.samples.num_slots} samples", self._plan.weight_bytes + self._plan.kv_bytes
+
+    def adapters(self) -> _Lowered:
+        """Return a decode slice of the most samples, with as few adapters as a program of several has."""
+        plan, num_slots, merges = self._plan, self._plan.num_adapter_slots, self._plan.dtype != "float32"
+        pool = placed_adapter_shapes(self._layout, self._model, self._rank, num_slots=num_slots)
+        most = 1 + self._config.max_sampler_adapters
+        first, *others = Rows.of_every_shape(plan.samples.num_rows, BASE + 1, merges=merges, max_adapters=most)
+        rows = others[0] if merges else first
+        planned = plan.weight_bytes + plan.kv_bytes + num_slots * self._adapter_bytes
+        detail = f"{plan.samples.num_slots} samples, {len(rows.adapters)} adapters at once, {num_slots} places"
+        return self._decode(pool, rows), f"{detail}, rank {self._rank}", planned
+
+    def _decode(self, pool: Adapter | None, rows: Rows) -> Any:
+        config, num_rows = self._config, len(rows.samples)
+        return programs.decode_slice.lower(
             self._params,
             self._model,
-            None,
+            pool,
             self._cache(),
-            self._table(samples.num_rows),
-            self._replicated(RowInputs(config.decode_slice_tokens).of(Rows((None,) * samples.num_rows, (BASE,)))),
-            self._replicated(np.full(samples.num_rows, programs.ENDED, np.int32)),
+            self._table(num_rows),
+            self._replicated(RowInputs(config.decode_slice_tokens).of(rows)),
+            self._replicated(np.full(num_rows, programs.ENDED, np.int32)),
             self._replicated(np.int32(0)),
             max_steps=config.decode_slice_tokens,
             max_topk=config.max_topk_logprobs,
         )
-        return lowered, f"{samples.num_slots} samples", self._plan.weight_bytes + self._plan.kv_bytes
 
     def _cache(self) -> Cache:
         samples = self._plan.samples

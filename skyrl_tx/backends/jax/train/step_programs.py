@@ -128,12 +128,16 @@ def shapes_of_params(
     return map_named(shape, described).replace(layout=layout, kernels=kernels)
 
 
-def placed_adapter_shapes(layout: Layout, config: models.ModelConfig, rank: int) -> Adapter:
-    """Return the shapes of an adapter on a mesh."""
+def placed_adapter_shapes(
+    layout: Layout, config: models.ModelConfig, rank: int, *, num_slots: int | None = None
+) -> Adapter:
+    """Return the shapes of an adapter on a mesh, or with `num_slots` those of a pool of as many."""
     shapes, axes = models.adapter_shapes(config, rank), models.adapter_axes(config)
+    slots, no_axis = ((), ()) if num_slots is None else ((num_slots,), (None,))
 
     def placed(leaf: jax.Array, of: tuple[Any, ...]) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(of, leaf.shape))
+        shape = (*slots, *leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout.sharding((*no_axis, *of), shape))
 
     weights = {
         name: LoraPair(a=placed(pair.a, axes[name][0]), b=placed(pair.b, axes[name][1]))
