@@ -60,7 +60,8 @@ def compiled_under(cache: Path) -> set[str]:
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("Qwen3_5ForCausalLM", "NemotronHForCausalLM"),
+        "Qwen3_5ForCausalLM",
+        pytest.param("NemotronHForCausalLM", marks=pytest.mark.exhaustive),
         *(  # the backend suite restores models of each
             pytest.param(name, marks=pytest.mark.exhaustive)
             for name in (

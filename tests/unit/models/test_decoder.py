@@ -158,7 +158,7 @@ def test_long_packed_sequences_equal_separate_rows(unlike):
         np.testing.assert_allclose(together[start : start + length], each[:length], atol=1e-5)
 
 
-@pytest.mark.parametrize(("by_layer", "in_groups"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(("by_layer", "in_groups"), [(False, True), (True, False)])
 def test_decoding_equals_the_full_forward(each_family, by_layer, in_groups):
     """`in_groups` all rows are multiplied with all adapters in use."""
     config = each_family.config
