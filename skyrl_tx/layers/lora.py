@@ -286,9 +286,9 @@ def _adapted_backward(kept: tuple[jax.Array, jax.Array, LoraPair, jax.Array], d_
 _adapted.defvjp(_adapted_forward, _adapted_backward)
 
 
-def gather_rows(adapter: Adapter, slots: RowSlots) -> RowsByLayer:
-    """Return the adapters of the rows in a *slots* adapter, layer by layer; those of experts are not gathered."""
-    rows: RowsByLayer = {}
+def gather_rows(adapter: Adapter, slot_G: jax.Array) -> RowsByLayer:
+    """Return the adapters of groups of neighbouring rows, layer by layer; those of experts are not gathered."""
+    rows, slots = RowsByLayer(), RowSlots(slot_G)
     for name, pair in adapter.weights.items():
         if pair.a.ndim == 3:
             rows[name] = (select_rows(adapter, name, slots, None),)

@@ -17,7 +17,7 @@ from skyrl_tx.backends.jax.sample.running import BASE
 from skyrl_tx.backends.jax.shapes import next_power
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.layers.lora import Adapter, GatheredAdapter, RowsByLayer, RowSlots, gather_rows
+from skyrl_tx.layers.lora import Adapter, GatheredAdapter, RowsByLayer, gather_rows
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.models import ModelConfig
 
@@ -77,7 +77,7 @@ class SamplerPool:
             slot_G, former = np.asarray(slots, np.int32), self._gathered
             self._gathered = None  # the next copy reuses its memory
             if former is None or len(former[0]) != len(key):
-                shapes = jax.eval_shape(_of_rows, self._adapters, slot_G)
+                shapes = jax.eval_shape(gather_rows, self._adapters, slot_G)
                 former = (), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             self._gathered = key, _gather(self._adapters, slot_G, former[1])
         return GatheredAdapter(weights=self._adapters.weights, scale=self._adapters.scale, rows=self._gathered[1])
@@ -87,14 +87,10 @@ class SamplerPool:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_slots, *leaf.shape), leaf.dtype), shapes)
 
 
-def _of_rows(adapters: Adapter, slot_G: jax.Array) -> RowsByLayer:
-    return gather_rows(adapters, RowSlots(slot_G))
-
-
 @partial(jax.jit, donate_argnames="former", keep_unused=True)
 def _gather(adapters: Adapter, slot_G: jax.Array, former: RowsByLayer) -> RowsByLayer:
     """Gather adapters by row into the memory of `former`: on CPU, touching new memory costs more than the copy."""
-    return _of_rows(adapters, slot_G)
+    return gather_rows(adapters, slot_G)
 
 
 def _pad(leaf: Any, padded: jax.ShapeDtypeStruct, pad: Callable[..., Any] = jnp.pad) -> Any:

@@ -77,7 +77,7 @@ class JaxPrograms:
         self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
         # bfloat16 has no guarantee that bits do not depend on other samples.
         self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
-        self._arrangement: Any = {"merges": self._merges, "max_adapters": 1 + config.max_sampler_adapters}
+        self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, the base model included
         self._num_shards = params.layout.num_shards("batch")
         self._counts = self._row_counts()
         self._inputs = RowInputs(config.decode_slice_tokens)
@@ -194,7 +194,9 @@ class JaxPrograms:
             if self._num_shards > 1:  # each has as many rows as the fullest needs
                 num_rows = self._num_shards * max(Counter(sample.table.shard for sample in group).values())
             count = self._counts.least(num_rows, any_adapter=any_adapter)
-            rows = Rows.arrange(group, count, num_shards=self._num_shards, **self._arrangement)
+            rows = Rows.arrange(
+                group, count, merges=self._merges, num_shards=self._num_shards, max_adapters=self._max_adapters
+            )
             parts.append(self._run(rows, num_steps, max(sample.position for sample in group)))
         return DispatchedSlice(parts, lambda: self._detect_loss(cache))
 
@@ -307,7 +309,9 @@ class JaxPrograms:
             counts = {self._counts.least(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
                 if count == min(counts) or count * self._read_length(length) <= most:
-                    for rows in Rows.of_every_shape(count, adapter, **self._arrangement):
+                    for rows in Rows.of_every_shape(
+                        count, adapter, merges=self._merges, max_adapters=self._max_adapters
+                    ):
                         self._run(rows, 1, length)
 
 

@@ -328,7 +328,6 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
     device = scheduler._programs
     device._is_one_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
-    device._arrangement |= {"merges": True}
     device._counts, run_rows = device._row_counts(), device._run
 
     def recorded(rows, num_steps, longest):
