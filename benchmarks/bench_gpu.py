@@ -1,9 +1,9 @@
 """Parity and speed of one GPU: its numbers against those of the CPU, and its share of its peak.
 
-The parts are `parity` (the tests of tests/gpu), `kernels` (each against plain JAX), for each model `training`,
-`decoding-64` and `decoding-256`, and `contract` (the backend suite). Each part is a process of its own, and a record as
-soon as it is done. A run does the parts that have no record of this commit, in this order, and starts none that may not
-end in the time that is left: it can be stopped and continued.
+The parts are `parity` (the tests of tests/gpu), for each model `training`, `decoding-64` and `decoding-256`, and
+`suites` (attention kernels against plain JAX, and the backend suite). Each part is a process of its own, and a record
+as soon as it is done. A run does the parts that have no record of this commit, in this order, and starts none that may
+not end in the time that is left: it can be stopped and continued.
 
 Models have the shapes of published ones and made-up weights in bfloat16. Training steps, with an adapter of rank 32,
 have 32,768 tokens in sequences of 2,048; their share is that of the peak of the data sheet, and of the rate of a
@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from benchmarks.bench_aot import load, save
 from benchmarks.bench_sampling import Work, least_work, make_request
 from benchmarks.bench_training import example, least_flops
 from benchmarks.common import commit, machine, quartiles
+from benchmarks.device_profile import profile
 from benchmarks.meters import Bandwidth, CompileCounter, MatmulRate, peak_memory_mb, timed
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
@@ -65,15 +66,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TESTS = {
     "parity": ("-m", "gpu", "tests/gpu"),
-    "kernels": ("-m", "", "tests/unit/layers/test_kernels.py"),
-    "contract": ("tests/contract/test_jax.py::TestJax",),
+    "suites": ("-m", "", "tests/unit/layers/test_kernels.py", "tests/contract/test_jax.py::TestJax"),
 }
-"""Arguments of pytest for the parts that are tests."""
+"""Arguments of pytest for the parts that are tests. Their processes share the GPU, and compile on all cores."""
 TRAINING = "training"
 EXPECTED_S = {
     "parity": 150.0,
-    "kernels": 60.0,
-    "contract": 240.0,
+    "suites": 240.0,
     "Qwen3-0.6B": 60.0,
     "Qwen3-4B": 80.0,
     "Qwen3-8B": 110.0,
@@ -81,6 +80,8 @@ EXPECTED_S = {
 }
 """How long a part may take; a run starts none for which less is left."""
 RANK = 32
+WARM_UP_SLICES = 2
+"""Slices of all samples that are not timed."""
 ADAPTER, SAMPLER = ModelId("adapter"), SamplerId("adapter")
 
 
@@ -96,7 +97,7 @@ class Scale:
     """Tokens after a prompt, of which the middle ones are timed."""
 
 
-FULL, SMALL = Scale(16, 2048, 936, 128), Scale(2, 128, 48, 48)
+FULL, SMALL = Scale(16, 2048, 912, 176), Scale(2, 128, 48, 112)
 
 
 def scale_of(model: str) -> Scale:
@@ -106,7 +107,7 @@ def scale_of(model: str) -> Scale:
 def parts_of(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return pairs of a part and its model, in the order of a run."""
     tasks = (TRAINING, *(f"decoding-{slots}" for slots in (64, 256)))
-    return [("parity", ""), ("kernels", ""), *((task, name) for name in names for task in tasks), ("contract", "")]
+    return [("parity", ""), *((task, name) for name in names for task in tasks), ("suites", "")]
 
 
 def started(folder: Path, **settings: Any) -> JaxBackend:
@@ -140,6 +141,7 @@ def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -
         "micro_batches": (backend.meters().micro_batches or 0) // (repeats + 1),
         "peak_memory_mb": peak_memory_mb(),
         "rates": rates,
+        "profile": profile(step),
     }
 
 
@@ -159,27 +161,33 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
     backend.delete_model(ADAPTER)
     draw = np.random.default_rng(0)
 
-    def sample(number: int) -> list[tuple[float, int]]:
-        """Sample from new prompts; return seconds and new tokens of each step of the backend."""
+    def begin(number: int, new: int) -> None:
+        """Begin samples from new prompts."""
         prompts = draw.integers(2, shape.vocab_size, (number, scale.prompt)).astype(np.int32)
-        requests = [make_request(str(index), prompt, SAMPLER, 1, scale.new) for index, prompt in enumerate(prompts)]
+        requests = [make_request(str(index), prompt, SAMPLER, 1, new) for index, prompt in enumerate(prompts)]
         backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
-        steps: list[tuple[float, int]] = []
-        left = number * scale.new
-        while left:
-            before = time.perf_counter()
-            tokens = sum(len(delta.tokens) for delta in backend.step_sample())
-            steps.append((time.perf_counter() - before, tokens))
-            left -= tokens
-        return steps
 
-    warm_up = sample(2)
-    compiles = CompileCounter()
-    steps = sample(slots)
-    late = compiles.take()["compiles"]
-    most = max(tokens for _, tokens in steps)
-    whole = [seconds for seconds, tokens in steps if tokens == most]
-    others = [seconds for seconds, tokens in steps if tokens < most]
+    def step() -> int:
+        """Return how many tokens a step of the backend drew."""
+        return sum(len(delta.tokens) for delta in backend.step_sample())
+
+    def steps(left: int) -> Iterator[tuple[float, int]]:
+        """Step until so many tokens are drawn; yield seconds and tokens of each step."""
+        while left > 0:
+            before = time.perf_counter()
+            tokens = step()
+            left -= tokens
+            yield time.perf_counter() - before, tokens
+
+    begin(2, scale.new)
+    warm_up = list(steps(2 * scale.new))
+    begin(2, 1)
+    of_prefill = profile(lambda: list(steps(2)))
+    begin(slots, scale.new)
+    most = slots * JaxConfig().decode_slice_tokens
+    found = list(steps(slots * scale.new - (2 + WARM_UP_SLICES) * most))
+    whole = [seconds for seconds, tokens in found if tokens == most][WARM_UP_SLICES:]
+    of_decoding = profile(lambda: [step(), step()])
     work = Work(slots, scale.prompt, 1, scale.new)
     num_bytes = least_work(shape, work, RANK, 1)[1] / 2  # that is for float32
     bytes_per_slice = num_bytes * most / slots
@@ -188,12 +196,14 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
         "tokens_per_s": quartiles([most / each for each in whole], 1),
         "ms_per_step": quartiles([1e3 * each * slots / most for each in whole], 2),
         **_shares([bytes_per_slice / each for each in whole], rates["peak_bytes"], rates["bytes"]),
-        "other_steps_s": round(sum(others), 2),
+        "prefill_s": round(sum(seconds for seconds, tokens in found if tokens < most), 2),
         "prompt_tokens": slots * scale.prompt,
         "first_samples_s": round(sum(seconds for seconds, _ in warm_up), 1),
-        "compiles_after_warm_up": late,
+        "slices_s": [round(seconds, 4) for seconds, _ in found],
         "peak_memory_mb": peak_memory_mb(),
         "rates": rates,
+        "profile_of_prefill": of_prefill,
+        "profile_of_decoding": of_decoding,
     }
 
 
@@ -240,8 +250,9 @@ def measure(task: str, model: str, repeats: int) -> dict[str, Any]:
 
 def run_tests(task: str) -> dict[str, Any]:
     """Run the tests of a part, and return whether they passed, and the end of their output if not."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *TESTS[task]]
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(min(os.cpu_count() or 1, 8)), *TESTS[task]]
+    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
     print(run.stdout, flush=True)
     summary = run.stdout.strip().splitlines()[-1]
     return (

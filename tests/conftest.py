@@ -30,7 +30,7 @@ TOGETHER = (
 )
 """Files, or beginnings of their names, that share a slow fixture: a server over JAX, a process with torch."""
 
-APART = ("tests/contract/test_jax.py", "tests/conformance/test_mesh.py")
+APART = ("tests/contract/test_jax.py", "tests/conformance/test_mesh.py", "tests/gpu/test_parity.py")
 """Files so long that processes share their classes, or their tests if there are none. These share no fixture."""
 
 WITH_TOLERANCE = (

@@ -1,0 +1,41 @@
+"""Where the time of a GPU goes: the kernels of some work, by JAX's profiler."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+
+
+def profile(work: Callable[[], object], most: int = 16) -> dict[str, Any]:
+    """Run `work`, which must wait for its own results, and return what its kernels took.
+
+    `span_ms` is from the begin of the first kernel to the end of the last, `busy_ms` the sum of all. `kernels` are
+    triples of a name, its milliseconds and its calls, of those that took most. Kernels of one name without the numbers
+    at its end count together. Empty without a GPU.
+    """
+    with TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            work()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+        events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+        spans = [(event.name, event.start_ns, event.duration_ns) for event in events]
+    if not spans:
+        return {"lines": [f"{plane.name}: {line.name}" for plane in planes for line in plane.lines][:40]}
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for name, _, duration in spans:
+        entry = found[re.sub(r"[._]\d+$", "", name)]
+        entry[0] += duration / 1e6
+        entry[1] += 1
+    slowest = sorted(found.items(), key=lambda item: -item[1][0])[:most]
+    first, last = min(start for _, start, _ in spans), max(start + length for _, start, length in spans)
+    return {
+        "span_ms": round((last - first) / 1e6, 3),
+        "busy_ms": round(sum(length for *_, length in spans) / 1e6, 3),
+        "kernels": [[name, round(total, 3), calls] for name, (total, calls) in slowest],
+    }
