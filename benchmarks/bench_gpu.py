@@ -250,7 +250,18 @@ def measure(task: str, model: str, repeats: int) -> dict[str, Any]:
 
 def run_tests(task: str) -> dict[str, Any]:
     """Run the tests of a part, and return whether they passed, and the end of their output if not."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(min(os.cpu_count() or 1, 8)), *TESTS[task]]
+    # Fixtures of pytest-benchmark, where it is installed, warn of processes, and warnings are errors.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:benchmark",
+        "-n",
+        str(min(os.cpu_count() or 1, 8)),
+        *TESTS[task],
+    ]
     variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
     print(run.stdout, flush=True)

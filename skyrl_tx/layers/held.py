@@ -13,7 +13,7 @@ copies), K kv heads, T tokens, H head dim, R shards.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,6 @@ class Table:
 class ChunkHeld:
     """The cache of one layer before chunks of prompts: the state [B, ...], and the positions before `start`."""
 
-    is_chunk: ClassVar[bool] = True
     past: Pages
     fixed: Any
     start: jax.Array  # of all rows, or of each [B]
@@ -98,7 +97,6 @@ class ChunkHeld:
 class StepHeld:
     """The cache of one layer before a decode step: the state [S, ...], the past, and the tokens of the slice."""
 
-    is_chunk: ClassVar[bool] = False
     past: Segments | Pages
     recent: KeyValues
     fixed: Any

@@ -55,8 +55,6 @@ class AttentionKernel:
     attend: Attend
     max_dim: int
     """The largest head that was compiled for such devices."""
-    has_windows: bool
-    has_sinks: bool
     has_two_dims: bool
     """Whether values may have another dim than keys."""
 
@@ -66,9 +64,7 @@ class AttentionKernel:
             return f"heads of {max(heads.key_dim, heads.value_dim)} dims"
         if heads.value_dim != heads.key_dim and not self.has_two_dims:
             return "values of another dim than keys"
-        if heads.window is not None and not self.has_windows:
-            return "windows"
-        return "sinks" if heads.has_sinks and not self.has_sinks else None
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +76,6 @@ class PagesKernel:
     dims: frozenset[int] | None
     """The dims of heads that it has; None: all multiples of `multiple`."""
     multiple: int
-    has_windows: bool
-    has_chunks: bool
-    """Whether it computes chunks of prompts too, and not only steps."""
 
     def refusal(self, heads: Heads) -> str | None:
         """Return what the kernel lacks for these heads; None if it can read their pages."""
@@ -90,7 +83,7 @@ class PagesKernel:
             return "latents"
         if heads.key_dim % self.multiple or (self.dims is not None and heads.key_dim not in self.dims):
             return f"heads of {heads.key_dim} dims"
-        return "windows" if heads.window is not None and not self.has_windows else None
+        return None
 
 
 # Kernels are imported when they are first called: they are in experimental modules of JAX, which no CPU needs.
@@ -105,8 +98,7 @@ def _splash(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
 def _triton(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
     from skyrl_tx.layers.kernels import triton
 
-    assert window is None
-    return triton.attend(*arrays, interpret=interpret)
+    return triton.attend(*arrays, window=window, interpret=interpret)
 
 
 def _mosaic(*arrays: Any, window: int | None, interpret: bool) -> Stats:
@@ -118,16 +110,11 @@ def _mosaic(*arrays: Any, window: int | None, interpret: bool) -> Stats:
 def _triton_pages(*arrays: Any, window: int | None, interpret: bool) -> Stats:
     from skyrl_tx.layers.kernels import gpu_pages
 
-    assert window is None
-    return gpu_pages.past(*arrays, interpret=interpret)
+    return gpu_pages.past(*arrays, window=window, interpret=interpret)
 
 
-SPLASH = AttentionKernel(
-    name="splash", attend=_splash, max_dim=576, has_windows=True, has_sinks=True, has_two_dims=True
-)
-TRITON = AttentionKernel(
-    name="triton", attend=_triton, max_dim=256, has_windows=False, has_sinks=False, has_two_dims=False
-)
+SPLASH = AttentionKernel(name="splash", attend=_splash, max_dim=576, has_two_dims=True)
+TRITON = AttentionKernel(name="triton", attend=_triton, max_dim=256, has_two_dims=False)
 
 TABLE: Mapping[tuple[str, str], AttentionKernel] = {
     ("tpu", "bfloat16"): SPLASH,
@@ -136,14 +123,12 @@ TABLE: Mapping[tuple[str, str], AttentionKernel] = {
 }
 """The kernel of each platform and type of the base weights; the loops elsewhere."""
 
-MOSAIC_PAGES = PagesKernel(name="mosaic", past=_mosaic, dims=None, multiple=128, has_windows=True, has_chunks=True)
+MOSAIC_PAGES = PagesKernel(name="mosaic", past=_mosaic, dims=None, multiple=128)
 TRITON_PAGES = PagesKernel(
     name="triton",
     past=_triton_pages,
     dims=frozenset((16, 32, 64, 128, 256)),
     multiple=16,
-    has_windows=False,
-    has_chunks=False,
 )
 
 PAGES_TABLE: Mapping[tuple[str, str], PagesKernel] = {
@@ -184,13 +169,13 @@ class Kernels:
             return None
         return partial(self.attention.attend, window=heads.window, interpret=self.interpret)
 
-    def past(self, heads: Heads, layout: Layout, *, is_chunk: bool) -> Past | None:
-        """Return the function for the past of a layer, in chunks of prompts or in steps; None for the loop.
+    def past(self, heads: Heads, layout: Layout) -> Past | None:
+        """Return the function for the past of a layer, None for the loop.
 
         On a mesh each device computes its kv heads, of rows whose pages it has.
         """
         past: Past | None = None
-        if self.pages is not None and (self.pages.has_chunks or not is_chunk) and self.pages.refusal(heads) is None:
+        if self.pages is not None and self.pages.refusal(heads) is None:
             past = partial(self.pages.past, window=heads.window, interpret=self.interpret)
         elif layout.num_shards("batch") > 1:
             past = partial(past_in_blocks, window=heads.window)

@@ -1,32 +1,66 @@
-"""Attention over packed rows on NVIDIA GPUs: the Pallas kernels of JAX for Triton.
+"""Attention over packed rows on NVIDIA GPUs: kernels in Pallas for Triton.
 
-Source: `jax.experimental.pallas.ops.gpu.attention`. Scores, softmax and sums are float32; products are of the type of
-keys and values. Sequences of a row are kept apart by ids, for which the start of each position serves.
+Dao 2023, arXiv:2307.08691. Scores, softmax and sums are float32; products are of the type of keys and values. Each
+query attends to the keys from its first one to itself. As first keys ascend along a row, those of a sequence and of a
+window are one case, and blocks that all queries of another block see, or that none sees, are known from two positions:
+the former are computed without mask, the latter are not visited. So the cost is that of the sequences and not of the
+row. Gradients are sums in a fixed order, also of the query heads of a key/value head.
 
-Legend: B batch, N heads, K kv heads, G query heads per kv head, T tokens, H head dim.
+Legend: B batch, N heads, K kv heads, G query heads per kv head, T tokens, H head dim, J blocks of keys.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.experimental.pallas.ops.gpu import attention
 
+from skyrl_tx.layers.flash_attention import LOWEST
 from skyrl_tx.layers.remat import mark_matmul
 
 MULTIPLE = 128
 """Rows are padded to a multiple of all blocks."""
-BLOCKS = ((128, 128, 128), (256, 64, 32))
-"""(head dim, queries, keys): up to that dim, the sizes of a block of the forward pass.
 
-The first are the library's, the second fit the shared memory of an L4 too (by its compiler: 99 KiB).
-"""
-BACKWARD_BLOCK = 32
-"""Queries, and keys, per block of the backward pass: the library's default, as no GPU was at hand to choose by time."""
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Queries and keys of a block, and how Triton compiles a kernel."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int = 2
+
+    @property
+    def parameters(self) -> plgpu.CompilerParams:
+        """The parameters of the compiler."""
+        return plgpu.CompilerParams(num_warps=self.warps, num_stages=self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The blocks of the three kernels."""
+
+    forward: Blocks
+    d_query: Blocks
+    d_key: Blocks
+
+
+MEASURED_DIM = 128
+MEASURED = Sizes(forward=Blocks(128, 64, 4), d_query=Blocks(64, 64, 4), d_key=Blocks(64, 64, 4))
+"""For heads of up to MEASURED_DIM dims, the fastest of 25 variants on an H100."""
+SMALL = Sizes(forward=Blocks(64, 32, 4), d_query=Blocks(32, 32, 4), d_key=Blocks(32, 32, 4))
+"""For larger heads, and for devices with SMALL_MEMORY, whose shared memory others exceed."""
+SMALL_MEMORY = frozenset({"8.6", "8.7", "8.9", "12.0", "12.1"})
+"""Compute capabilities with 99 KiB of shared memory for a block of threads (CUDA C++ Programming Guide, table 27)."""
+
+_LOG2_E = math.log2(math.e)
 
 
 def attend(
@@ -34,86 +68,283 @@ def attend(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     start_BT: jax.Array | None,
-    sinks_N: None,
+    sinks_N: jax.Array | None,
     *,
+    window: int | None,
     interpret: bool,
 ) -> jax.Array:
-    """Return what `causal_attention` returns without a window."""
-    assert sinks_N is None
-    B, T, N, _ = q_BTNH.shape
-    G, padded = N // k_BTKH.shape[2], -T % MULTIPLE
+    """Return what `causal_attention` returns. Sinks are constants."""
+    B, T, *_ = q_BTNH.shape
+    padded = -T % MULTIPLE
     if start_BT is None:
         start_BT = jnp.zeros((B, T), jnp.int32)
-    start_BT = jnp.pad(start_BT, ((0, 0), (0, padded)), constant_values=T)  # an id that no position has
+    start_BT = jnp.pad(start_BT, ((0, 0), (0, padded)), constant_values=T)  # padding is a sequence of its own
+    if window is not None:
+        start_BT = jnp.maximum(start_BT, jnp.arange(T + padded, dtype=jnp.int32) - (window - 1))
     q, k, v = (jnp.pad(x, ((0, 0), (0, padded), (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH))
-    out: jax.Array = _attend(G, interpret, q.astype(k.dtype), k, v, start_BT)
+    out: jax.Array = _attend(interpret, q.astype(k.dtype), k, v, start_BT, sinks_N)
     return out[:, :T].astype(jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(G: int, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, start_BT: jax.Array) -> jax.Array:
-    return _forward(G, interpret, q, k, v, start_BT)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first_BT: jax.Array,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    return _forward(interpret, q, k, v, first_BT, sinks_N)[0]
 
 
 def _forward(
-    G: int, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, start_BT: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first_BT: jax.Array,
+    sinks_N: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Return the output and the residuals, with each query's logsumexp of scores [B, N, T], in base 2."""
-    queries, keys = next(block for dim, *block in BLOCKS if q.shape[-1] <= dim)
-    found: Any = attention.mha(
-        q,
-        _for_each_query(k, G),
-        _for_each_query(v, G),
-        start_BT,
-        sm_scale=1 / math.sqrt(q.shape[-1]),
-        causal=True,
-        block_sizes=attention.BlockSizes(block_q=queries, block_k=keys),
+    (B, T, N, H), G = q.shape, q.shape[2] // k.shape[2]
+    blocks = _sizes(H).forward
+    dim = pl.next_power_of_2(H)
+    queries = pl.BlockSpec((None, blocks.queries, None, dim), lambda i, b, n: (b, i, n, 0))
+    keys = pl.BlockSpec((None, T, None, dim), lambda i, b, n: (b, 0, n // G, 0))
+    found: Any = pl.pallas_call(
+        partial(_forward_kernel, blocks=blocks, dim=H),
+        grid=(T // blocks.queries, B, N),
+        in_specs=[queries, keys, keys, pl.BlockSpec((None, T), lambda i, b, n: (b, 0))],
+        out_specs=[queries, pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+        compiler_params=blocks.parameters,
         interpret=interpret,
-        return_residuals=True,
-    )
-    out, logsumexp = map(mark_matmul, found)
-    return out, (q, k, v, start_BT, out, logsumexp)
+        name="mha_forward",
+    )(q, k, v, first_BT)
+    out, logsumexp = found
+    if sinks_N is not None:  # one more key of each head, whose value is 0
+        sink_N1 = sinks_N.astype(jnp.float32)[:, None] * _LOG2_E
+        with_sink = jnp.logaddexp2(logsumexp, sink_N1)
+        share_BNT = jnp.exp2(logsumexp - with_sink)
+        out = (out.astype(jnp.float32) * jnp.swapaxes(share_BNT, 1, 2)[..., None]).astype(q.dtype)
+        logsumexp = with_sink
+    out, logsumexp = map(mark_matmul, (out, logsumexp))
+    return out, (q, k, v, first_BT, out, logsumexp)
 
 
-def _backward(G: int, interpret: bool, kept: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[Any, ...]:
-    """Call the library's kernel. Its own call rounds the sum of `out * d_out` to the type of `out`; here it is float32.
-
-    The gradients of the query heads of a key/value head are added in float32.
-    """
-    q, k, v, start_BT, out, logsumexp = kept
+def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, first_BT, out, logsumexp = kept
+    (B, T, N, H), K = q.shape, k.shape[2]
+    G = N // K
+    sizes, dim = _sizes(H), pl.next_power_of_2(H)
     delta_BNT = jnp.einsum("btnh,btnh->bnt", *(x.astype(jnp.float32) for x in (out, d_out)))
-    (B, T, N, H), size = q.shape, BACKWARD_BLOCK
-    whole = pl.BlockSpec((None, T, None, pl.next_power_of_2(H)), lambda b, n, _: (b, 0, n, 0))
-    block = pl.BlockSpec((None, size, None, pl.next_power_of_2(H)), lambda b, n, i: (b, i, n, 0))
-    stats = pl.BlockSpec((None, None, T), lambda b, n, _: (b, n, 0))
-    ids = pl.BlockSpec((None, T), lambda b, n, _: (b, 0))
-    kernel = partial(
-        attention.mha_backward_kernel,
-        sm_scale=1 / math.sqrt(H),
-        causal=True,
-        block_q_dkv=size,
-        block_kv_dkv=size,
-        block_q_dq=size,
-        block_kv_dq=size,
-        head_dim=H,
-    )
-    d_q, d_k, d_v = pl.pallas_call(
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)] * 3,
-        in_specs=[whole, whole, whole, ids, whole, whole, stats, stats],
-        out_specs=[block] * 3,
-        grid=(B, N, T // size),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+
+    blocks = sizes.d_query
+    queries = pl.BlockSpec((None, blocks.queries, None, dim), lambda i, b, n: (b, i, n, 0))
+    keys = pl.BlockSpec((None, T, None, dim), lambda i, b, n: (b, 0, n // G, 0))
+    stats = pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))
+    d_q: Any = pl.pallas_call(
+        partial(_d_query_kernel, blocks=blocks, dim=H),
+        grid=(T // blocks.queries, B, N),
+        in_specs=[queries, keys, keys, pl.BlockSpec((None, T), lambda i, b, n: (b, 0)), queries, stats, stats],
+        out_specs=queries,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=blocks.parameters,
         interpret=interpret,
-        name="mha_backward",
-    )(q, _for_each_query(k, G), _for_each_query(v, G), start_BT, out, d_out, logsumexp, delta_BNT)
-    d_k, d_v = (x.astype(jnp.float32).reshape(B, T, N // G, G, H).sum(3).astype(k.dtype) for x in (d_k, d_v))
-    return d_q, d_k, d_v, None
+        name="mha_d_query",
+    )(q, k, v, first_BT, d_out, logsumexp, delta_BNT)
+
+    blocks = sizes.d_key
+    J = T // blocks.keys
+    ends = [_num_seeing(first_BT, jnp.arange(J) * blocks.keys + key) for key in (0, blocks.keys - 1)]
+    of_group = pl.BlockSpec((None, T, G, dim), lambda j, b, k: (b, 0, k, 0))
+    keys = pl.BlockSpec((None, blocks.keys, None, dim), lambda j, b, k: (b, j, k, 0))
+    stats = pl.BlockSpec((None, G, T), lambda j, b, k: (b, k, 0))
+    row, end = (pl.BlockSpec((None, size), lambda j, b, k: (b, 0)) for size in (T, J))
+    d_kv: Any = pl.pallas_call(
+        partial(_d_key_kernel, blocks=blocks, dim=H, num_heads=G),
+        grid=(J, B, K),
+        in_specs=[of_group, keys, keys, row, end, end, of_group, stats, stats],
+        out_specs=[keys, keys],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        compiler_params=blocks.parameters,
+        interpret=interpret,
+        name="mha_d_key",
+    )(q, k, v, first_BT, *ends, d_out, logsumexp, delta_BNT)
+    return d_q, *d_kv, None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _for_each_query(x_BTKH: jax.Array, G: int) -> jax.Array:
-    """Return keys, or values, with those of each query head, as the kernel knows no groups."""
-    return jnp.repeat(x_BTKH, G, axis=2)
+def _sizes(dim: int) -> Sizes:
+    is_small = getattr(jax.devices()[0], "compute_capability", None) in SMALL_MEMORY
+    return SMALL if is_small or dim > MEASURED_DIM else MEASURED
+
+
+def _num_seeing(first_BT: jax.Array, key_J: jax.Array) -> jax.Array:
+    """Return the end of the queries that see a key [B, J]: how many have their first key at or before it."""
+    return (first_BT[:, None, :] <= key_J[:, None]).sum(2, dtype=jnp.int32)
+
+
+def _forward_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: Any, logsumexp_ref: Any, *, blocks: Blocks, dim: int
+) -> None:
+    """Compute one block of queries of a head."""
+    begin = pl.program_id(0) * blocks.queries
+    q, load = _reader(q_ref, dim)
+    first = first_ref[pl.ds(begin, blocks.queries)]
+
+    def step(index: Any, carry: Any, is_masked: bool) -> Any:
+        out, total, highest = carry
+        span = pl.ds(index * blocks.keys, blocks.keys)
+        scores = _dot(q, load(k_ref, span).T) * (_LOG2_E / math.sqrt(dim))
+        if is_masked:
+            scores = jnp.where(_is_seen(begin, first, index, blocks), scores, LOWEST)
+        higher = jnp.maximum(highest, scores.max(1))
+        rescale, weights = jnp.exp2(highest - higher), jnp.exp2(scores - higher[:, None])
+        out = out * rescale[:, None] + _dot(weights.astype(v_ref.dtype), load(v_ref, span))
+        return out, total * rescale + weights.sum(1), higher
+
+    out = jnp.zeros(q.shape, jnp.float32)
+    total = jnp.zeros(blocks.queries, jnp.float32)
+    out, total, highest = _over_keys(first_ref, begin, blocks, step, (out, total, total - jnp.inf))
+    logsumexp_ref[...] = highest + jnp.log2(total)
+    _write(out_ref, out / total[:, None], dim)
+
+
+def _d_query_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    first_ref: Any,
+    d_out_ref: Any,
+    logsumexp_ref: Any,
+    delta_ref: Any,
+    d_q_ref: Any,
+    *,
+    blocks: Blocks,
+    dim: int,
+) -> None:
+    """Compute the gradient of one block of queries of a head."""
+    begin = pl.program_id(0) * blocks.queries
+    q, load = _reader(q_ref, dim)
+    d_out, _ = _reader(d_out_ref, dim)
+    first, logsumexp, delta = first_ref[pl.ds(begin, blocks.queries)], logsumexp_ref[...], delta_ref[...]
+
+    def step(index: Any, d_q: jax.Array, is_masked: bool) -> jax.Array:
+        span = pl.ds(index * blocks.keys, blocks.keys)
+        k = load(k_ref, span)
+        scores = _dot(q, k.T) * (_LOG2_E / math.sqrt(dim))
+        if is_masked:
+            scores = jnp.where(_is_seen(begin, first, index, blocks), scores, LOWEST)
+        weights = jnp.exp2(scores - logsumexp[:, None])
+        d_scores = weights * (_dot(d_out, load(v_ref, span).T) - delta[:, None])
+        return d_q + _dot(d_scores.astype(k.dtype), k)
+
+    d_q = _over_keys(first_ref, begin, blocks, step, jnp.zeros(q.shape, jnp.float32))
+    _write(d_q_ref, d_q / math.sqrt(dim), dim)
+
+
+def _d_key_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    first_ref: Any,
+    end_of_first_ref: Any,
+    end_of_last_ref: Any,
+    d_out_ref: Any,
+    logsumexp_ref: Any,
+    delta_ref: Any,
+    d_k_ref: Any,
+    d_v_ref: Any,
+    *,
+    blocks: Blocks,
+    dim: int,
+    num_heads: int,
+) -> None:
+    """Compute the gradients of one block of keys and values of a kv head, from all its query heads."""
+    number = pl.program_id(0)
+    begin = number * blocks.keys
+    k, load = _reader(k_ref, dim)
+    v, _ = _reader(v_ref, dim)
+    # Queries that see a key: from the key on, up to its end. Blocks of queries that see all keys have no mask.
+    lowest = lax.div(begin, blocks.queries)
+    upper = _blocks_of(end_of_last_ref[number], blocks.queries)
+    all_from = jnp.minimum(_blocks_of(begin + blocks.keys - 1, blocks.queries), upper)
+    all_to = jnp.maximum(lax.div(end_of_first_ref[number], blocks.queries), all_from)
+
+    def of_head(head: Any, carry: Any) -> Any:
+        def step(index: Any, carry: Any, is_masked: bool) -> Any:
+            d_k, d_v = carry
+            span = pl.ds(index * blocks.queries, blocks.queries)
+            q, d_out = load(q_ref, span, head), load(d_out_ref, span, head)
+            scores = _dot(q, k.T) * (_LOG2_E / math.sqrt(dim))
+            if is_masked:
+                seen = _is_seen(index * blocks.queries, first_ref[span], number, blocks)
+                scores = jnp.where(seen, scores, LOWEST)
+            weights = jnp.exp2(scores - logsumexp_ref[head, span][:, None])
+            d_scores = weights * (_dot(d_out, v.T) - delta_ref[head, span][:, None])
+            return d_k + _dot(d_scores.astype(q.dtype).T, q), d_v + _dot(weights.astype(d_out.dtype).T, d_out)
+
+        return _in_three(step, (lowest, all_from, all_to, upper), carry)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    d_k, d_v = lax.fori_loop(0, num_heads, of_head, (zeros, zeros))
+    _write(d_k_ref, d_k / math.sqrt(dim), dim)
+    _write(d_v_ref, d_v, dim)
+
+
+def _over_keys(first_ref: Any, begin: Any, blocks: Blocks, step: Callable[..., Any], carry: Any) -> Any:
+    """Run a step for all blocks of keys that some query sees of the block of queries that begins there."""
+    lowest = lax.div(first_ref[begin], blocks.keys)
+    diagonal = lax.div(begin, blocks.keys)
+    all_from = _blocks_of(first_ref[begin + blocks.queries - 1], blocks.keys)
+    all_from = jnp.minimum(jnp.maximum(all_from, lowest), diagonal)
+    return _in_three(step, (lowest, all_from, diagonal, _blocks_of(begin + blocks.queries, blocks.keys)), carry)
+
+
+def _in_three(step: Callable[..., Any], bounds: tuple[Any, Any, Any, Any], carry: Any) -> Any:
+    """Run a step with mask, then without, then with."""
+    for lower, upper, is_masked in zip(bounds[:-1], bounds[1:], (True, False, True), strict=True):
+        carry = lax.fori_loop(lower, upper, partial(_with_mask, step, is_masked), carry)
+    return carry
+
+
+def _with_mask(step: Callable[..., Any], is_masked: bool, index: Any, carry: Any) -> Any:
+    return step(index, carry, is_masked)
+
+
+def _blocks_of(num_positions: Any, size: int) -> Any:
+    """Return how many blocks hold the first positions."""
+    return lax.div(num_positions + (size - 1), size)
+
+
+def _is_seen(begin: Any, first: jax.Array, key_block: Any, blocks: Blocks) -> jax.Array:
+    """Return which keys of a block are seen by each query of the block that begins there."""
+    query = begin + jnp.arange(blocks.queries, dtype=jnp.int32)
+    key = key_block * blocks.keys + jnp.arange(blocks.keys, dtype=jnp.int32)
+    return (key[None, :] <= query[:, None]) & (key[None, :] >= first[:, None])
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.dot(x, y, preferred_element_type=jnp.float32)
+
+
+def _reader(ref: Any, dim: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
+    """Return the block of a reference, and a function that reads rows of others. Dims beyond the heads' are 0."""
+    size = ref.shape[-1]
+    mask = None if size == dim else (jnp.arange(size) < dim)[None, :]
+    other = None if mask is None else 0.0
+
+    def load(ref: Any, rows: Any, *head: Any) -> jax.Array:
+        return plgpu.load(ref.at[(rows, *head, slice(None))], mask=mask, other=other)
+
+    return plgpu.load(ref, mask=mask, other=other), load
+
+
+def _write(ref: Any, value: jax.Array, dim: int) -> None:
+    size = ref.shape[-1]
+    mask = None if size == dim else (jnp.arange(size) < dim)[None, :]
+    plgpu.store(ref, value.astype(ref.dtype), mask=mask)

@@ -126,13 +126,13 @@ class Attention:
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer."""
-        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout, is_chunk=True))
+        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout))
 
     def step(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer."""
-        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout, is_chunk=False))
+        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout))
 
     def _over_cache(
         self,

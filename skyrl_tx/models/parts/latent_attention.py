@@ -130,7 +130,7 @@ class LatentAttention:
         # Attention divides by the root of the dims that it sees, and those are the latent's here.
         stretch = math.sqrt(q.shape[-1] / (self.plain_dim + self.rotary_dim))
         k = jnp.concatenate([latent[..., None, :], shared], axis=-1)
-        q, past = q * (self.rope.score_factor * stretch), at.kernels.past(self.heads, at.layout, is_chunk=held.is_chunk)
+        q, past = q * (self.rope.score_factor * stretch), at.kernels.past(self.heads, at.layout)
         mixed, kept = held.attend(q.astype(dtype), k.astype(dtype), None, kernel=past)
         mixed = at.layout.constrain(mixed[..., : self.latent_dim], "batch", *[None] * (mixed.ndim - 3), "heads", None)
         values = _by_head("...nc,nvc->...nv", mixed, params["v_b"], self.num_heads)

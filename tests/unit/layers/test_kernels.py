@@ -64,6 +64,7 @@ def values_and_gradients(x, start_BT, target, heads, kernel):
         (SPLASH, Heads(64, 64, window=40, has_sinks=True)),
         pytest.param(SPLASH, Heads(192, 128), marks=pytest.mark.slow),
         (TRITON, Heads(64, 64)),
+        (TRITON, Heads(64, 64, window=40, has_sinks=True)),
         pytest.param(TRITON, Heads(96, 96), marks=pytest.mark.slow),
         pytest.param(TRITON, Heads(256, 256), marks=pytest.mark.slow),
     ],
@@ -77,6 +78,22 @@ def test_a_kernel_computes_packed_rows_as_the_loops_do(kernel, heads):
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == jnp.float32
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_blocks_that_all_see_need_no_mask_and_blocks_that_none_sees_are_not_computed(window):
+    """A row of several blocks on each side of a boundary; keys before a start are not numbers."""
+    g, start_BT = np.random.default_rng(0), np.repeat([0, 150, 850], [150, 700, 150]).astype(np.int32)[None]
+    q, k, v, target = (g.standard_normal((1, 1000, heads, 64)).astype(np.float32) for heads in (4, 2, 2, 4))
+    heads = Heads(64, 64, window=window)
+    wanted = values_and_gradients((q, k, v), start_BT, target, heads, None)
+    found = values_and_gradients((q, k, v), start_BT, target, heads, TRITON)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    k[:, :128], v[:, :128] = np.nan, np.nan  # the first block of keys; queries from 256 on do not see it
+    found = values_and_gradients((q, k, v), start_BT, target, heads, TRITON)
+    np.testing.assert_allclose(found[0][:, 256:], wanted[0][:, 256:], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1][:, 256:], wanted[1][:, 256:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [SPLASH, TRITON])
@@ -134,8 +151,8 @@ def test_a_row_may_be_one_block_and_one_sequence(kernel):
         (Heads(128, 128), None),
         (Heads(256, 256), None),
         (Heads(512, 512), "heads of 512 dims"),
-        (Heads(128, 128, window=128), "windows"),
-        (Heads(64, 64, has_sinks=True), "sinks"),
+        (Heads(128, 128, window=128), None),
+        (Heads(64, 64, has_sinks=True), None),
         (Heads(128, 64), "values of another dim than keys"),
     ],
 )

@@ -58,7 +58,7 @@ def attention(x, starts, layer, case: Case, kernel: PagesKernel | None, layout: 
     past = Pages(stack, layer, table_of(rows, case.pages).page_BM if page_BM is None else page_BM)
     seen = np.tri(case.tokens, dtype=bool) & ~np.tri(case.tokens, k=-(case.window or case.tokens), dtype=bool)
     sinks = jnp.linspace(-1, 2, 2 * case.groups)
-    read = Kernels(pages=kernel, interpret=True).past(case.heads, layout, is_chunk=case.tokens > 1)
+    read = Kernels(pages=kernel, interpret=True).past(case.heads, layout)
     assert (read is None) == (kernel is None and layout.num_shards("batch") == 1)
     positions = starts[:, None] + jnp.arange(case.tokens)
     return paged_attention(q, positions, past, starts, new, seen, sinks, window=case.window, kernel=read)
@@ -79,6 +79,9 @@ def starts_of(case: Case) -> np.ndarray:
         ),
         pytest.param(Case(TRITON_PAGES, (0, 5, 64, 300, 384), 6, 64), id="triton"),
         pytest.param(Case(TRITON_PAGES, (0, 44, 192), 3, 128, groups=17), id="triton-groups"),
+        pytest.param(Case(TRITON_PAGES, (0, 44, 384, 200), 6, 64, groups=9, window=30), id="triton-window"),
+        pytest.param(Case(TRITON_PAGES, (256,), 5, 64, tokens=64, window=70), id="triton-chunk"),
+        pytest.param(Case(TRITON_PAGES, (128, 0), 4, 32, tokens=256, groups=3), id="triton-blocks"),
     ],
 )
 def test_a_kernel_reads_ragged_rows_as_the_loop_does(case: Case) -> None:
@@ -106,7 +109,6 @@ def test_no_row_changes_a_bit_of_another(kernel: PagesKernel) -> None:
 
 @pytest.mark.parametrize("kernel", [pytest.param(MOSAIC_PAGES, marks=pytest.mark.slow), TRITON_PAGES])
 def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel: PagesKernel) -> None:
-    """Twice the loop's distance, because the kernel of GPUs rounds the scaled queries."""
     case = Case(kernel, (300, 5, 64, 384), 6, 128)
     x = drawn(case, dtype="bfloat16")
     exact = attention(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), x), starts_of(case), 1, case, None)
@@ -115,7 +117,7 @@ def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel
         found = np.float32(attention(x, starts_of(case), 1, case, kernel))
         return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
-    assert distance(kernel) < 2 * distance(None) and distance(None) < 4e-3
+    assert distance(kernel) < 1.2 * distance(None) and distance(None) < 4e-3
 
 
 @pytest.mark.parametrize(
@@ -124,21 +126,18 @@ def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel
         (Heads(128, 128), None, None),
         (Heads(64, 64, has_sinks=True), "heads of 64 dims", None),
         (Heads(96, 96), "heads of 96 dims", "heads of 96 dims"),
-        (Heads(256, 256, window=128), None, "windows"),
+        (Heads(256, 256, window=128), None, None),
         (Heads(192, 128, is_latent=True), "latents", "latents"),
     ],
 )
 def test_what_a_kernel_lacks_is_read_by_the_loop(heads: Heads, mosaic: str | None, triton: str | None) -> None:
     for kernel, reason in ((MOSAIC_PAGES, mosaic), (TRITON_PAGES, triton)):
         assert kernel.refusal(heads) == reason
-        assert (Kernels(pages=kernel).past(heads, WHOLE, is_chunk=False) is None) == (reason is not None)
-    assert Kernels().past(heads, WHOLE, is_chunk=False) is None
+        assert (Kernels(pages=kernel).past(heads, WHOLE) is None) == (reason is not None)
+    assert Kernels().past(heads, WHOLE) is None
 
 
-def test_chunks_of_prompts_are_read_by_the_kernel_of_tpus_alone() -> None:
-    heads = Heads(128, 128)
-    assert Kernels(pages=MOSAIC_PAGES).past(heads, WHOLE, is_chunk=True) is not None
-    assert Kernels(pages=TRITON_PAGES).past(heads, WHOLE, is_chunk=True) is None
+def test_there_is_no_kernel_for_cpu() -> None:
     assert {platform for platform, _ in PAGES_TABLE} == {"gpu", "tpu"}
 
 
