@@ -172,7 +172,7 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
         return sum(len(delta.tokens) for delta in backend.step_sample())
 
     def steps(left: int) -> Iterator[tuple[float, int]]:
-        """Step until so many tokens are drawn; yield seconds and tokens of each step."""
+        """Step until a number of tokens is drawn; yield seconds and tokens of each step."""
         while left > 0:
             before = time.perf_counter()
             tokens = step()

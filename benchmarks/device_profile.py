@@ -1,4 +1,4 @@
-"""Where the time of a GPU goes: the kernels of some work, by JAX's profiler."""
+"""The kernels of some work and their time on a GPU, by the profiler of JAX."""
 
 import re
 from collections import defaultdict
