@@ -30,7 +30,7 @@ from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw
 from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
 from skyrl_tx.backends.jax.sample.slices import DispatchedSlice, SlicePart
-from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, ascending, next_power, tiles
+from skyrl_tx.backends.jax.shapes import PROMPTS_TOGETHER, PrefillShapes, SampleMemory, ascending, next_power, tiles
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
@@ -79,6 +79,8 @@ class JaxPrograms:
         self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
         self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, the base model included
         self._num_shards = params.layout.num_shards("batch")
+        self.prompts_of_shard = PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
+        """How many prompts a shard computes at the same time, at most."""
         self._counts = self._row_counts()
         self._inputs = RowInputs(config.decode_slice_tokens)
         self._last_R = last_tokens(params, self._counts.all[-1])
@@ -122,19 +124,27 @@ class JaxPrograms:
         limit = self._config.max_topk_logprobs
         return PromptScores(self._params, request, max_topk=limit, max_alt=limit)
 
+    def num_rows(self, chunks: Sequence[PromptChunk]) -> int:
+        """Return in how many rows a shard computes these chunks: one after another if two rows of four were unused."""
+        return self.prompts_of_shard if len(chunks) > self.prompts_of_shard // 2 else 1
+
     def extend(self, chunks: Sequence[PromptChunk], padded: int) -> list[jax.Array]:
-        """Compute chunks of prompts, at most one on each shard, padded to `padded` tokens.
+        """Compute chunks of prompts padded to `padded` tokens, up to `prompts_of_shard` on each shard.
 
         Writes the keys into the prompts' pages and returns the hidden state of each chunk's last token. Raises
         BackendLost if the cache is lost.
         """
+        num_rows = self._num_shards * self.num_rows(chunks)
+        if num_rows == 1 and len(chunks) > 1:
+            return [last for chunk in chunks for last in self.extend([chunk], padded)]
         pool = self.pool.adapters(any_used=any(chunk.adapter != BASE for chunk in chunks))
-        tables: list[KVTable | None] = [None] * self._num_shards
-        token_BT = np.zeros((self._num_shards, padded), np.int32)
-        adapter_B, start_B, last_B = np.zeros((3, self._num_shards), np.int32)
+        tables: list[KVTable | None] = [None] * num_rows
+        token_BT = np.zeros((num_rows, padded), np.int32)
+        adapter_B, start_B, last_B = np.zeros((3, num_rows), np.int32)
         last_B -= 1  # nothing is written
-        for chunk in chunks:
-            row, size = chunk.table.shard, chunk.tokens.size
+        rows = [chunk.table.shard for chunk in chunks] if self._num_shards > 1 else range(len(chunks))
+        for row, chunk in zip(rows, chunks, strict=True):
+            size = chunk.tokens.size
             tables[row], token_BT[row, :size] = chunk.table, chunk.tokens
             adapter_B[row], start_B[row], last_B[row] = chunk.adapter, chunk.start, size - 1
         with self._detect_loss():
@@ -149,11 +159,11 @@ class JaxPrograms:
                 self.cache,
                 self._table(tables),
             )
-        for chunk in chunks:
+        for row, chunk in zip(rows, chunks, strict=True):
             if chunk.scores is not None:
-                hidden_TD = programs.row_of(hidden_BTD, np.int32(chunk.table.shard), self._params.layout)
+                hidden_TD = programs.row_of(hidden_BTD, np.int32(row), self._params.layout)
                 chunk.scores.add(pool, chunk.adapter, hidden_TD, chunk.start)
-        return [last_hidden[chunk.table.shard] for chunk in chunks]
+        return [last_hidden[row] for row in rows]
 
     def draw_first(self, last_hidden: jax.Array, samples: Sequence[RunningSample]) -> Drawn:
         """Draw the first token of samples of one request from its prompt's last hidden state.
@@ -300,7 +310,9 @@ class JaxPrograms:
         """Run every program once, with and without the adapter of `sampler`. Nothing may be running."""
         shapes = PrefillShapes.of(self._config, self.memory.max_length)
         for size, adapter in product(shapes.padded_sizes(), (BASE, self.pool.slot_of(sampler))):
-            self.extend([PromptChunk(KVTable([]), np.zeros(1, np.int32), 0, adapter)], size)
+            chunk = PromptChunk(KVTable([]), np.zeros(1, np.int32), 0, adapter)
+            for number in {1, self.prompts_of_shard}:
+                self.extend([chunk] * number, size)
         self.copy([(0, 0)], ())
         num_slots, most = self.memory.num_rows, self.memory.num_pages * self.memory.page
         lengths = ascending(self._read_length, self.memory.max_length) if self._is_one_cpu else [SEGMENT]

@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, PromptChunk
 from skyrl_tx.backends.jax.sample.pages import KVTable
@@ -78,17 +80,21 @@ class Prefiller:
         self._cache = cache
         self._memory = cache.memory
 
-    def fits(self, prefill: Prefill, num_tokens: int, *, spare: int) -> bool:
-        """Return whether a prompt and `num_tokens` positions of its first sample fit, with `spare` more pages."""
+    def fits(self, prefill: Prefill, num_tokens: int, *, spare: int, besides: int = 0) -> bool:
+        """Return whether a prompt and `num_tokens` positions of its first sample fit, with `spare` more pages.
+
+        `besides` is the number of prompts that were taken before it and have no states yet.
+        """
         size, page = prefill.request.prompt.size, self._memory.page
         of_sample = self._memory.pages_for(num_tokens) - size // page if num_tokens > size else 0
         found = self._find(prefill)
+        num_states = 2 * (1 + besides)
         if found is None:
-            return self._cache.fits(self._memory.pages_for(size) + of_sample + spare, 2)
+            return self._cache.fits(self._memory.pages_for(size) + of_sample + spare, num_states)
         hit, num_done = found
         own = 0 if num_done == size else self._memory.pages_for(size) - num_done // page
         used = hit.table.pages[: self._memory.pages_for(num_done)]
-        return self._cache.fits(own + of_sample + spare, 2, keep=used)
+        return self._cache.fits(own + of_sample + spare, num_states, keep=used)
 
     def _find(self, prefill: Prefill) -> tuple[ComputedPrompt, int] | None:
         """Scores of a prompt need the hidden states of all its tokens, so they use no cached prefix."""
@@ -96,6 +102,13 @@ class Prefiller:
         if request.options.wants_prompt:
             return None
         return self._cache.prefixes.find(PromptSource.of(request), request.prompt)
+
+    def may_share(self, prefill: Prefill, other: Prefill) -> bool:
+        """Return whether a prompt could have its beginning from another one that were computed before it."""
+        size, sources = self._shapes.chunk_end(0), [PromptSource.of(each.request) for each in (prefill, other)]
+        first, second = (each.request.prompt[:size] for each in (prefill, other))
+        is_kept = self._memory.prefix_tokens > 0 and sources[0] == sources[1]
+        return is_kept and first.size == size and np.array_equal(first, second)
 
     def num_cached(self, prefill: Prefill) -> int:
         """Return how many tokens of a prompt are cached."""

@@ -172,8 +172,9 @@ class SampleScheduler:
                 budget -= self._compute([(current, self._shard_of(current))], share, queue, deltas)
             while budget > 0 and (found := self._next(queue, budget)) is not None:
                 prompts = [self._take(queue, *found)]
-                # Shards compute their prompts at the same time. Only one that is alone may be computed partly.
-                while len(prompts) < len(self._shards) and prompts[-1][0].request.prompt.size <= budget:
+                # They are computed at the same time. Only one that is alone may be computed partly.
+                most = len(self._shards) * self._programs.prompts_of_shard
+                while len(prompts) < most and prompts[0][0].request.prompt.size <= budget:
                     found = self._next(queue, budget, besides=prompts)
                     if found is None:
                         break
@@ -184,25 +185,32 @@ class SampleScheduler:
     def _next(self, queue: PrefillQueue, budget: int, besides: Sequence[Placed] = ()) -> Placed | None:
         """Return the next prompt to compute: the oldest, or the oldest short one while another is partly computed.
 
-        If prompts will be computed `besides` it, it is a short one on another shard. None if there is no such prompt or
-        it does not fit.
+        Prompts that will be computed `besides` it leave it a part of the budget on their shard, and it would not profit
+        there from one whose beginning is its own. None if there is no such prompt or it does not fit.
         """
         for waiting in queue.waiting():
-            if queue.current is not None and waiting.request.prompt.size > budget:
+            size = waiting.request.prompt.size
+            if queue.current is not None and size > budget:
                 continue
-            if besides and waiting.request.prompt.size > budget:
-                return None
-            taken = [shard for _, shard in besides]
-            shards = [shard for shard in self._shards if shard not in taken]
+            shards = [
+                shard for shard in self._shards if not besides or self._has_place(shard, waiting, budget, besides)
+            ]
             if queue is self._sample_queue:
                 shards = [shard for shard in shards if shard.is_open]
-            fitting = [] if self._blocked else [shard for shard in shards if shard.fits(waiting)]
+            fitting = [] if self._blocked else [shard for shard in shards if shard.fits(waiting, _on(shard, besides))]
             if fitting:
                 return waiting, self._best(fitting, waiting)
             if shards and not besides:  # its queue is first in the next step, and blocks the other until then
                 self._blocked = self._blocked or queue
             return None
         return None
+
+    def _has_place(self, shard: SampleShard, waiting: Prefill, budget: int, besides: Sequence[Placed]) -> bool:
+        """Return whether a shard can compute a whole prompt at the same time as others."""
+        own = _on(shard, besides)
+        num_tokens = sum(each.request.prompt.size for each in [waiting, *own])
+        is_free = len(own) < self._programs.prompts_of_shard and num_tokens <= budget
+        return is_free and not any(shard.prefiller.may_share(waiting, each) for each in own)
 
     def _take(self, queue: PrefillQueue, waiting: Prefill, shard: SampleShard) -> Placed:
         """Take a prompt from its queue, with as many samples as the shard has rows.
@@ -228,7 +236,7 @@ class SampleScheduler:
     def _compute(self, prompts: list[Placed], budget: int, queue: PrefillQueue, deltas: list[SampleDelta]) -> int:
         """Compute at least a chunk of each prompt, up to the budget, and return the number of tokens computed.
 
-        Tokens of prompts that are computed at the same time count once. A failure ends its request alone: other
+        Tokens that shards compute at the same time count once. A failure ends its request alone: other
         requests use none of the changed state. Of several prompts each is computed again, alone.
         """
         num_tokens = 0
@@ -264,6 +272,7 @@ class SampleScheduler:
 
     def _advance(self, prompts: Sequence[Placed]) -> int:
         """Compute the next chunk of each prompt, those of one padded size together; return the tokens, with padding."""
+        num_tokens = 0
         by_size: dict[int, list[tuple[Prefill, SampleShard, PromptChunk]]] = {}
         for prefill, shard in prompts:
             chunk = shard.prefiller.next_chunk(prefill)
@@ -272,7 +281,8 @@ class SampleScheduler:
             found = self._programs.extend([chunk for *_, chunk in group], padded)
             for (prefill, shard, chunk), last_hidden in zip(group, found, strict=True):
                 shard.prefiller.take_chunk(prefill, chunk.tokens.size, last_hidden)
-        return sum(by_size)
+            num_tokens += padded * -(-len(group) // len(self._shards))
+        return num_tokens
 
     def _finish(self, prefill: Prefill, shard: SampleShard, queue: PrefillQueue, deltas: list[SampleDelta]) -> None:
         """Draw the first tokens of a computed prompt; one that is partly computed goes on in the next step."""
@@ -363,3 +373,8 @@ def _empty_delta(request: SampleRequest, *, index: int = 0, error: str | None = 
         logprobs=np.zeros(0, np.float32),
         error=error,
     )
+
+
+def _on(shard: SampleShard, placed: Sequence[Placed]) -> list[Prefill]:
+    """Return the prompts that a shard computes."""
+    return [prefill for prefill, each in placed if each is shard]

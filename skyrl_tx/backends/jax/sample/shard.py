@@ -6,7 +6,7 @@ preempted and recomputed later, on any shard.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from skyrl_tx.backends.jax.sample.cache import KVCache
@@ -64,9 +64,11 @@ class SampleShard:
         """Whether another sample may run, and none waits."""
         return not self.prefilled and len(self.running) < self.num_rows
 
-    def fits(self, waiting: Prefill) -> bool:
-        """Return whether a prompt and its first sample fit."""
-        return self.prefiller.fits(waiting, waiting.kv_length(self._slice), spare=self._pages_soon())
+    def fits(self, waiting: Prefill, besides: Sequence[Prefill] = ()) -> bool:
+        """Return whether a prompt and its first sample fit, besides others that have no pages yet."""
+        taken = sum(self._memory.pages_for(each.kv_length(self._slice)) for each in besides)
+        spare, num_tokens = self._pages_soon() + taken, waiting.kv_length(self._slice)
+        return self.prefiller.fits(waiting, num_tokens, spare=spare, besides=len(besides))
 
     def may_run_ahead(self) -> bool:
         """Return whether the next slice has its pages for certain, and no sample waits."""

@@ -255,3 +255,42 @@ def test_a_hit_may_be_evicted_while_it_is_used(programs):
     fresh = start(FakePrograms(), replace(memory, prefix_tokens=0))
     expected = run(fresh, alike).bits | run(fresh, other).bits
     assert results.bits == expected
+
+
+def test_short_prompts_are_computed_together_and_each_is_as_alone():
+    programs = FakePrograms(prompts_of_shard=4)
+    requests = [ask(f"{n}", prompt_of(8 + n, seed=n), samples=2, max_tokens=9) for n in range(6)]
+    found = run(start(programs), *requests)
+    assert programs.together == [4, 2], "64 tokens are the budget of a step, and the first four have 38"
+    for request in requests:
+        alone = run(start(FakePrograms()), request)
+        assert {key: found.bits[key] for key in alone.bits} == alone.bits
+
+
+def test_a_prompt_waits_for_another_whose_beginning_it_shares():
+    programs, prefix = FakePrograms(prompts_of_shard=4), prompt_of(32)
+    prompts = [prompt_of(9), *(np.concatenate([prefix, prompt_of(n, seed=n)]) for n in (5, 6)), prompt_of(8, seed=1)]
+    scheduler = start(programs, config=CONFIG.model_copy(update={"prefill_tokens": 256}))
+    run(scheduler, *(ask(f"{n}", prompt, max_tokens=4) for n, prompt in enumerate(prompts)))
+    assert programs.together == [2, 1, 2], "32 tokens of the first two, 5 of the second, then the third after its hit"
+    assert scheduler.meters().prefix_cache_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prompts_together_take_no_more_than_there_is(seed):
+    """With few pages, prompts and samples of all lengths are computed as they are one after another."""
+    draw = np.random.default_rng(seed)
+    memory = replace(MEMORY, tokens=400, prefix_tokens=int(draw.choice([0, 64])), max_length=200)
+    requests = [
+        ask(
+            f"{n}",
+            prompt_of(int(draw.integers(1, 120)), seed=int(draw.integers(9))),
+            samples=int(draw.integers(1, 5)),
+            max_tokens=int(draw.integers(1, 60)),
+        )
+        for n in range(20)
+    ]
+    programs = FakePrograms(prompts_of_shard=4)
+    config = CONFIG.model_copy(update={"prefill_tokens": 256})
+    found, alone = (run(start(each, memory, config), *requests) for each in (programs, FakePrograms()))
+    assert found.tokens == alone.tokens and max(programs.together) > 1
