@@ -14,16 +14,18 @@ adapter; its share is that of the rate at which the memory can deliver weights a
 """
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -39,6 +41,7 @@ from benchmarks.meters import Bandwidth, CompileCounter, MatmulRate, peak_memory
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.shapes import FIRST_CHUNK, PROMPTS_TOGETHER
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
@@ -129,10 +132,10 @@ def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -
 
     first = timed(step)
     compiles = CompileCounter()
-    seconds = [timed(step).wall_s for _ in range(repeats)]
-    late = compiles.take()["compiles"]
+    with alone():
+        seconds = [timed(step).wall_s for _ in range(repeats)]
+        late, rates, of_step = compiles.take()["compiles"], _rates(), profile(step)
     tokens, flops = scale.rows * scale.length, least_flops(shape, RANK, [scale.length] * scale.rows, True)
-    rates = _rates()
     return {
         "tokens_per_s": quartiles([tokens / each for each in seconds], 1),
         **_shares([flops / each for each in seconds], rates["peak_flops"], rates["flops"]),
@@ -141,7 +144,7 @@ def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -
         "micro_batches": (backend.meters().micro_batches or 0) // (repeats + 1),
         "peak_memory_mb": peak_memory_mb(),
         "rates": rates,
-        "profile": profile(step),
+        "profile": of_step,
     }
 
 
@@ -161,9 +164,9 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
     backend.delete_model(ADAPTER)
     draw = np.random.default_rng(0)
 
-    def begin(number: int, new: int) -> None:
-        """Begin samples from new prompts."""
-        prompts = draw.integers(2, shape.vocab_size, (number, scale.prompt)).astype(np.int32)
+    def begin(lengths: Sequence[int], new: int) -> None:
+        """Begin a sample from each of new prompts of such lengths."""
+        prompts = [draw.integers(2, shape.vocab_size, length).astype(np.int32) for length in lengths]
         requests = [make_request(str(index), prompt, SAMPLER, 1, new) for index, prompt in enumerate(prompts)]
         backend.begin_sample(PreparedSampleBatch(requests=tuple(requests)))
 
@@ -179,32 +182,47 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
             left -= tokens
             yield time.perf_counter() - before, tokens
 
-    begin(2, scale.new)
-    warm_up = list(steps(2 * scale.new))
-    begin(2, 1)
-    of_prefill = profile(lambda: list(steps(2)))
-    begin(slots, scale.new)
-    most = slots * JaxConfig().decode_slice_tokens
-    found = list(steps(slots * scale.new - (2 + WARM_UP_SLICES) * most))
+    first = timed(lambda: [begin(warm_up_lengths(slots, scale), 2), list(steps(2 * slots))])
+    most, compiles = slots * JaxConfig().decode_slice_tokens, CompileCounter()
+    with alone():
+        begin([scale.prompt] * slots, scale.new)
+        found = list(steps(slots * scale.new - (2 + WARM_UP_SLICES) * most))
+        late, drawn = compiles.take()["compiles"], [tokens for _, tokens in found]
+        of_decoding = profile(lambda: drawn.extend([step(), step()]))
+        list(steps(slots * scale.new - sum(drawn)))
+        begin([scale.prompt] * PROMPTS_TOGETHER, 1)
+        rates, of_prefill = _rates(), profile(lambda: list(steps(PROMPTS_TOGETHER)))
     whole = [seconds for seconds, tokens in found if tokens == most][WARM_UP_SLICES:]
-    of_decoding = profile(lambda: [step(), step()])
     work = Work(slots, scale.prompt, 1, scale.new)
     num_bytes = least_work(shape, work, RANK, 1)[1] / 2  # that is for float32
     bytes_per_slice = num_bytes * most / slots
-    rates = _rates()
+    prefill_s = sum(seconds for seconds, tokens in found if tokens < most)
     return {
         "tokens_per_s": quartiles([most / each for each in whole], 1),
         "ms_per_step": quartiles([1e3 * each * slots / most for each in whole], 2),
         **_shares([bytes_per_slice / each for each in whole], rates["peak_bytes"], rates["bytes"]),
-        "prefill_s": round(sum(seconds for seconds, tokens in found if tokens < most), 2),
-        "prompt_tokens": slots * scale.prompt,
-        "first_samples_s": round(sum(seconds for seconds, _ in warm_up), 1),
+        "prompt_tokens_per_s": round(slots * scale.prompt / prefill_s, 1),
+        "first_samples_s": round(first.wall_s, 1),
+        "compiles_after_warm_up": late,
         "slices_s": [round(seconds, 4) for seconds, _ in found],
         "peak_memory_mb": peak_memory_mb(),
         "rates": rates,
         "profile_of_prefill": of_prefill,
         "profile_of_decoding": of_decoding,
     }
+
+
+def warm_up_lengths(slots: int, scale: Scale) -> list[int]:
+    """Return lengths of prompts whose chunks have all sizes: a group of long ones, and others of a single chunk."""
+    return [scale.prompt] * PROMPTS_TOGETHER + [min(scale.prompt, FIRST_CHUNK)] * (slots - PROMPTS_TOGETHER)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other part measures. Several parts may compile at the same time, if memory has room for them."""
+    with (Path(tempfile.gettempdir()) / "skyrl_tx-bench_gpu.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _shares(found: Sequence[float], peak: float, measured: float) -> dict[str, Any]:
@@ -241,7 +259,7 @@ def measure(task: str, model: str, repeats: int) -> dict[str, Any]:
     """Return the figures of a part, measured in this process."""
     content = MODELS[model]
     shape = models.find_family(content).config_from_hf(content)
-    with TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(content))
         if task == TRAINING:
             return train(shape, Path(folder), scale_of(model), repeats)
