@@ -134,9 +134,9 @@ class StepHeld:
 class SliceCache:
     """The cache during a decode slice: by stack the past, which is read-only, and what the steps change.
 
-    `live` holds the recent tokens [n, S, K, T, H] and the state. Both are stacks, and the past is in its pages; or by
-    layer, tuples of layers, with copies of the past in segments, and `Held()` of a stack that keeps nothing. A step
-    that takes its layer out of a stack copies it: on CPU that took longer than attention.
+    `live` holds the recent tokens [n, S, K, T, H] and the state: both are stacks, or by layer, tuples of layers, and
+    `Held()` of a stack that keeps nothing. A step that takes its layer out of a stack copies it: on CPU that took
+    longer than attention. The past is in its pages; or by layer too, copies in segments.
     """
 
     past: tuple[Any, ...]
@@ -148,10 +148,10 @@ class SliceCache:
     def layer(self, stack: int, layer: Any, fixed: Any) -> StepHeld:
         """Return what one layer of a stack has; `fixed` is its state."""
         past, live = self.past[stack], self.live[stack]
+        past = past[layer] if past and isinstance(past, tuple) else Pages(past, layer, self.page_SM)
         if isinstance(live, tuple):
-            past, recent = past[layer], live[layer].positions
+            recent = live[layer].positions
         else:
-            past = Pages(past, layer, self.page_SM)
             recent = jax.tree.map(lambda leaf: leaf[layer], live.positions)
         return StepHeld(past, recent, fixed, self.start_S, self.num_recent)
 
@@ -165,11 +165,24 @@ def read_states(cache: Cache, table: Table, layout: Layout = WHOLE) -> tuple[Any
     return layout.by_shard(read, (1, 0), 1)(tuple(held.fixed for held in cache), table.state_B)
 
 
-def write(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.Array, layout: Layout = WHOLE) -> Cache:
+def by_layer(stack: Any) -> tuple[Any, ...]:
+    """Return a tree of stacked arrays [n, ...] as n trees, none if it is empty."""
+    num_layers = next((leaf.shape[0] for leaf in jax.tree.leaves(stack)), 0)
+    return tuple(jax.tree.map(lambda leaf, layer=layer: leaf[layer], stack) for layer in range(num_layers))
+
+
+def write(
+    cache: Cache,
+    new: tuple[Held | tuple[Held, ...], ...],
+    table: Table,
+    start_B: jax.Array,
+    size: jax.Array,
+    layout: Layout = WHOLE,
+) -> Cache:
     """Write the first `size` new positions of each row from `start_B` on, and replace its state.
 
-    `size` is one for all rows, or [B]. Positions for which a row has no page, and the state of a row that has none, are
-    ignored.
+    What is new is in stacks or by layer. `size` is one for all rows, or [B]. Positions for which a row has no page, and
+    the state of a row that has none, are ignored.
     """
 
     def local(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size_B: jax.Array) -> Cache:
@@ -186,8 +199,11 @@ def write(cache: Cache, new: Cache, table: Table, start_B: jax.Array, size: jax.
             for held, each in zip(cache, new, strict=True)
         )
 
+    def stacked(new: Held | tuple[Held, ...]) -> Held:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *new) if isinstance(new, tuple) else new
+
     size_B = jnp.broadcast_to(size, start_B.shape)
-    return layout.by_shard(local, (1, 1, 0, 0, 0), 1)(cache, new, table, start_B, size_B)
+    return layout.by_shard(local, (1, 1, 0, 0, 0), 1)(cache, tuple(map(stacked, new)), table, start_B, size_B)
 
 
 def put_by_position(
@@ -259,9 +275,18 @@ def copy(
 
 
 def open_slice(
-    cache: Cache, table: Table, start_S: jax.Array, layout: Layout = WHOLE, *, max_tokens: int
+    cache: Cache,
+    table: Table,
+    start_S: jax.Array,
+    layout: Layout = WHOLE,
+    *,
+    max_tokens: int,
+    has_separate_layers: bool = False,
 ) -> SliceCache:
-    """Return the cache for a decode slice of up to `max_tokens`; rows hold `start_S` positions."""
+    """Return the cache for a decode slice of up to `max_tokens`; rows hold `start_S` positions.
+
+    What steps change is by layer if the parameters are.
+    """
     num_rows = table.state_B.shape[0]
 
     def no_tokens(leaf: jax.Array) -> jax.Array:
@@ -269,11 +294,10 @@ def open_slice(
         return jnp.zeros((num_layers, num_rows, num_kv_heads, max_tokens, head_dim), leaf.dtype)
 
     states = read_states(cache, table, layout)
+    live = (Held(jax.tree.map(no_tokens, held.positions), fixed) for held, fixed in zip(cache, states, strict=True))
     return SliceCache(
         past=tuple(held.positions for held in cache),
-        live=tuple(
-            Held(jax.tree.map(no_tokens, held.positions), fixed) for held, fixed in zip(cache, states, strict=True)
-        ),
+        live=tuple((by_layer(held) or held) if has_separate_layers else held for held in live),
         page_SM=table.page_BM,
         start_S=start_S,
         num_recent=jnp.int32(0),
@@ -312,8 +336,4 @@ def open_rows(cache: Cache, table: Table, start_S: jax.Array, *, read_length: in
 
 def close_slice(cache: Cache, ended: SliceCache, table: Table, layout: Layout = WHOLE) -> Cache:
     """Write what a decode slice changed, see `write`."""
-
-    def stacked(live: Held | tuple[Held, ...]) -> Held:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *live) if isinstance(live, tuple) else live
-
-    return write(cache, tuple(map(stacked, ended.live)), table, ended.start_S, ended.num_recent, layout)
+    return write(cache, ended.live, table, ended.start_S, ended.num_recent, layout)

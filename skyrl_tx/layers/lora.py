@@ -121,7 +121,8 @@ def multiply_groups(x_MI: jax.Array, factor_GIO: jax.Array, group_M: jax.Array |
     num_groups, inputs, outputs = factor_GIO.shape
     if group_M is not None:
         is_own_MG1 = (group_M[:, None] == jnp.arange(num_groups))[..., None]
-        x_MI = x_MI.astype(factor_GIO.dtype)
+        # Apart from the product with the weight, which XLA on GPU would copy to append the factors to it.
+        x_MI = jax.lax.optimization_barrier(x_MI.astype(factor_GIO.dtype))
         if outputs < inputs:
             y_MGO = jnp.einsum("mi,gio->mgo", x_MI, factor_GIO, preferred_element_type=jnp.float32)
             return jnp.where(is_own_MG1, y_MGO, 0).sum(axis=1)

@@ -16,7 +16,17 @@ import numpy as np
 from skyrl_tx.layers import logprobs
 from skyrl_tx.layers.apart import add_apart
 from skyrl_tx.layers.gather import gather
-from skyrl_tx.layers.held import Cache, ChunkHeld, Held, SliceCache, Table, position_axes, read_states, write
+from skyrl_tx.layers.held import (
+    Cache,
+    ChunkHeld,
+    Held,
+    SliceCache,
+    Table,
+    by_layer,
+    position_axes,
+    read_states,
+    write,
+)
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.norm import rms_norm
@@ -25,7 +35,7 @@ from skyrl_tx.layers.remat import RematPolicy, with_remat
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.config import Block, Group, ModelConfig
 from skyrl_tx.models.layer_adapters import GroupAdapters
-from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, StackParams, read_layer
+from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, read_layer
 from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, Mixer, Place
 
 
@@ -56,7 +66,7 @@ def forward(
         return mixer.rows(x_BTD, params, adapters, at), None
 
     own = GroupAdapters.of_all(config, adapter, slots)
-    x_BTD, _ = _apply(_Mode(config, at.layout, mix, remat), _embedded(params, config, inputs), params.layers, own)
+    x_BTD, _ = _apply(_Mode(config, at.layout, mix, remat), _embedded(params, config, inputs), params, own)
     return _finish(params, config, x_BTD)
 
 
@@ -92,7 +102,9 @@ def extend(
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, before)
     own = GroupAdapters.of_all(config, adapter, slots)
     fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout), inputs.shape[:2]
-    x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params.layers, own, fixed)
+    if params.has_separate_layers:
+        fixed = tuple(map(by_layer, fixed))
+    x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params, own, fixed)
     num_new = jnp.int32(num_tokens) if size is None else size
     start_B = jnp.broadcast_to(start, (num_rows,))
     grown = write(cache, kept, table, start_B, num_new, at.layout)
@@ -122,9 +134,9 @@ def decode_step(
     mode = _Mode(config, at.layout, mix, RematPolicy.NONE, cache.layer)
     own = GroupAdapters.of_all(config, adapter, slots)
     fixed = tuple(tuple(each.fixed for each in live) if isinstance(live, tuple) else live.fixed for live in cache.live)
-    x_SD, live = _apply(mode, _embedded(params, config, token_S), params.layers, own, fixed)
+    x_SD, live = _apply(mode, _embedded(params, config, token_S), params, own, fixed)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
-    if at.layout.is_split:  # then there are no separate layers
+    if at.layout.is_split:
         live = constrain_cache(at.layout, config, live)
     return hidden_SD, replace(cache, live=live, num_recent=cache.num_recent + 1)
 
@@ -164,20 +176,26 @@ def _place(params: DecoderParams, config: ModelConfig, position: jax.Array) -> P
     return Place(params.layout, angles, kernels=params.kernels)
 
 
-def constrain_cache(layout: Layout, config: ModelConfig, cache: Cache) -> Cache:
-    """Constrain the cache, or what a slice changed of it, to its sharding."""
+def constrain_cache(layout: Layout, config: ModelConfig, cache: tuple[Held | tuple[Held, ...], ...]) -> tuple[Any, ...]:
+    """Constrain the cache, or what a slice changed of it, in stacks or by layer, to its sharding."""
 
     def positions(leaf: jax.Array, each: Parameter) -> jax.Array:
-        return layout.constrain(leaf, *position_axes(each))
+        return layout.constrain(leaf, *position_axes(each)[-leaf.ndim :])
 
     def fixed(leaf: jax.Array, each: Parameter) -> jax.Array:
-        return layout.constrain(leaf, "layers", "batch", *each.axes)
+        return layout.constrain(leaf, *("layers", "batch", *each.axes)[-leaf.ndim :])
+
+    def constrained(block: Block, held: Held) -> Held:
+        room = block.room()
+        return Held(
+            positions=jax.tree.map(positions, held.positions, room.positions),
+            fixed=jax.tree.map(fixed, held.fixed, room.fixed),
+        )
 
     return tuple(
-        Held(
-            positions=jax.tree.map(positions, held.positions, stack.block.room().positions),
-            fixed=jax.tree.map(fixed, held.fixed, stack.block.room().fixed),
-        )
+        tuple(constrained(stack.block, each) for each in held)
+        if isinstance(held, tuple)
+        else constrained(stack.block, held)
         for stack, held in zip(config.stacks, cache, strict=True)
     )
 
@@ -224,7 +242,7 @@ def _added(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: flo
 def _apply(
     mode: _Mode,
     x: jax.Array,
-    layers: tuple[StackParams, ...],
+    params: DecoderParams,
     adapters: Iterator[GroupAdapters],
     fixed: tuple[Any, ...] | None = None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -233,7 +251,7 @@ def _apply(
     for group, own in zip(mode.config.groups, adapters, strict=True):
         first, last = len(kept), len(kept) + len(group.stacks)
         state = ((),) * len(group.stacks) if fixed is None else fixed[first:last]
-        x, new = _apply_group(mode, x, group, first, layers[first:last], own, state)
+        x, new = _apply_group(mode, x, group, first, params, own, state)
         kept += new
     return x, tuple(kept)
 
@@ -243,7 +261,7 @@ def _apply_group(
     x: jax.Array,
     group: Group,
     first: int,
-    layers: tuple[StackParams, ...],
+    params: DecoderParams,
     adapters: GroupAdapters,
     fixed: tuple[Any, ...],
 ) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -253,6 +271,7 @@ def _apply_group(
     tuple are computed without a loop, and what mixers keep is a tuple too: a larger program that copies nothing out of
     a stack.
     """
+    layers = params.layers[first : first + len(group.stacks)]
 
     def one_layer(place: int):
         block = group.stacks[place].block
@@ -271,9 +290,9 @@ def _apply_group(
     run_layer = [one_layer(place) for place in range(len(group.stacks))]
 
     def cycle(x: jax.Array, sliced: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-        layers, pairs, fixed, repeat = sliced
+        of_stacks, pairs, fixed, repeat = sliced
         kept: list[Any] = []
-        for run, own, state in zip(run_layer, layers, fixed, strict=True):
+        for run, own, state in zip(run_layer, of_stacks, fixed, strict=True):
             x, new = run(x, own, pairs, state, repeat)
             kept.append(new)
         return x, tuple(kept)
@@ -285,7 +304,7 @@ def _apply_group(
     for repeat in range(group.num_repeats):
         of_repeat = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)
         own = tuple(
-            read_layer(stack.block, each[repeat])
+            read_layer(stack.block, each[repeat]) if params.is_transposed else each[repeat]
             for stack, each in zip(group.stacks, layers, strict=True)
             if isinstance(each, tuple)
         )

@@ -3,7 +3,7 @@
 Legend: D embed, V vocab, n layers of a stack.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, Held, position_axes
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels
 from skyrl_tx.layers.kv_cache import PAGE
@@ -36,6 +37,12 @@ class DecoderParams:
     unembed: Any = None  # [V, D]; None when tied to `embed`
     layout: Layout = struct.field(pytree_node=False, default=WHOLE)  # of these arrays and all that is computed of them
     kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)  # of all that is computed of them
+    is_transposed: bool = struct.field(pytree_node=False, default=False)  # linear maps are [out, in], see `by_layer`
+
+    @property
+    def has_separate_layers(self) -> bool:
+        """Whether each layer is by itself, so that programs have no loop over layers."""
+        return any(isinstance(stack, tuple) for stack in self.layers)
 
     @property
     def unembed_VD(self) -> Any:
@@ -74,6 +81,17 @@ def _describe_stack(stack: Stack, hidden_size: int) -> Mapping[str, Parameter]:
     }
 
 
+def separate(params: DecoderParams, layers_of: Callable[[Any], tuple[Any, ...]]) -> DecoderParams:
+    """Return the parameters with each layer by itself; `layers_of` returns those of one array of a stack."""
+
+    def apart(stack: StackParams) -> tuple[LayerParams, ...]:
+        assert not isinstance(stack, tuple), "the layers are separate already"
+        by_name = {name: layers_of(leaf) for name, leaf in stack.items()}
+        return tuple(dict(zip(by_name, layer, strict=True)) for layer in zip(*by_name.values(), strict=True))
+
+    return replace(params, layers=tuple(map(apart, params.layers)))
+
+
 def by_layer(params: DecoderParams, config: ModelConfig) -> DecoderParams:
     """Return the parameters with the layers out of their stacks: copies, for a loop that would copy them each time.
 
@@ -81,12 +99,12 @@ def by_layer(params: DecoderParams, config: ModelConfig) -> DecoderParams:
     order, so that a row has the same bits in any of them.
     """
 
-    def apart(stack: Stack, own: StackParams) -> tuple[LayerParams, ...]:
-        assert not isinstance(own, tuple), "the layers are separate already"
-        layers = ({name: leaf[place] for name, leaf in own.items()} for place in range(len(stack.layers)))
-        return tuple(read_layer(stack.block, layer) for layer in layers)
+    def transposed(stack: Stack, own: StackParams) -> tuple[LayerParams, ...]:
+        assert isinstance(own, tuple)
+        return tuple(read_layer(stack.block, layer) for layer in own)
 
-    return replace(params, layers=tuple(map(apart, config.stacks, params.layers)))
+    apart = separate(params, held.by_layer).layers
+    return replace(params, layers=tuple(map(transposed, config.stacks, apart)), is_transposed=True)
 
 
 def read_layer(block: Block, params: LayerParams) -> LayerParams:
@@ -119,7 +137,7 @@ def cache_shapes(
         sharding = layout.sharding(axes, dims) if layout.is_split else params.embed.sharding
         return jax.ShapeDtypeStruct(dims, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
 
-    def held(stack: Stack) -> Held:
+    def held_of(stack: Stack) -> Held:
         room, num_layers = stack.block.room(), len(stack.layers)
 
         def positions(each: Parameter) -> jax.ShapeDtypeStruct:
@@ -131,4 +149,4 @@ def cache_shapes(
 
         return Held(positions=jax.tree.map(positions, room.positions), fixed=jax.tree.map(fixed, room.fixed))
 
-    return tuple(held(stack) for stack in config.stacks)
+    return tuple(held_of(stack) for stack in config.stacks)

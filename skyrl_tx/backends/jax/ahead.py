@@ -22,6 +22,7 @@ from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
 from skyrl_tx.backends.jax.exhaustion import is_exhausted
 from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
+from skyrl_tx.backends.jax.sample.layer_views import separate_shapes
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import BASE
@@ -134,8 +135,9 @@ class _Shapes:
     def __init__(self, config: JaxConfig, layout: Layout, model: models.ModelConfig, plan: StartPlan) -> None:
         self._config, self._layout, self._model, self._plan = config, layout, model, plan
         described = models.describe_params(model)
-        self._params = shapes_of_params(described, layout, plan.kernels, jnp.dtype(plan.dtype))
-        self._training_params = replace(self._params, layout=mesh.training_layout(layout))
+        stacks = shapes_of_params(described, layout, plan.kernels, jnp.dtype(plan.dtype))
+        self._params = separate_shapes(stacks) if mesh.platform_of(layout) == "gpu" else stacks
+        self._training_params = replace(stacks, layout=mesh.training_layout(layout))
 
     def forward(self) -> _Lowered:
         """Return one micro-batch without gradient. The plan has no account of it: it takes less than one with."""

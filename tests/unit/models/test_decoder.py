@@ -17,6 +17,7 @@ from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import WHOLE
 from skyrl_tx.models.config import Group, Stack, group_blocks
+from skyrl_tx.models.params import separate
 from tests.support.fast_jit import fast_jit
 from tests.support.paged import positions_of, table_of
 
@@ -31,14 +32,26 @@ target_logprobs = fast_jit(models.target_logprobs)
 copy = fast_jit(held.copy)
 
 
-@partial(fast_jit, static_argnames=("config", "by_layer"))
-def decode_step(params, config, token, position, cache, adapter=None, rows=None, *, by_layer: bool = False):
-    """Decode a slice of one step of the samples."""
+@partial(fast_jit, static_argnames=("config", "by_layer", "is_separate"))
+def decode_step(
+    params,
+    config,
+    token,
+    position,
+    cache,
+    adapter=None,
+    rows=None,
+    *,
+    by_layer: bool = False,
+    is_separate: bool = False,
+):
+    """Decode a slice of one step of the samples, from stacks, from copies by layer, or from separate layers."""
     if by_layer:
         params = models.by_layer(params, config)
         opened = held.open_rows(cache, SAMPLES, position, read_length=128, max_tokens=4)
     else:
-        opened = held.open_slice(cache, SAMPLES, position, max_tokens=4)
+        params = separate(params, held.by_layer) if is_separate else params
+        opened = held.open_slice(cache, SAMPLES, position, max_tokens=4, has_separate_layers=is_separate)
     hidden, ended = models.decode_step(params, config, token, opened, adapter, rows)
     return hidden, held.close_slice(cache, ended, SAMPLES)
 
@@ -158,8 +171,10 @@ def test_long_packed_sequences_equal_separate_rows(unlike):
         np.testing.assert_allclose(together[start : start + length], each[:length], atol=1e-5)
 
 
-@pytest.mark.parametrize(("by_layer", "in_groups"), [(False, True), (True, False)])
-def test_decoding_equals_the_full_forward(each_family, by_layer, in_groups):
+@pytest.mark.parametrize(
+    ("by_layer", "is_separate", "in_groups"), [(False, False, True), (False, True, True), (True, False, False)]
+)
+def test_decoding_equals_the_full_forward(each_family, by_layer, is_separate, in_groups):
     """`in_groups` all rows are multiplied with all adapters in use."""
     config = each_family.config
     slots, rows = slots_of(each_family)
@@ -182,6 +197,7 @@ def test_decoding_equals_the_full_forward(each_family, by_layer, in_groups):
             slots,
             of_samples,
             by_layer=by_layer,
+            is_separate=is_separate,
         )
         np.testing.assert_allclose(hidden, whole[prompts, position], atol=1e-5)
 

@@ -23,6 +23,7 @@ from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
 from skyrl_tx.backends.jax.sample.draw import Drawn
+from skyrl_tx.backends.jax.sample.layer_views import separate_layers
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
@@ -65,7 +66,8 @@ class JaxPrograms:
     """The devices, as the scheduler sees them."""
 
     def __init__(self, params: DecoderParams, model: ModelConfig, config: JaxConfig) -> None:
-        self._params = params
+        self._platform = next(iter(params.embed.devices())).platform
+        self._params = separate_layers(params) if self._platform == "gpu" else params
         self._model = model
         self._config = config
         num_slots = num_adapter_slots(config, params, model)
@@ -74,7 +76,7 @@ class JaxPrograms:
         self.memory = plan_sample_memory(config, params, model)
         """The memory for keys and values of samples and prompts."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
-        self._is_one_cpu = not params.layout.is_split and all(each.platform == "cpu" for each in params.embed.devices())
+        self._is_one_cpu = not params.layout.is_split and self._platform == "cpu"
         # bfloat16 has no guarantee that bits do not depend on other samples.
         self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
         self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, the base model included

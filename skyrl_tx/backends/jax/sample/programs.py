@@ -172,7 +172,14 @@ def decode_slice(
     """
     source_S, token_S = batch.source_S, batch.token_S
     token_S = jnp.where(source_S >= 0, last_R[jnp.maximum(source_S, 0)], token_S)
-    opened = held.open_slice(cache, table, batch.position_S, params.layout, max_tokens=max_steps)
+    opened = held.open_slice(
+        cache,
+        table,
+        batch.position_S,
+        params.layout,
+        max_tokens=max_steps,
+        has_separate_layers=params.has_separate_layers,
+    )
     live, num_run, token_S, result = _run_steps(
         params, config, pool, opened, batch, token_S, num_steps, max_topk=max_topk
     )

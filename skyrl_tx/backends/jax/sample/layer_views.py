@@ -1,0 +1,99 @@
+"""The weights of each layer as arrays of their own, which lie in the memory of their stacks.
+
+XLA on GPU has no matrix product that reads a slice in place: it copies the weights of each layer out of their stack, in
+each step. A program whose arguments are the layers copies nothing. JAX has no views of arrays, but it takes arrays of
+other libraries where they are, by DLPack (https://dmlc.github.io/dlpack/latest/c_api.html). So stacks are handed out as
+such arrays, and each layer is told to begin later and to have a dim less.
+"""
+
+import ctypes
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from skyrl_tx.models import DecoderParams
+from skyrl_tx.models.params import separate
+
+_ALIGNMENT = 256
+"""Bytes of which the address of a view is a multiple, as XLA's own arrays are. Small layers that are not are copied."""
+
+
+def separate_layers(params: DecoderParams) -> DecoderParams:
+    """Return the parameters with each layer by itself. The stacks must not be changed; they live as long as a layer."""
+    return separate(params, _views)
+
+
+def separate_shapes(params: DecoderParams) -> DecoderParams:
+    """Return the same of shapes with shardings, `jax.ShapeDtypeStruct`s."""
+
+    def shapes(stack: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+        sharding = _sharding_of_layer(stack.sharding)  # type: ignore[arg-type]
+        return (jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding),) * stack.shape[0]
+
+    return separate(params, shapes)
+
+
+def _views(stack: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the layers of a stack, which is whole along its first dim on each device."""
+    sharding, shape = _sharding_of_layer(stack.sharding), stack.shape[1:]
+    shards = [shard.data for shard in stack.addressable_shards]
+    return tuple(
+        jax.make_array_from_single_device_arrays(shape, sharding, [_view(shard, layer) for shard in shards])
+        for layer in range(stack.shape[0])
+    )
+
+
+def _sharding_of_layer(sharding: Sharding) -> Sharding:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes = tuple(sharding.spec)
+    assert not axes or axes[0] is None, "layers are not sharded"
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes[1:]))
+
+
+def _view(stack: jax.Array, layer: int) -> jax.Array:
+    num_bytes = stack.nbytes // stack.shape[0]
+    return stack[layer] if num_bytes % _ALIGNMENT else jax.dlpack.from_dlpack(_Layer(stack, layer, num_bytes))
+
+
+class _Tensor(ctypes.Structure):
+    """`DLTensor` of DLPack, with which its `DLManagedTensor` begins."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("type_code", ctypes.c_uint8),
+        ("type_bits", ctypes.c_uint8),
+        ("type_lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),  # of int64
+        ("strides", ctypes.c_void_p),  # of int64, or null
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+class _Layer:
+    """One layer of a stack on one device, as an array of another library."""
+
+    def __init__(self, stack: jax.Array, layer: int, num_bytes: int) -> None:
+        self._stack, self._first_byte = stack, layer * num_bytes
+
+    def __dlpack_device__(self) -> Any:
+        return self._stack.__dlpack_device__()  # type: ignore[attr-defined]
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        """Return the stack's capsule, which keeps the stack in memory, with the bounds of the layer."""
+        capsule = self._stack.__dlpack__(stream=stream)  # type: ignore[call-arg]
+        tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+        tensor.byte_offset += self._first_byte
+        tensor.ndim -= 1
+        tensor.shape += ctypes.sizeof(ctypes.c_int64)
+        if tensor.strides:
+            tensor.strides += ctypes.sizeof(ctypes.c_int64)
+        return capsule

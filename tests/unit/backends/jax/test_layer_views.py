@@ -1,0 +1,79 @@
+"""The layers of the weights as arrays in the memory of their stacks, and sampling with them."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.layer_views import separate_layers, separate_shapes
+from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
+from skyrl_tx.backends.jax.train.step_programs import shapes_of_params
+from skyrl_tx.layers.kernels.choice import NO_KERNELS
+from skyrl_tx.models import DecoderParams
+from tests.support.sample_requests import RED, ask, prompt_of, run
+from tests.support.tiny import HYBRID, MOE, TINY_CONFIG, TinyModel, load_model, tiny_directory
+
+
+def address(x: jax.Array) -> int:
+    return x.addressable_data(0).unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_layers_lie_in_their_stack_and_keep_it(dtype):
+    """The second array has layers that begin at addresses which XLA does not take."""
+    stack = jax.random.normal(jax.random.key(0), (3, 16, 64), dtype)
+    small = jnp.arange(9, dtype=dtype).reshape(3, 3)
+    params = separate_layers(DecoderParams(embed=stack[0], layers=({"up": stack, "bias": small},), final_norm=None))
+    (layers,) = params.layers
+    assert params.has_separate_layers and len(layers) == 3
+    first, values = address(stack), [np.asarray(each) for each in stack]
+    assert [address(each["up"]) - first for each in layers] == [n * stack.nbytes // 3 for n in range(3)]
+    del stack
+    gc.collect()
+    others = [jnp.full((3, 16, 64), n, dtype) for n in range(8)]  # would take the memory of the stack if it was free
+    for n, layer in enumerate(layers):
+        np.testing.assert_array_equal(layer["up"], values[n])
+        np.testing.assert_array_equal(layer["bias"], small[n])
+    assert len(others) == 8
+
+
+def test_shapes_of_layers_are_sharded_like_stacks(tiny):
+    layout = layout_without_devices(MeshConfig(fsdp=2, tp=2))
+    stacks = shapes_of_params(models.describe_params(tiny.config), layout, NO_KERNELS, np.dtype(jnp.bfloat16))
+    separate = separate_shapes(stacks)
+    for stack, layers in zip(stacks.layers, separate.layers, strict=True):
+        assert isinstance(layers, tuple) and not isinstance(stack, tuple)
+        for name, leaf in stack.items():
+            assert len(layers) == leaf.shape[0]
+            assert (layers[0][name].shape, layers[0][name].dtype) == (leaf.shape[1:], leaf.dtype)
+            assert layers[0][name].sharding.spec == jax.P(*tuple(leaf.sharding.spec)[1:])
+    q_proj = separate.layers[0][0]["q_proj"]  # type: ignore[index]
+    assert q_proj.sharding.spec == jax.P("fsdp", "tp")
+
+
+@pytest.mark.parametrize("model", ["tiny", *(pytest.param(each, marks=pytest.mark.slow) for each in (MOE, HYBRID))])
+def test_samples_of_separate_layers_are_those_of_stacks(model, tiny):
+    found = [
+        sampled(tiny if model == "tiny" else load_model(tiny_directory(model)), is_separate=each)
+        for each in (False, True)
+    ]
+    for key, tokens in found[0].tokens.items():
+        assert found[1].tokens[key] == tokens
+
+
+def sampled(model: TinyModel, *, is_separate: bool):
+    """Sample with adapters and without, in slices as on accelerators."""
+    device = JaxPrograms(model.params, model.config, TINY_CONFIG)
+    device._is_one_cpu = False
+    device._counts = device._row_counts()
+    device._params = separate_layers(model.params) if is_separate else model.params
+    scheduler = SampleScheduler(device, TINY_CONFIG, device.memory, ())
+    scheduler.load(RED, model.adapter(1))
+    base = ask("base", prompt_of(40), samples=2, max_tokens=30)
+    return run(scheduler, base, ask("red", prompt_of(9), sampler=RED, max_tokens=30))
