@@ -49,10 +49,14 @@ def test_what_leaves_a_product_is_rounded_to_the_type_of_its_weight(dtype) -> No
     draw = np.random.default_rng(0)
     x_BTI, weight_IO = (jnp.asarray(draw.normal(size=size), jnp.float32) for size in ((2, 3, 8), (8, 16)))
     a, b = (jnp.asarray(draw.normal(size=size), jnp.float32) for size in ((8, 4), (4, 16)))
-    adapter = RowAdapter(pair=LoraPair(a=a, b=b), scale=jnp.float32(0.5))
-    y, backward = jax.vjp(lambda x: linear(x, weight_IO.astype(dtype), adapter), x_BTI)
-    [d_x] = backward(jnp.ones_like(y))
-    for each in (y, d_x):
+
+    def evaluate(scale: float) -> tuple[jax.Array, jax.Array]:
+        adapter = RowAdapter(pair=LoraPair(a=a, b=b), scale=jnp.float32(scale))
+        y, backward = jax.vjp(lambda x: linear(x, weight_IO.astype(dtype), adapter), x_BTI)
+        return y, *backward(jnp.ones_like(y))
+
+    (y, d_x), (_, d_x_of_map) = evaluate(0.5), evaluate(0.0)
+    for each in (y, d_x_of_map, d_x - d_x_of_map):  # the gradients of two products are added up in float32
         assert each.dtype == jnp.float32
         is_rounded = bool((each == each.astype(jnp.bfloat16).astype(jnp.float32)).all())
         assert is_rounded == (dtype == jnp.bfloat16)
