@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.apart import exp_apart
-from skyrl_tx.layers.lora import AdaptedMap, LoraPair, RowAdapter
+from skyrl_tx.layers.lora import AdaptedMap, JoinedMap, LoraPair, RowAdapter
 
 LogprobGradient = Callable[[jax.Array, Any], jax.Array]
 """(log-probabilities of some positions, what else the loss reads there) -> the loss's derivative by each of them."""
 
 CHUNK = 256  # positions whose logits exist at once; measured as fast as any larger, see the memory of [C, V] float32
+JOINED_CHUNKS = 4
+"""How many of these GPUs compute at once: with 256 positions they read the unembedding as long as they multiply."""
 
 
 def logits(hidden: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter | None) -> jax.Array:
@@ -38,9 +40,23 @@ def target_logprobs(
 
     Differentiable with respect to the hidden states and the adapter, whose gradient recomputes each chunk's logits.
     """
+    run = partial(_target_logprobs, adapter=adapter, chunk=chunk)
+    return _by_platform(run, unembed_VD, hidden_BTD, targets)
+
+
+def _target_logprobs(
+    unembed_VD: jax.Array,
+    hidden_BTD: jax.Array,
+    targets: jax.Array,
+    *,
+    adapter: RowAdapter | None,
+    chunk: int,
+    is_joined: bool,
+) -> jax.Array:
     unembed = None
     if adapter is not None and adapter.scale.ndim == 0:
-        unembed = _shared_map(hidden_BTD, unembed_VD, adapter)
+        unembed = _shared_map(hidden_BTD, unembed_VD, adapter, is_joined)
+        chunk *= JOINED_CHUNKS if is_joined else 1
 
     @jax.checkpoint
     def of_chunk(pieces: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -68,8 +84,23 @@ def target_logprobs_and_gradient(
     The gradient is taken with the logits of each chunk, so that they are computed once. This requires that d loss /
     d logprob of a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
     """
-    cut = partial(_cut, chunk=chunk)
-    unembed = _shared_map(hidden_BTD, unembed_VD, adapter)
+    run = partial(_gradient, adapter=adapter, logprob_gradient=logprob_gradient, chunk=chunk)
+    return _by_platform(run, unembed_VD, hidden_BTD, targets, inputs)
+
+
+def _gradient(
+    unembed_VD: jax.Array,
+    hidden_BTD: jax.Array,
+    targets: jax.Array,
+    inputs: Any,
+    *,
+    adapter: RowAdapter,
+    logprob_gradient: LogprobGradient,
+    chunk: int,
+    is_joined: bool,
+) -> tuple[jax.Array, jax.Array, LoraPair]:
+    cut = partial(_cut, chunk=chunk * (JOINED_CHUNKS if is_joined else 1))
+    unembed = _shared_map(hidden_BTD, unembed_VD, adapter, is_joined)
 
     def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[jax.Array, jax.Array]]:
         hidden, targets, inputs = pieces
@@ -79,7 +110,11 @@ def target_logprobs_and_gradient(
         d_logprobs_CK = logprob_gradient(logprobs, inputs).reshape(targets_CK.shape)
         # d log p(target) / d logits = one at the target, less the softmax everywhere
         d_y_CV = exp_CV * (-d_logprobs_CK.sum(axis=-1, keepdims=True) / total_C1)
-        d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
+        if is_joined:  # in the loop that rounds it, where additions at indices would be one of their own in float32
+            is_target_CVK = jnp.arange(d_y_CV.shape[1])[:, None] == targets_CK[:, None]
+            d_y_CV = d_y_CV + jnp.where(is_target_CVK, d_logprobs_CK[:, None], 0).sum(axis=-1)
+        else:
+            d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
         d_x_CD, d_pair_of_chunk = unembed.gradient(x_CD, d_y_CV)
         return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, d_x_CD.reshape(hidden.shape))
 
@@ -89,10 +124,25 @@ def target_logprobs_and_gradient(
     return _join(logprobs, targets.shape), _join(d_hidden, hidden_BTD.shape), d_pair
 
 
-def _shared_map(hidden_BTD: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter) -> AdaptedMap:
+def _by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments: Any) -> Any:
+    """Run a function of the unembedding; on GPU, unless it is float32, with the factor of the adapter next to it.
+
+    The logits of a chunk are the largest arrays of a pass. XLA for GPUs has a kernel for each product and each sum, and
+    none keeps them in a cache.
+    """
+    if unembed_VD.dtype == jnp.float32:
+        return run(unembed_VD, *arguments, is_joined=False)
+    on_gpu, elsewhere = partial(run, is_joined=True), partial(run, is_joined=False)
+    return jax.lax.platform_dependent(unembed_VD, *arguments, cuda=on_gpu, default=elsewhere)
+
+
+def _shared_map(
+    hidden_BTD: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter, is_joined: bool
+) -> AdaptedMap | JoinedMap:
     """Return the unembedding with the adapter of all rows, for all positions: scored alike with or without gradient."""
     num_positions = hidden_BTD.shape[0] * hidden_BTD.shape[1]
-    return AdaptedMap.of(unembed_VD.T, adapter.pair, adapter.scale, num_positions)
+    adapted = AdaptedMap.of(unembed_VD.T, adapter.pair, adapter.scale, num_positions)
+    return JoinedMap.of(adapted) if is_joined else adapted
 
 
 def _score(y_CV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

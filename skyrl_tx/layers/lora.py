@@ -211,6 +211,41 @@ class AdaptedMap:
 
 
 @struct.dataclass
+class JoinedMap:
+    """An `AdaptedMap` whose second factor lies next to the weight, so that the update is a part of one sum.
+
+    It takes a copy of the weight, which pays where many rows are multiplied in parts: a device then writes and reads
+    nothing but the sum.
+    """
+
+    weight_OK: jax.Array  # K are the inputs of the map, and then the ranks
+    pair: LoraPair  # in the weight's type
+    scale: jax.Array
+
+    @classmethod
+    def of(cls, adapted: AdaptedMap) -> "JoinedMap":
+        """Join the two; the update of `adapted` must not be merged."""
+        weight_OK = jnp.concatenate([adapted.weight_IO.T, adapted.pair.b.T], axis=1)
+        return cls(weight_OK=weight_OK, pair=adapted.pair, scale=adapted.scale)
+
+    def product(self, x_MI: jax.Array) -> jax.Array:
+        """Return the map of `x`, float32 [M, O]."""
+        x_MI = x_MI.astype(self.weight_OK.dtype)
+        return multiply(jnp.concatenate([x_MI, self._inner(x_MI)], axis=1), self.weight_OK.T)
+
+    def gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
+        """Return the gradients of `x` and of the pair, float32, given the gradient `d_y` of the product."""
+        dtype = self.weight_OK.dtype
+        d_x_MI, d_h_MR = jnp.split(multiply(d_y_MO, self.weight_OK), [x_MI.shape[1]], axis=1)
+        d_h_MR = d_h_MR * self.scale
+        d_a_RI, d_b_RO = _outer_sum(d_h_MR, x_MI, dtype), _outer_sum(self._inner(x_MI), d_y_MO, dtype)
+        return d_x_MI + multiply(d_h_MR, self.pair.a.T), LoraPair(a=d_a_RI.T, b=d_b_RO)
+
+    def _inner(self, x_MI: jax.Array) -> jax.Array:
+        return (multiply(x_MI, self.pair.a) * self.scale).astype(self.weight_OK.dtype)
+
+
+@struct.dataclass
 class ExpertMap:
     """A linear map of one expert with its adapter: x -> x W + scale (x A) B.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.layers.kernels.choice import TRITON
-from skyrl_tx.layers.logprobs import CHUNK
+from skyrl_tx.layers.logprobs import CHUNK, JOINED_CHUNKS
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.remat import RematPolicy
@@ -115,7 +115,9 @@ def _head_bytes(params: models.DecoderParams, config: models.ModelConfig, platfo
     found = 3 * CHUNK * config.vocab_size * 4 // tp
     if unembed_VD.dtype == jnp.float32:
         found += unembed_VD.size * 4  # with the adapter, see layers.lora.AdaptedMap
-    else:  # XLA for GPUs puts it next to a factor of the adapter, so that both are one product
+    else:  # on GPU it lies next to a factor of the adapter, see layers.lora.JoinedMap
+        if platform == "gpu":  # logits in float32, and their gradient in the weights' type
+            found = JOINED_CHUNKS * CHUNK * config.vocab_size * (4 + unembed_VD.dtype.itemsize) // tp
         copies = (platform == "gpu") + (params.layout.num_shards("embed") > 1)
         found += copies * unembed_VD.size * unembed_VD.dtype.itemsize // tp
     return found

@@ -112,3 +112,27 @@ def test_the_bits_are_the_same_with_and_without_a_gradient(num_tokens, size, voc
     expected, *_ = jax.jit(with_gradient)(np.ones((1, num_tokens), np.float32))
     found = jax.jit(lambda hidden: target_logprobs(hidden, unembed, targets, adapter))(hidden)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(B, T), (B, T, 4)])
+def test_gpus_compute_the_same_with_the_factor_next_to_the_unembedding(monkeypatch, shape):
+    hidden, unembed, adapter = make("shared")
+    targets = np.random.default_rng(4).integers(0, V, shape)
+    found = []
+    for name in ("default", "cuda"):
+
+        def chosen(*arguments, name=name, default, **others):
+            return others.get(name, default)(*arguments)
+
+        monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+
+        @fast_jit
+        def evaluate(hidden, unembed):
+            one_pass = target_logprobs_and_gradient(
+                hidden, unembed, targets, adapter, lambda x, weights: weights, draw(*shape, seed=5), chunk=4
+            )
+            return *one_pass, target_logprobs(hidden, unembed, targets, adapter, chunk=4)
+
+        found.append(evaluate(hidden, unembed.astype(jnp.bfloat16)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01), *found)
+    np.testing.assert_array_equal(found[1][0], found[1][3])
