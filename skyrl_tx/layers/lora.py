@@ -71,6 +71,8 @@ class RowAdapter:
     pair: LoraPair  # [I, R] and [R, O], or with a leading G
     scale: jax.Array  # scalar, or [G]
     group_M: jax.Array | None = None
+    joins: bool = struct.field(pytree_node=False, default=False)
+    """Whether a `JoinedMap` may be computed: on one device, as the dim that grows may be cut on several."""
 
     def delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the update for `x` [B, ..., I]: float32 [B, ..., O], factors multiplied in `dtype`."""
@@ -148,7 +150,8 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
         y = multiply(x.astype(dtype), weight)
     elif adapter.scale.ndim == 0:
         flat_MI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # in which its gradient is added up
-        y = _adapted(flat_MI, weight, adapter.pair, adapter.scale).reshape(*x.shape[:-1], weight.shape[-1])
+        y = _adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.joins)
+        y = y.reshape(*x.shape[:-1], weight.shape[-1])
     else:
         x = x.astype(dtype)
         y = multiply(x, weight) + adapter.delta(x, dtype)
@@ -214,35 +217,42 @@ class AdaptedMap:
 class JoinedMap:
     """An `AdaptedMap` whose second factor lies next to the weight, so that the update is a part of one sum.
 
-    It takes a copy of the weight, which pays where many rows are multiplied in parts: a device then writes and reads
-    nothing but the sum.
+    It takes a copy of the weight and one of the rows, which pay on GPUs: XLA has a kernel for each product there, and
+    one that adds the update to the result, which is read and written again.
     """
 
-    weight_OK: jax.Array  # K are the inputs of the map, and then the ranks
+    weight_KO: jax.Array  # K are the inputs of the map, and then the ranks
     pair: LoraPair  # in the weight's type
     scale: jax.Array
 
     @classmethod
     def of(cls, adapted: AdaptedMap) -> "JoinedMap":
         """Join the two; the update of `adapted` must not be merged."""
-        weight_OK = jnp.concatenate([adapted.weight_IO.T, adapted.pair.b.T], axis=1)
-        return cls(weight_OK=weight_OK, pair=adapted.pair, scale=adapted.scale)
+        weight_KO = jnp.concatenate([adapted.weight_IO, adapted.pair.b])
+        return cls(weight_KO=weight_KO, pair=adapted.pair, scale=adapted.scale)
 
-    def product(self, x_MI: jax.Array) -> jax.Array:
-        """Return the map of `x`, float32 [M, O]."""
-        x_MI = x_MI.astype(self.weight_OK.dtype)
-        return multiply(jnp.concatenate([x_MI, self._inner(x_MI)], axis=1), self.weight_OK.T)
+    @staticmethod
+    def pays(num_rows: int, weight_IO: jax.Array) -> bool:
+        """Return whether the copies take less than adding the update: by bytes, for layers of Qwen3-0.6B and 8B."""
+        inputs, outputs = weight_IO.shape
+        return weight_IO.dtype != jnp.float32 and num_rows >= inputs and 2 * outputs >= inputs
+
+    def product(self, x_MI: jax.Array, inner_MR: jax.Array | None = None, result: Any = jnp.float32) -> jax.Array:
+        """Return the map of `x` [M, O] in the type `result`, with `inner` as in `AdaptedMap`."""
+        x_MI = x_MI.astype(self.weight_KO.dtype)
+        inner_MR = self._inner(x_MI) if inner_MR is None else inner_MR
+        return multiply(jnp.concatenate([x_MI, inner_MR], axis=1), self.weight_KO, result)
 
     def gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
         """Return the gradients of `x` and of the pair, float32, given the gradient `d_y` of the product."""
-        dtype = self.weight_OK.dtype
-        d_x_MI, d_h_MR = jnp.split(multiply(d_y_MO, self.weight_OK), [x_MI.shape[1]], axis=1)
+        dtype = self.weight_KO.dtype
+        d_x_MI, d_h_MR = jnp.split(multiply(d_y_MO, self.weight_KO.T), [x_MI.shape[1]], axis=1)
         d_h_MR = d_h_MR * self.scale
         d_a_RI, d_b_RO = _outer_sum(d_h_MR, x_MI, dtype), _outer_sum(self._inner(x_MI), d_y_MO, dtype)
         return d_x_MI + multiply(d_h_MR, self.pair.a.T), LoraPair(a=d_a_RI.T, b=d_b_RO)
 
     def _inner(self, x_MI: jax.Array) -> jax.Array:
-        return (multiply(x_MI, self.pair.a) * self.scale).astype(self.weight_OK.dtype)
+        return (multiply(x_MI, self.pair.a) * self.scale).astype(self.weight_KO.dtype)
 
 
 @struct.dataclass
@@ -317,20 +327,36 @@ def _multiply_factor_backward(dtype: jnp.dtype, kept: tuple[jax.Array, jax.Array
 multiply_factor.defvjp(_multiply_factor_forward, _multiply_factor_backward)
 
 
-@jax.custom_vjp
-def _adapted(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array) -> jax.Array:
-    return _adapted_forward(x_MI, weight_IO, pair, scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _adapted(
+    x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool
+) -> jax.Array:  # in the weight's type
+    return _adapted_forward(x_MI, weight_IO, pair, scale, joins)[0]
 
 
-def _adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array):
-    x_MI = x_MI.astype(weight_IO.dtype)
-    adapted = AdaptedMap.of(weight_IO, pair, scale, x_MI.shape[0], result=weight_IO.dtype)
+def _adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool):
+    dtype = weight_IO.dtype
+    x_MI = x_MI.astype(dtype)
+    adapted = AdaptedMap.of(weight_IO, pair, scale, x_MI.shape[0], result=dtype)
     # Kept, because it is so narrow that reading `x` takes all the time of computing it.
     inner_MR = None if adapted.is_merged else mark_matmul(adapted.inner(x_MI))
-    return adapted.product(x_MI, inner_MR), (x_MI, inner_MR, weight_IO, pair, scale)
+
+    def apart(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
+        return adapted.product(x_MI, inner_MR).astype(dtype)
+
+    def joined(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
+        return JoinedMap.of(adapted).product(x_MI, inner_MR, dtype)
+
+    if joins and JoinedMap.pays(x_MI.shape[0], weight_IO):
+        y_MO = jax.lax.platform_dependent(adapted, x_MI, inner_MR, cuda=joined, default=apart)
+    else:
+        y_MO = apart(adapted, x_MI, inner_MR)
+    return y_MO, (x_MI, inner_MR, weight_IO, pair, scale)
 
 
-def _adapted_backward(kept: tuple[jax.Array, jax.Array | None, jax.Array, LoraPair, jax.Array], d_y_MO: jax.Array):
+def _adapted_backward(
+    joins: bool, kept: tuple[jax.Array, jax.Array | None, jax.Array, LoraPair, jax.Array], d_y_MO: jax.Array
+):
     x_MI, inner_MR, weight_IO, pair, scale = kept
     adapted = AdaptedMap.of(weight_IO, pair, scale, x_MI.shape[0], result=weight_IO.dtype)
     d_x_MI, d_pair = adapted.gradient(x_MI, d_y_MO, inner_MR)

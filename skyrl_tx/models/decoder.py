@@ -65,7 +65,7 @@ def forward(
     def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
         return mixer.rows(x_BTD, params, adapters, at), None
 
-    own = GroupAdapters.of_all(config, adapter, slots)
+    own = GroupAdapters.of_all(config, adapter, slots, joins=not at.layout.is_split)
     x_BTD, _ = _apply(_Mode(config, at.layout, mix, remat), _embedded(params, config, inputs), params, own)
     return _finish(params, config, x_BTD)
 

@@ -36,17 +36,22 @@ class GroupAdapters:
     gathers those of its rows.
     """
 
-    def __init__(self, config: ModelConfig, group: Group, adapter: Adapter | None, slots: RowSlots | None) -> None:
+    def __init__(
+        self, config: ModelConfig, group: Group, adapter: Adapter | None, slots: RowSlots | None, joins: bool
+    ) -> None:
         self._group = group
+        self._joins = joins
         self._adapter = adapter
         self._slots = slots
         self._is_shared = adapter is not None and adapter.scale.ndim == 0
         self._maps = {} if adapter is None else _maps(config, group)
 
     @classmethod
-    def of_all(cls, config: ModelConfig, adapter: Adapter | None, slots: RowSlots | None) -> "Iterator[GroupAdapters]":
-        """Yield the adapters of every group."""
-        return (cls(config, group, adapter, slots) for group in config.groups)
+    def of_all(
+        cls, config: ModelConfig, adapter: Adapter | None, slots: RowSlots | None, *, joins: bool = False
+    ) -> "Iterator[GroupAdapters]":
+        """Yield the adapters of every group; `joins` is that of `RowAdapter`."""
+        return (cls(config, group, adapter, slots, joins) for group in config.groups)
 
     def pairs(self) -> dict[str, LoraPair]:
         """Return what the loop slices of a shared adapter: [n, ...], or [n, m, ...] if m > 1 layers have the map."""
@@ -72,7 +77,9 @@ class GroupAdapters:
         targets = self._group.stacks[place].block.targets()
         has_experts = any(target.num_experts is not None for target in targets.values())
         if self._is_shared:
-            rows = {name: RowAdapter(self._pair(name, place, pairs), adapter.scale) for name in targets}
+            rows = {
+                name: RowAdapter(self._pair(name, place, pairs), adapter.scale, joins=self._joins) for name in targets
+            }
             return LayerAdapters(rows, share_experts(rows, EXPERT_PREFIX) if has_experts else None)
         assert self._slots is not None, "an adapter with slots needs the slots of the rows"
         rows = {

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.lora import AdaptedMap, LoraPair, RowAdapter, linear, multiply_groups
+from skyrl_tx.layers.lora import AdaptedMap, JoinedMap, LoraPair, RowAdapter, linear, multiply_groups
 from tests.support.fast_jit import fast_jit
 
 INPUTS, OUTPUTS, RANK = 24, 40, 3
@@ -13,9 +13,19 @@ SCALE = np.float32(0.7)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "dtype", "is_merged"), [(8, "float32", False), (32, "float32", True), (32, "bfloat16", False)]
+    ("num_rows", "dtype", "is_merged", "platform"),
+    [
+        (8, "float32", False, "cpu"),
+        (32, "float32", True, "cpu"),
+        (32, "bfloat16", False, "cpu"),
+        (32, "bfloat16", False, "cuda"),
+    ],
 )
-def test_value_and_gradient_are_those_of_the_plain_formula(num_rows, dtype, is_merged):
+def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows, dtype, is_merged, platform):
+    def chosen(*arguments, default, **others):
+        return others.get(platform, default)(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     draw = np.random.default_rng(0)
 
     def drawn(*shape: int) -> np.ndarray:
@@ -27,7 +37,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(num_rows, dtype, is_m
     assert AdaptedMap.of(weight, pair, SCALE, num_rows).is_merged == is_merged
 
     def ours(x: jax.Array, pair: LoraPair) -> jax.Array:
-        return linear(x, jnp.asarray(weight), RowAdapter(pair=pair, scale=SCALE), bias)
+        return linear(x, jnp.asarray(weight), RowAdapter(pair=pair, scale=SCALE, joins=True), bias)
 
     def plain(x: jax.Array, pair: LoraPair) -> jax.Array:
         return x @ weight.astype(np.float32) + x @ pair.a @ pair.b * SCALE + bias
@@ -37,6 +47,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(num_rows, dtype, is_m
         (found, back), (wanted, plain_back) = jax.vjp(ours, x, pair), jax.vjp(plain, x, pair)
         return (found, back(slope)), (wanted, plain_back(slope))
 
+    assert JoinedMap.pays(num_rows, weight) == (dtype == "bfloat16")
     found, wanted = evaluate(x, pair)
     tolerance = 1e-5 if dtype == "float32" else 0.02  # of the largest: factors have 8 bits, sums have 24
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
