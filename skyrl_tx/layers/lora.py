@@ -150,8 +150,8 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
         y = multiply(x.astype(dtype), weight)
     elif adapter.scale.ndim == 0:
         flat_MI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # in which its gradient is added up
-        y = _adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.joins)
-        y = y.reshape(*x.shape[:-1], weight.shape[-1])
+        flat_MO: jax.Array = _adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.joins)
+        y = flat_MO.reshape(*x.shape[:-1], weight.shape[-1])
     else:
         x = x.astype(dtype)
         y = multiply(x, weight) + adapter.delta(x, dtype)
