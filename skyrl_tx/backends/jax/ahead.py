@@ -26,7 +26,7 @@ from skyrl_tx.backends.jax.sample.layer_views import separate_shapes
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import BASE
-from skyrl_tx.backends.jax.shapes import PrefillShapes
+from skyrl_tx.backends.jax.shapes import PROMPTS_TOGETHER, PrefillShapes
 from skyrl_tx.backends.jax.start_plan import StartPlan
 from skyrl_tx.backends.jax.train import optimizer, packing, step
 from skyrl_tx.backends.jax.train.adapters import padded_rank
@@ -183,10 +183,10 @@ class _Shapes:
         return self._replicated(packing.fill(first, examples)), detail
 
     def prefill(self) -> _Lowered:
-        """Return one chunk of a prompt, with the base model."""
-        samples = self._plan.samples
+        """Return one chunk of the most prompts that are computed at the same time, with the base model."""
+        samples, is_exact = self._plan.samples, self._plan.dtype == "float32"
         size = PrefillShapes.of(self._config, samples.max_length).chunk_size
-        rows = samples.shards
+        rows = samples.shards if samples.shards > 1 or is_exact else PROMPTS_TOGETHER
         number, tokens = (self._replicated(np.zeros(shape, np.int32)) for shape in (rows, (rows, size)))
         lowered = programs.extend.lower(
             self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(rows)
