@@ -23,7 +23,7 @@ from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
 from skyrl_tx.backends.jax.sample.draw import Drawn
-from skyrl_tx.backends.jax.sample.layer_views import separate_layers
+from skyrl_tx.backends.jax.sample.layer_views import profits, separate_layers
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
@@ -67,7 +67,7 @@ class JaxPrograms:
 
     def __init__(self, params: DecoderParams, model: ModelConfig, config: JaxConfig) -> None:
         self._platform = next(iter(params.embed.devices())).platform
-        self._params = separate_layers(params) if self._platform == "gpu" else params
+        self._params = separate_layers(params) if profits(self._platform, params.layout) else params
         self._model = model
         self._config = config
         num_slots = num_adapter_slots(config, params, model)

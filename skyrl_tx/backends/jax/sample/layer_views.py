@@ -3,7 +3,7 @@
 XLA on GPU has no matrix product that reads a slice in place: it copies the weights of each layer out of their stack, in
 each step. A program whose arguments are the layers copies nothing. JAX has no views of arrays, but it takes arrays of
 other libraries where they are, by DLPack (https://dmlc.github.io/dlpack/latest/c_api.html). So stacks are handed out as
-such arrays, and each layer is told to begin later and to have a dim less.
+such arrays, and each layer begins later and has a dim less.
 """
 
 import ctypes
@@ -12,11 +12,20 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams
 from skyrl_tx.models.params import separate
 
 _ALIGNMENT = 256
 """Bytes of which the address of a view is a multiple, as XLA's own arrays are. Small layers that are not are copied."""
+
+
+def profits(platform: str, layout: Layout) -> bool:
+    """Return whether programs copy less with separate layers.
+
+    Where weights are gathered before use, that is a copy anyway, and without a loop XLA gathers several layers ahead.
+    """
+    return platform == "gpu" and layout.num_shards("embed") == 1
 
 
 def separate_layers(params: DecoderParams) -> DecoderParams:
@@ -67,7 +76,7 @@ class _Tensor(ctypes.Structure):
         ("ndim", ctypes.c_int32),
         ("type_code", ctypes.c_uint8),
         ("type_bits", ctypes.c_uint8),
-        ("type_lanes", ctypes.c_uint16),
+        ("num_in_vector", ctypes.c_uint16),
         ("shape", ctypes.c_void_p),  # of int64
         ("strides", ctypes.c_void_p),  # of int64, or null
         ("byte_offset", ctypes.c_uint64),
