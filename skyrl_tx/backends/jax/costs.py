@@ -95,8 +95,8 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     if platform == "tpu":  # XLA for TPUs rounds the factors of all layers before the loop over them
         gradient += gradient * itemsize // 4
     head = _head_bytes(params, config, platform)
-    # The arrays of experts are large, and compilers leave gaps between them: about what logits take at another time.
-    gaps = head if has_experts else 0
+    # The arrays of experts are large, and compilers leave gaps between them: about what three arrays of logits take.
+    gaps = 3 * CHUNK * config.vocab_size * 4 // tp + _unembedding_bytes(params, platform) if has_experts else 0
     return Costs(
         fixed=gradient + experts_fixed + _gathered_bytes(params, platform) + gaps,
         head=head,
@@ -111,16 +111,21 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
 
 def _head_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
     """Return the bytes for log-probabilities and their gradient: logits of a chunk, and copies of the unembedding."""
-    unembed_VD, tp = params.unembed_VD, params.layout.num_shards("mlp")
-    found = 3 * CHUNK * config.vocab_size * 4 // tp
+    itemsize, num_logits = params.unembed_VD.dtype.itemsize, CHUNK * config.vocab_size
+    of_logits = 3 * num_logits * 4
+    if platform == "gpu" and itemsize < 4:  # logits in float32, and their gradient in the weights' type
+        of_logits = JOINED_CHUNKS * num_logits * (4 + itemsize)
+    return of_logits // params.layout.num_shards("mlp") + _unembedding_bytes(params, platform)
+
+
+def _unembedding_bytes(params: models.DecoderParams, platform: str) -> int:
+    """Return the bytes of the copies of the unembedding."""
+    unembed_VD, layout = params.unembed_VD, params.layout
     if unembed_VD.dtype == jnp.float32:
-        found += unembed_VD.size * 4  # with the adapter, see layers.lora.AdaptedMap
-    else:  # on GPU it lies next to a factor of the adapter, see layers.lora.JoinedMap
-        if platform == "gpu":  # logits in float32, and their gradient in the weights' type
-            found = JOINED_CHUNKS * CHUNK * config.vocab_size * (4 + unembed_VD.dtype.itemsize) // tp
-        copies = (platform == "gpu") + (params.layout.num_shards("embed") > 1)
-        found += copies * unembed_VD.size * unembed_VD.dtype.itemsize // tp
-    return found
+        return unembed_VD.size * 4  # with the adapter, see layers.lora.AdaptedMap
+    # On GPU it lies next to a factor of the adapter, see layers.lora.JoinedMap.
+    copies = (platform == "gpu") + (layout.num_shards("embed") > 1)
+    return copies * unembed_VD.size * unembed_VD.dtype.itemsize // layout.num_shards("mlp")
 
 
 def adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) -> int:
