@@ -14,7 +14,7 @@ import jax
 _OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
+    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),  # which has no others
 }
 
 FAST_COMPILE_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _OPTIONS.items())
