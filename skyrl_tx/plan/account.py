@@ -17,7 +17,7 @@ from skyrl_tx.backends.jax.topology import described_layout
 from skyrl_tx.commands.common import in_units
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.models.arithmetic import frozen_macs
-from skyrl_tx.plan.hardware import GPU_SHARE, Devices
+from skyrl_tx.plan.hardware import GPU_SHARE, MEASURED, Devices
 from skyrl_tx.plan.long_rows import LongRows, fitting_candidate
 from skyrl_tx.plan.meshes import ROOM, Candidate, candidates, meshes_of
 from skyrl_tx.plan.roofline import Bound, Work, decoding, training
@@ -44,8 +44,8 @@ class Rate:
     tokens_per_s: int
     bound_by: str
     detail: str
-    is_measured: bool = False
-    """Whether an efficiency that was measured on such devices is included: none has been."""
+    expected_tokens_per_s: int | None = None
+    """The same times the share of a bound that was measured on one such device with another model; None if none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,13 +191,15 @@ def _rates(
     size = {"num_parameters": plan.num_parameters, "itemsize": itemsize}
     cache_bytes = plan.kv_bytes * num_slots * (length + samples.state_tokens) // samples.all_tokens
     trained = training(model, devices, chosen, work, **size)
-    yield _rate("training", trained, f"rank {RANK}, sequences of {work.sequence_tokens} tokens")
+    yield _rate("training", trained, devices, f"rank {RANK}, sequences of {work.sequence_tokens} tokens")
     decoded = decoding(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
-    yield _rate("sampling", decoded, f"{num_slots} samples of {length} tokens, base model")
+    yield _rate("sampling", decoded, devices, f"{num_slots} samples of {length} tokens, base model")
 
 
-def _rate(work: str, bound: Bound, detail: str) -> Rate:
-    return Rate(work, int(bound.tokens_per_s), bound.by, detail)
+def _rate(work: str, bound: Bound, devices: Devices, detail: str) -> Rate:
+    share = MEASURED.get(devices.kind.name, {}).get(work) if devices.number == 1 else None
+    expected = None if share is None else int(share * bound.tokens_per_s)
+    return Rate(work, int(bound.tokens_per_s), bound.by, detail, expected)
 
 
 def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:

@@ -86,9 +86,11 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
     yield f"  training row  {plan.longest_row} tokens by memory, {account.model.max_context_length} by the model"
     yield from _long_rows(account)
     yield from ("", *explain_kernels(plan.kernels, account.model))
-    yield from ("", "Tokens per second on all devices, at most (a roofline; no efficiency has been measured there):")
+    yield from ("", "Tokens per second on all devices, at most (a roofline):")
     for rate in account.rates:
-        yield f"  {rate.work:<13} {rate.tokens_per_s:,}, bound by {rate.bound_by}: {rate.detail}"
+        expected = rate.expected_tokens_per_s
+        share = "no share of it was measured there" if expected is None else f"about {expected:,} are to be expected"
+        yield f"  {rate.work:<13} {rate.tokens_per_s:,}, bound by {rate.bound_by}: {rate.detail}; {share}"
     if account.others:
         yield from ("", "Meshes, by the least time to sample a token and train on it:")
         candidates = (account.chosen, *account.others)[:_SHOWN_MESHES]

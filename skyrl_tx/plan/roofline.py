@@ -2,7 +2,7 @@
 
 A step takes at least the time of its products at the peak rate of the devices, of reading weights and cache at the
 bandwidth of their memory, and of what devices send each other. All three may overlap, so the longest is the bound.
-Nothing else counts: no latency, no padding, no other work. No efficiency has been measured on these devices yet.
+Nothing else counts: no latency, no padding, no other work. What was measured of it is in `skyrl_tx.plan.hardware`.
 
 Roofline: Williams et al. 2009, doi:10.1145/1498765.1498785.
 """

@@ -73,13 +73,27 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         *("context_tokens", "kv_tokens", "sample_slots", "samples_of_longest_context", "models"),
         *("micro_batch_tokens", "is_rematerialized", "row_tokens", "row_host_bytes"),
     }
-    assert [(rate["work"], rate["is_measured"]) for rate in found["rates"]] == [
-        ("training", False),
-        ("sampling", False),
+    assert [(rate["work"], rate["expected_tokens_per_s"]) for rate in found["rates"]] == [
+        ("training", None),
+        ("sampling", None),
     ]
     assert found["meshes"][0].keys() == {
         *("mesh", "weight_bytes", "has_room", "training_tokens_per_s", "sampling_tokens_per_s")
     }
+
+
+@pytest.mark.parametrize(("device", "shares"), [("h200", (0.36, 0.5)), ("h200:2", None), ("l4", None)])
+def test_what_one_device_reaches_of_the_bound_is_expected_where_it_was_measured(
+    capsys: pytest.CaptureFixture[str], device: str, shares: tuple[float, float] | None
+) -> None:
+    command = ["plan", "--base-model", "tiny", "--device", device]
+    assert main([*command, "--json"]) == 0
+    rates = json.loads(capsys.readouterr().out)["rates"]
+    for place, rate in enumerate(rates):
+        wanted = None if shares is None else pytest.approx(shares[place] * rate["tokens_per_s"], abs=1)
+        assert rate["expected_tokens_per_s"] == wanted
+    assert main(command) == 0
+    assert capsys.readouterr().out.count("are to be expected") == (0 if shares is None else 2)
 
 
 def test_a_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
