@@ -15,7 +15,12 @@ from skyrl_tx.layers.attention import PAST_BLOCK
 from skyrl_tx.layers.kv_cache import PAGE
 
 SHORTEST_CHUNK = 32
-"""Tokens to which the last chunk of a prompt is padded, at least."""
+"""Tokens to which the last chunk of a prompt is padded, at least, if chunks are not large."""
+LARGE_CHUNK = 512
+"""Chunks of this size or more are padded to FIRST_CHUNK at least.
+
+They are for devices that compute 128 tokens in the time of 32, and there are fewer programs to compile.
+"""
 
 FIRST_CHUNK = 128
 """Tokens of the first chunk. Measured on CPU at 250 tokens: 1.2 times the time of a single chunk; 64 tokens: 1.3."""
@@ -44,11 +49,6 @@ def ascending(round_up: Callable[[int], int], last: int) -> Iterator[int]:
     yield last
 
 
-def padded_chunk(num_tokens: int) -> int:
-    """Return the padded size of a chunk of `num_tokens`."""
-    return max(next_power(num_tokens), SHORTEST_CHUNK)
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillShapes:
     """The sizes of prefill chunks, which have up to `chunk_size` tokens, a power of two."""
@@ -60,6 +60,11 @@ class PrefillShapes:
         """Return the sizes for prompts of up to `max_length` tokens. The settings are those `for_platform`."""
         assert config.prefill_chunk_tokens is not None
         return cls(min(config.prefill_chunk_tokens, next_power(max(max_length, SHORTEST_CHUNK))))
+
+    def padded(self, num_tokens: int) -> int:
+        """Return the padded size of a chunk of `num_tokens`."""
+        shortest = SHORTEST_CHUNK if self.chunk_size < LARGE_CHUNK else FIRST_CHUNK
+        return max(next_power(num_tokens), shortest)
 
     def chunk_end(self, start: int) -> int:
         """Return the end of the full chunk that begins at position `start`."""
@@ -76,7 +81,7 @@ class PrefillShapes:
 
     def padded_sizes(self) -> Iterator[int]:
         """Yield every padded size of a chunk."""
-        return ascending(padded_chunk, self.chunk_size)
+        return ascending(self.padded, self.chunk_size)
 
     def prompt_lengths(self, max_length: int) -> Iterator[int]:
         """Yield prompt lengths whose last chunks, taken together, have every padded size."""

@@ -27,7 +27,7 @@ from skyrl_tx.backends.jax.sample.prefill_queue import PrefillQueue
 from skyrl_tx.backends.jax.sample.running import RunningSample, max_kv_length, max_tokens
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.sample.slices import DispatchedSlice
-from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, padded_chunk
+from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
@@ -59,9 +59,9 @@ class SampleScheduler:
         self._score_queue = PrefillQueue()  # requests for one token: they are done after their prefill
         self._sample_queue = PrefillQueue()
         programs.allocate_cache(memory)
-        shapes = PrefillShapes.of(config, memory.max_length)
+        self._shapes = PrefillShapes.of(config, memory.max_length)
         self._shards = [
-            SampleShard(n, programs, memory.of_shard, shapes, self._slice, self._score_queue, self._sample_queue)
+            SampleShard(n, programs, memory.of_shard, self._shapes, self._slice, self._score_queue, self._sample_queue)
             for n in range(memory.shards)
         ]
         self._dispatched: DispatchedSlice | None = None  # a slice that is not read
@@ -276,7 +276,7 @@ class SampleScheduler:
         by_size: dict[int, list[tuple[Prefill, SampleShard, PromptChunk]]] = {}
         for prefill, shard in prompts:
             chunk = shard.prefiller.next_chunk(prefill)
-            by_size.setdefault(padded_chunk(chunk.tokens.size), []).append((prefill, shard, chunk))
+            by_size.setdefault(self._shapes.padded(chunk.tokens.size), []).append((prefill, shard, chunk))
         for padded, group in by_size.items():
             found = self._programs.extend([chunk for *_, chunk in group], padded)
             for (prefill, shard, chunk), last_hidden in zip(group, found, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.shapes import FIRST_CHUNK, PrefillShapes, padded_chunk
+from skyrl_tx.backends.jax.shapes import FIRST_CHUNK, PrefillShapes
 
 CPU = JaxConfig().for_platform("cpu")
 
@@ -15,12 +15,18 @@ def test_chunks_are_no_longer_than_the_context():
     assert PrefillShapes.of(JaxConfig(prefill_chunk_tokens=1024), 1500) == PrefillShapes(1024)
 
 
+def test_large_chunks_have_few_padded_sizes():
+    assert list(PrefillShapes(256).padded_sizes()) == [32, 64, 128, 256]
+    assert list(PrefillShapes(512).padded_sizes()) == [128, 256, 512]
+    assert [PrefillShapes(size).padded(33) for size in (64, 512)] == [64, 128]
+
+
 def sizes(shapes: PrefillShapes, length: int) -> list[int]:
     """Return the padded sizes of the chunks of one prompt."""
     found, start = [], 0
     while start < length:
         end = min(shapes.chunk_end(start), length)
-        found.append(padded_chunk(end - start))
+        found.append(shapes.padded(end - start))
         start = end
     return found
 
