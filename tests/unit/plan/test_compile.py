@@ -16,7 +16,7 @@ from tests.support.client_environments import COMPILERS
 from tests.support.published import QWEN3_8B
 
 SPLASH = "splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"
-TRITON = "mha_forward", "mha_backward"
+TRITON = "mha_forward", "mha_d_query", "mha_d_key"
 EIGHT = "fsdp=2,tp=2,ep=2"
 
 
