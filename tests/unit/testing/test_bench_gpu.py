@@ -35,11 +35,11 @@ def test_a_run_does_what_has_no_record_of_this_commit(tmp_path: Path, monkeypatc
     )
     monkeypatch.setattr(bench_gpu, "commit", lambda: "one")
     assert run(monkeypatch, records, "--skip-tests") == measured
-    assert run(monkeypatch, records) == ["parity", "kernels", "contract"]
+    assert run(monkeypatch, records) == ["parity", "suites"]
     assert run(monkeypatch, records) == []
     assert run(monkeypatch, records, "--again", "--skip-tests") == measured
     monkeypatch.setattr(bench_gpu, "commit", lambda: "two")
-    assert run(monkeypatch, records) == ["parity", "kernels", *measured, "contract"]
+    assert run(monkeypatch, records) == ["parity", *measured, "suites"]
     last = json.loads(records.read_text())[-2]
     assert last["options"] == {"part": "decoding-256", "model": MODEL} and last["commit"] == "two"
     assert last["results"] == {"problem": "out of memory"} and last["machine"]["device"] == "gpu NVIDIA H200"
@@ -48,7 +48,7 @@ def test_a_run_does_what_has_no_record_of_this_commit(tmp_path: Path, monkeypatc
 def test_a_run_starts_nothing_that_may_not_end_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, tmp_path / "gpu.json", "--minutes", "1.5", "--skip-tests")
+    assert run(monkeypatch, tmp_path / "gpu.json", "--minutes", "2", "--skip-tests")
     assert run(monkeypatch, tmp_path / "gpu.json", "--minutes", "0.5") == []
     assert "3 parts remain; run the same command again" in capsys.readouterr().out
 
