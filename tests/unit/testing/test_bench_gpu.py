@@ -50,7 +50,7 @@ def test_a_run_starts_nothing_that_may_not_end_in_time(
 ) -> None:
     assert run(monkeypatch, tmp_path / "gpu.json", "--minutes", "2", "--skip-tests")
     assert run(monkeypatch, tmp_path / "gpu.json", "--minutes", "0.5") == []
-    assert "3 parts remain; run the same command again" in capsys.readouterr().out
+    assert "2 parts remain; run the same command again" in capsys.readouterr().out
 
 
 def test_without_a_gpu_only_the_tiny_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
