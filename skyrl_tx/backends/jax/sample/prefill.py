@@ -104,11 +104,16 @@ class Prefiller:
         return self._cache.prefixes.find(PromptSource.of(request), request.prompt)
 
     def may_share(self, prefill: Prefill, other: Prefill) -> bool:
-        """Return whether a prompt could have its beginning from another one that were computed before it."""
-        size, sources = self._shapes.chunk_end(0), [PromptSource.of(each.request) for each in (prefill, other)]
-        first, second = (each.request.prompt[:size] for each in (prefill, other))
-        is_kept = self._memory.prefix_tokens > 0 and sources[0] == sources[1]
-        return is_kept and first.size == size and np.array_equal(first, second)
+        """Return whether more of a prompt would be cached if another one were computed before it."""
+        request, before = prefill.request, other.request
+        if request.options.wants_prompt or not self._memory.prefix_tokens:
+            return False
+        if PromptSource.of(request) != PromptSource.of(before):
+            return False
+        size = min(request.prompt.size, before.prompt.size)
+        different = np.flatnonzero(request.prompt[:size] != before.prompt[:size])
+        num_equal = int(different[0]) if different.size else size
+        return self._shapes.full_chunks(num_equal) > self.num_cached(prefill)
 
     def num_cached(self, prefill: Prefill) -> int:
         """Return how many tokens of a prompt are cached."""
