@@ -268,7 +268,7 @@ def test_short_prompts_are_computed_together_and_each_is_as_alone():
 
 
 def test_a_prompt_waits_for_another_whose_beginning_it_shares():
-    """Of four that share 32 tokens the first is computed with another prompt, and then the others together."""
+    """The first of four that share 32 tokens is computed with another prompt, and then the others together."""
     programs, prefix = FakePrograms(prompts_of_shard=4), prompt_of(32)
     sharing = [np.concatenate([prefix, prompt_of(n, seed=n)]) for n in (5, 6, 7, 8)]
     scheduler = start(programs, config=CONFIG.model_copy(update={"prefill_tokens": 256}))
