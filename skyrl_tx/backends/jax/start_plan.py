@@ -8,7 +8,7 @@ from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
@@ -70,7 +70,8 @@ class StartPlan:
 def layout_without_devices(config: MeshConfig) -> Layout:
     """Return a layout for shapes and shardings. Arrays cannot be placed on it."""
     axes = config.axes
-    without = AbstractMesh(tuple(axes.values()), tuple(axes))
+    auto = (AxisType.Auto,) * len(axes)  # as those of a mesh of devices; since jax 0.11 the default is another
+    without = AbstractMesh(tuple(axes.values()), tuple(axes), auto)
     return mesh.layout_of(cast(Mesh, without))  # a Mesh has more only for who places arrays
 
 
