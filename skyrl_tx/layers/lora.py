@@ -190,7 +190,7 @@ class AdaptedMap:
 
     def inner(self, x_MI: jax.Array) -> jax.Array:
         """Return scale (x A) in the weight's type, which the second factor and its gradient read."""
-        return (multiply(x_MI, self.pair.a) * self.scale).astype(self.weight_IO.dtype)
+        return _inner(x_MI, self.pair, self.scale)
 
     def product(self, x_MI: jax.Array, inner_MR: jax.Array | None = None) -> jax.Array:
         """Return the map of `x`, float32 [M, O], with the `inner` that is needed unless the update is merged."""
@@ -240,7 +240,7 @@ class JoinedMap:
     def product(self, x_MI: jax.Array, inner_MR: jax.Array | None = None, result: Any = jnp.float32) -> jax.Array:
         """Return the map of `x` [M, O] in the type `result`, with `inner` as in `AdaptedMap`."""
         x_MI = x_MI.astype(self.weight_KO.dtype)
-        inner_MR = self._inner(x_MI) if inner_MR is None else inner_MR
+        inner_MR = _inner(x_MI, self.pair, self.scale) if inner_MR is None else inner_MR
         return multiply(jnp.concatenate([x_MI, inner_MR], axis=1), self.weight_KO, result)
 
     def gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
@@ -248,11 +248,12 @@ class JoinedMap:
         dtype = self.weight_KO.dtype
         d_x_MI, d_h_MR = jnp.split(multiply(d_y_MO, self.weight_KO.T), [x_MI.shape[1]], axis=1)
         d_h_MR = d_h_MR * self.scale
-        d_a_RI, d_b_RO = _outer_sum(d_h_MR, x_MI, dtype), _outer_sum(self._inner(x_MI), d_y_MO, dtype)
+        d_a_RI, d_b_RO = _outer_sum(d_h_MR, x_MI, dtype), _outer_sum(_inner(x_MI, self.pair, self.scale), d_y_MO, dtype)
         return d_x_MI + multiply(d_h_MR, self.pair.a.T), LoraPair(a=d_a_RI.T, b=d_b_RO)
 
-    def _inner(self, x_MI: jax.Array) -> jax.Array:
-        return (multiply(x_MI, self.pair.a) * self.scale).astype(self.weight_KO.dtype)
+
+def _inner(x_MI: jax.Array, pair: LoraPair, scale: jax.Array) -> jax.Array:
+    return (multiply(x_MI, pair.a) * scale).astype(pair.a.dtype)
 
 
 @struct.dataclass

@@ -22,7 +22,7 @@ from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
 from skyrl_tx.backends.jax.exhaustion import is_exhausted
 from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.layer_views import profits, separate_shapes
+from skyrl_tx.backends.jax.sample.layer_views import copies_less, separate_shapes
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import BASE
@@ -136,7 +136,7 @@ class _Shapes:
         self._config, self._layout, self._model, self._plan = config, layout, model, plan
         described = models.describe_params(model)
         stacks = shapes_of_params(described, layout, plan.kernels, jnp.dtype(plan.dtype))
-        self._params = separate_shapes(stacks) if profits(mesh.platform_of(layout), layout) else stacks
+        self._params = separate_shapes(stacks) if copies_less(mesh.platform_of(layout), layout) else stacks
         self._training_params = replace(stacks, layout=mesh.training_layout(layout))
 
     def forward(self) -> _Lowered:

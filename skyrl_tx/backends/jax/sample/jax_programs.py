@@ -23,7 +23,7 @@ from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
 from skyrl_tx.backends.jax.sample.draw import Drawn
-from skyrl_tx.backends.jax.sample.layer_views import profits, separate_layers
+from skyrl_tx.backends.jax.sample.layer_views import copies_less, separate_layers
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
@@ -67,7 +67,7 @@ class JaxPrograms:
 
     def __init__(self, params: DecoderParams, model: ModelConfig, config: JaxConfig) -> None:
         self._platform = next(iter(params.embed.devices())).platform
-        self._params = separate_layers(params) if profits(self._platform, params.layout) else params
+        self._params = separate_layers(params) if copies_less(self._platform, params.layout) else params
         self._model = model
         self._config = config
         num_slots = num_adapter_slots(config, params, model)
@@ -126,7 +126,7 @@ class JaxPrograms:
         limit = self._config.max_topk_logprobs
         return PromptScores(self._params, request, max_topk=limit, max_alt=limit)
 
-    def num_rows(self, chunks: Sequence[PromptChunk]) -> int:
+    def _rows_of_shard(self, chunks: Sequence[PromptChunk]) -> int:
         """Return in how many rows a shard computes these chunks: one after another if two rows of four were unused."""
         return self.prompts_of_shard if len(chunks) > self.prompts_of_shard // 2 else 1
 
@@ -136,7 +136,7 @@ class JaxPrograms:
         Writes the keys into the prompts' pages and returns the hidden state of each chunk's last token. Raises
         BackendLost if the cache is lost.
         """
-        num_rows = self._num_shards * self.num_rows(chunks)
+        num_rows = self._num_shards * self._rows_of_shard(chunks)
         if num_rows == 1 and len(chunks) > 1:
             return [last for chunk in chunks for last in self.extend([chunk], padded)]
         pool = self.pool.adapters(any_used=any(chunk.adapter != BASE for chunk in chunks))

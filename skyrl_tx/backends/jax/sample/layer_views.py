@@ -20,7 +20,7 @@ _ALIGNMENT = 256
 """Bytes of which the address of a view is a multiple, as XLA's own arrays are. Small layers that are not are copied."""
 
 
-def profits(platform: str, layout: Layout) -> bool:
+def copies_less(platform: str, layout: Layout) -> bool:
     """Return whether programs copy less with separate layers.
 
     Where weights are gathered before use, that is a copy anyway, and without a loop XLA gathers several layers ahead.
