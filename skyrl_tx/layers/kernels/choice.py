@@ -35,6 +35,13 @@ arguments are `window` and `interpret`, as of Attend.
 """
 
 
+RotateNormed = Callable[..., jax.Array]
+"""A function of (x, weight, cosine, sine) that returns heads after their norm and rotation, up to rounding.
+
+Heads [..., N, H] and the result have the type of the base weights. Further arguments are `epsilon` and `interpret`.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The sizes of softmax attention in a layer by which kernels differ. The number of heads is none of them."""
@@ -57,6 +64,8 @@ class AttentionKernel:
     """The largest head that was compiled for such devices."""
     has_two_dims: bool
     """Whether values may have another dim than keys."""
+    rotate_normed: RotateNormed | None = None
+    """A kernel for norm and rotation of heads, whose dim is a power of two; None for plain JAX."""
 
     def refusal(self, heads: Heads) -> str | None:
         """Return what the kernel lacks for these heads; None if it can compute them."""
@@ -101,6 +110,12 @@ def _triton(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
     return triton.attend(*arrays, window=window, interpret=interpret)
 
 
+def _rotate_normed(*arrays: Any, epsilon: float, interpret: bool) -> jax.Array:
+    from skyrl_tx.layers.kernels import normed_rotation
+
+    return normed_rotation.rotate_normed(*arrays, epsilon=epsilon, interpret=interpret)
+
+
 def _mosaic(*arrays: Any, window: int | None, interpret: bool) -> Stats:
     from skyrl_tx.layers.kernels import tpu_pages
 
@@ -114,7 +129,7 @@ def _triton_pages(*arrays: Any, window: int | None, interpret: bool) -> Stats:
 
 
 SPLASH = AttentionKernel(name="splash", attend=_splash, max_dim=576, has_two_dims=True)
-TRITON = AttentionKernel(name="triton", attend=_triton, max_dim=256, has_two_dims=False)
+TRITON = AttentionKernel(name="triton", attend=_triton, max_dim=256, has_two_dims=False, rotate_normed=_rotate_normed)
 
 TABLE: Mapping[tuple[str, str], AttentionKernel] = {
     ("tpu", "bfloat16"): SPLASH,
@@ -137,6 +152,9 @@ PAGES_TABLE: Mapping[tuple[str, str], PagesKernel] = {
     ("gpu", "bfloat16"): TRITON_PAGES,
 }
 """The kernel that reads pages, of each platform and type of the base weights; the loop elsewhere."""
+
+SMALLEST_DIM = 32
+"""The smallest heads whose norm and rotation have a kernel: their halves have the dims of a product."""
 
 LOOPS = "loops"
 """The name of attention without a kernel."""
@@ -168,6 +186,17 @@ class Kernels:
         if self.attention is None or self.attention.refusal(heads) is not None:
             return None
         return partial(self.attention.attend, window=heads.window, interpret=self.interpret)
+
+    def rotate_normed(self, head_dim: int, rotated: int, layout: Layout) -> partial[jax.Array] | None:
+        """Return the function for norm and rotation of heads, without arrays and epsilon; None for plain JAX.
+
+        It is for heads that are rotated whole, on one device.
+        """
+        kernel = None if self.attention is None else self.attention.rotate_normed
+        is_power = head_dim & (head_dim - 1) == 0
+        if kernel is None or layout.is_split or rotated != head_dim or not is_power or head_dim < SMALLEST_DIM:
+            return None
+        return partial(kernel, interpret=self.interpret)
 
     def past(self, heads: Heads, layout: Layout) -> Past | None:
         """Return the function for the past of a layer, None for the loop.

@@ -138,7 +138,8 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
     (B, T, N, H), K = q.shape, k.shape[2]
     G = N // K
     sizes, dim = _sizes(H), pl.next_power_of_2(H)
-    delta_BNT = jnp.einsum("btnh,btnh->bnt", *(x.astype(jnp.float32) for x in (out, d_out)))
+    delta_BTN = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    delta_BNT = jnp.swapaxes(delta_BTN, 1, 2)
 
     blocks = sizes.d_query
     queries = pl.BlockSpec((None, blocks.queries, None, dim), lambda i, b, n: (b, i, n, 0))

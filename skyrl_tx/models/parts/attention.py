@@ -4,7 +4,7 @@ Legend: B batch, T tokens, S slots, D embed, N heads, K kv heads, H head dim.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from skyrl_tx.layers.attention import causal_attention
 from skyrl_tx.layers.gather import exchanged
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
-from skyrl_tx.layers.kernels.choice import Heads, Past
+from skyrl_tx.layers.kernels.choice import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.norm import rms_norm
@@ -126,26 +126,26 @@ class Attention:
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer."""
-        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout))
+        return self._over_cache(x, params, adapters, held.attend, at)
 
     def step(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer."""
-        return self._over_cache(x, params, adapters, held, at, at.kernels.past(self.heads, at.layout))
+        return self._over_cache(x, params, adapters, held.attend, at)
 
     def _over_cache(
         self,
         x: jax.Array,
         params: LayerParams,
         adapters: LayerAdapters,
-        held: ChunkHeld | StepHeld,
+        attend: Callable[..., tuple[jax.Array, KeyValues]],
         at: Place,
-        kernel: Past | None,
     ) -> tuple[jax.Array, Held]:
         """How keys and values are kept, and how many tokens each row has, are the cache's business."""
         q, k, v, gate = self._project(x, params, adapters, at)
-        mixed, kept = held.attend(q, k, v, params.get("sinks"), window=self.window, kernel=kernel)
+        kernel = at.kernels.past(self.heads, at.layout)
+        mixed, kept = attend(q, k, v, params.get("sinks"), window=self.window, kernel=kernel)
         mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
         return _output(mixed, gate, params, adapters), Held(positions=kept)
 
@@ -161,15 +161,28 @@ class Attention:
 
         q, k, v = heads("q", self.num_heads), heads("k", self.num_kv_heads), heads("v", self.num_kv_heads)
         q, gate = jnp.split(q, 2, axis=-1) if self.is_gated else (q, None)
+        dtype = params["q_proj"].dtype
+        kernel = self._rotate_normed(at)
+        if kernel is not None:
+            assert self.rotation is not None
+            angles = at.angles[self.rotation]
+            q, k = (kernel(x.astype(dtype), params[f"{name}_norm"], *angles) for name, x in (("q", q), ("k", k)))
+            return q, k, v.astype(dtype), gate
         if self.norm_epsilon is not None:
             q = rms_norm(q, params["q_norm"], self.norm_epsilon)
             k = rms_norm(k, params["k_norm"], self.norm_epsilon)
         q = q if self.query_factor == 1.0 else q * self.query_factor
-        dtype = params["q_proj"].dtype
         if self.rotation is not None:
             angles = at.angles[self.rotation]
             q, k = rotate(q, *angles), rotate(k, *angles)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
+
+    def _rotate_normed(self, at: Place) -> Callable[..., jax.Array] | None:
+        """Return the kernel for norm and rotation, for products that are in the weights' type; None for plain JAX."""
+        if self.norm_epsilon is None or self.rotation is None or self.has_bias or self.query_factor != 1.0:
+            return None
+        kernel = at.kernels.rotate_normed(self.head_dim, self.rotation[1], at.layout)
+        return None if kernel is None else partial(kernel, epsilon=self.norm_epsilon)
 
 
 def _output(mixed: jax.Array, gate: jax.Array | None, params: LayerParams, adapters: LayerAdapters) -> jax.Array:

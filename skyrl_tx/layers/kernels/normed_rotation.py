@@ -1,0 +1,116 @@
+"""Norm and rotation of heads on NVIDIA GPUs, in one kernel each way, in Pallas for Triton.
+
+XLA computes them with their gradient in six kernels for queries and as many for keys, of which those that reduce over
+halves of heads read a third of what the memory delivers. Here each head is read once and written once.
+
+Legend: M rows (of all sequences), N heads, H head dim.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+MAX_ROWS, MAX_HEADS = 16, 4
+"""Rows and heads of a program, at most, which share the angles that it has read. Each divides what there is."""
+
+
+def rotate_normed(
+    x: jax.Array, weight_H: jax.Array, cosine: jax.Array, sine: jax.Array, *, epsilon: float, interpret: bool
+) -> jax.Array:
+    """Return heads [..., N, H] scaled to unit mean square, times the weight, and rotated, in the type of `x`.
+
+    Computed in float32, with angles [..., H / 2] as `layers.rope.rotate` has them. Weight and angles are constants.
+    """
+    *leading, num_heads, dim = x.shape
+    rows = math.prod(leading)
+    angles = (jnp.broadcast_to(each, (*leading, dim // 2)).reshape(rows, dim // 2) for each in (cosine, sine))
+    out: jax.Array = _rotated(epsilon, interpret, x.reshape(rows, num_heads, dim), weight_H[None], *angles)
+    return out.reshape(x.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rotated(epsilon: float, interpret: bool, x: jax.Array, *constants: jax.Array) -> jax.Array:
+    return _call(partial(_forward_kernel, epsilon=epsilon), "rotate_normed", interpret, (x,), constants)
+
+
+def _forward(epsilon: float, interpret: bool, x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, Any]:
+    return _rotated(epsilon, interpret, x, *constants), (x, constants)
+
+
+def _backward(epsilon: float, interpret: bool, kept: Any, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, constants = kept
+    kernel = partial(_backward_kernel, epsilon=epsilon)
+    return _call(kernel, "d_rotate_normed", interpret, (x, d_out), constants), None, None, None
+
+
+_rotated.defvjp(_forward, _backward)
+
+
+def _call(kernel: Any, name: str, interpret: bool, heads: tuple[jax.Array, ...], constants: Any) -> jax.Array:
+    """Run a kernel that reads and writes blocks of heads [M, N, H]."""
+    x = heads[0]
+    M, N, H = x.shape
+    rows, num_heads = math.gcd(M, MAX_ROWS), math.gcd(N, MAX_HEADS)
+    block = pl.BlockSpec((rows, num_heads, H), lambda row, head: (row, head, 0))
+    weight = pl.BlockSpec((1, H), lambda row, head: (0, 0))
+    angles = pl.BlockSpec((rows, H // 2), lambda row, head: (row, 0))
+    found: Any = pl.pallas_call(
+        kernel,
+        grid=(M // rows, N // num_heads),
+        in_specs=[*[block] * len(heads), weight, angles, angles],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*heads, *constants)
+    return found
+
+
+def _forward_kernel(x_ref: Any, weight_ref: Any, cosine_ref: Any, sine_ref: Any, out_ref: Any, *, epsilon: float):
+    cosine, sine, weights = cosine_ref[...], sine_ref[...], _halves(weight_ref)
+    for number in range(x_ref.shape[1]):
+        head = jnp.int32(number)
+        halves = _halves(x_ref, head)
+        scale = _scale(halves, epsilon)
+        first, second = (half * scale * weight for half, weight in zip(halves, weights, strict=True))
+        _write(out_ref, head, first * cosine - second * sine, second * cosine + first * sine)
+
+
+def _backward_kernel(
+    x_ref: Any, d_out_ref: Any, weight_ref: Any, cosine_ref: Any, sine_ref: Any, d_x_ref: Any, *, epsilon: float
+):
+    cosine, sine, weights = cosine_ref[...], sine_ref[...], _halves(weight_ref)
+    for number in range(x_ref.shape[1]):
+        head = jnp.int32(number)
+        halves, (d_first, d_second) = _halves(x_ref, head), _halves(d_out_ref, head)
+        scale = _scale(halves, epsilon)
+        d_turned = d_first * cosine + d_second * sine, d_second * cosine - d_first * sine
+        d_normed = [each * weight for each, weight in zip(d_turned, weights, strict=True)]
+        normed = [half * scale for half in halves]
+        inner = sum(jnp.sum(d * n, axis=1, keepdims=True) for d, n in zip(d_normed, normed, strict=True))
+        mean = inner / x_ref.shape[2]
+        _write(d_x_ref, head, *((d - n * mean) * scale for d, n in zip(d_normed, normed, strict=True)))
+
+
+def _halves(ref: Any, *head: Any) -> list[jax.Array]:
+    """Return both halves of the dims of a block's rows, of one head of those that it has: float32 [rows, H / 2]."""
+    size = ref.shape[-1] // 2
+    places = (pl.ds(start, size) for start in (0, size))
+    return [plgpu.load(ref.at[(slice(None), *head, place)]).astype(jnp.float32) for place in places]
+
+
+def _scale(halves: list[jax.Array], epsilon: float) -> jax.Array:
+    total = sum(jnp.sum(half * half, axis=1, keepdims=True) for half in halves)
+    return jax.lax.rsqrt(total / (2 * halves[0].shape[1]) + epsilon)
+
+
+def _write(ref: Any, head: Any, *halves: jax.Array) -> None:
+    size = halves[0].shape[1]
+    for place, half in enumerate(halves):
+        plgpu.store(ref.at[(slice(None), head, pl.ds(place * size, size))], half.astype(ref.dtype))
