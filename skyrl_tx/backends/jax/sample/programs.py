@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax import xla_options
 from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
 from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, Held, SliceCache, Table
@@ -147,7 +148,12 @@ def run_rows(
     return live, num_run, result
 
 
-@partial(jax.jit, static_argnames=("config", "max_steps", "max_topk"), donate_argnames="cache")
+@partial(
+    jax.jit,
+    static_argnames=("config", "max_steps", "max_topk"),
+    donate_argnames="cache",
+    compiler_options=xla_options.DECODING,
+)
 def decode_slice(
     params: DecoderParams,
     config: ModelConfig,

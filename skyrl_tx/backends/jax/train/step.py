@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax import xla_options
 from skyrl_tx.backends.jax.mesh import constrain_adapter
 from skyrl_tx.backends.jax.train import loss_switch
 from skyrl_tx.backends.jax.train.packing import MicroBatch
@@ -37,7 +38,7 @@ def forward(
     return Outputs(logprobs, loss_switch.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT))
 
 
-@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total")
+@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=xla_options.TRAINING)
 def accumulate(
     params: models.DecoderParams,
     adapter: Adapter,
