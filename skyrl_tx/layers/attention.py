@@ -109,6 +109,31 @@ def paged_attention(
     return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
+def step_attention(
+    q_SNH: jax.Array,
+    past: Pages,
+    start_S: jax.Array,
+    recent: KeyValues,
+    num_recent: jax.Array,
+    sinks_N: jax.Array | None = None,
+    *,
+    kernel: Callable[..., Stats],
+) -> jax.Array:
+    """Return what `paged_attention` returns for the last of the recent tokens of rows, [S, N, H].
+
+    Past and recent tokens are read by one kernel (`kernels.choice.Kernels.step`).
+    """
+    S, N, H = q_SNH.shape
+    K = recent.k.shape[1]
+    q_SKGH = q_SNH.reshape(S, K, N // K, H)
+    found = kernel(q_SKGH, past, start_S, recent, num_recent)
+    if sinks_N is not None:
+        no_key = jax.tree.map(lambda x: x[:, :, :, 0], no_keys(q_SKGH[:, :, :, None], H, _by_group(sinks_N, K)))
+        found = joined(no_key, found)
+    _, total, out = found
+    return (out / total[..., None]).reshape(S, N, H)
+
+
 def past_in_blocks(
     q_BKGTH: jax.Array, past: Pages, start_B: jax.Array, first_B: jax.Array, *, window: int | None
 ) -> Stats:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from skyrl_tx.layers.attention import cached_attention, paged_attention
+from skyrl_tx.layers.attention import cached_attention, paged_attention, step_attention
 from skyrl_tx.layers.flash_attention import Stats
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append, read_segments
 from skyrl_tx.layers.parameter import Axis, Parameter
@@ -112,15 +112,19 @@ class StepHeld:
         *,
         window: int | None = None,
         kernel: Callable[..., Stats] | None = None,
+        step: Callable[..., Stats] | None = None,
     ) -> tuple[jax.Array, KeyValues]:
         """Return attention over all tokens up to the new one, [S, N, H], and the slice's keys and values with it.
 
-        The kernel is that for steps (`kernels.choice.Kernels.past`); segments have none.
+        The kernels are those for the past (`kernels.choice.Kernels.past`) and for a whole step (`Kernels.step`);
+        segments have none.
         """
         recent = append(self.recent, KeyValues(k=k_SKH, v=v_SKH), self.num_recent)
         num_recent, start_S, past = self.num_recent + 1, self.start_S, self.past
         if not isinstance(past, Pages):
             return cached_attention(q_SNH, past, recent, start_S, num_recent, sinks_N, window=window), recent
+        if step is not None:
+            return step_attention(q_SNH, past, start_S, recent, num_recent, sinks_N, kernel=step), recent
         token_T = jnp.arange(recent.values.shape[2])
         seen_T = token_T < num_recent if window is None else (token_T < num_recent) & (token_T >= num_recent - window)
         position_S1 = start_S[:, None] + self.num_recent

@@ -35,6 +35,13 @@ arguments are `window` and `interpret`, as of Attend.
 """
 
 
+Step = Callable[..., Stats]
+"""A function of (q, pages, start, recent, num_recent) that returns the statistics of a decode step, up to rounding.
+
+The query of row b [B, K, G, H] attends to its positions < `start[b]` in pages and to the first `num_recent` of the
+recent keys and values [B, K, U, H], of which the last one is its own. Further arguments are those of Past.
+"""
+
 RotateNormed = Callable[..., jax.Array]
 """A function of (x, weight, cosine, sine) that returns heads after their norm and rotation, up to rounding.
 
@@ -82,6 +89,8 @@ class PagesKernel:
 
     name: str
     past: Past
+    step: Step | None = None
+    """The kernel for a decode step, if there is one that reads recent tokens too."""
     dims: frozenset[int] | None
     """The dims of heads that it has; None: all multiples of `multiple`."""
     multiple: int
@@ -128,6 +137,12 @@ def _triton_pages(*arrays: Any, window: int | None, interpret: bool) -> Stats:
     return gpu_pages.past(*arrays, window=window, interpret=interpret)
 
 
+def _triton_step(*arrays: Any, window: int | None, interpret: bool) -> Stats:
+    from skyrl_tx.layers.kernels import gpu_pages
+
+    return gpu_pages.step(*arrays, window=window, interpret=interpret)
+
+
 SPLASH = AttentionKernel(name="splash", attend=_splash, max_dim=576, has_two_dims=True)
 TRITON = AttentionKernel(name="triton", attend=_triton, max_dim=256, has_two_dims=False, rotate_normed=_rotate_normed)
 
@@ -142,6 +157,7 @@ MOSAIC_PAGES = PagesKernel(name="mosaic", past=_mosaic, dims=None, multiple=128)
 TRITON_PAGES = PagesKernel(
     name="triton",
     past=_triton_pages,
+    step=_triton_step,
     dims=frozenset((16, 32, 64, 128, 256)),
     multiple=16,
 )
@@ -211,6 +227,13 @@ class Kernels:
         if past is None or not layout.is_split:
             return past
         return partial(_on_each_device, past, layout)
+
+    def step(self, heads: Heads, layout: Layout) -> Step | None:
+        """Return the function for a decode step of a layer, on one device; None if `past` has to do."""
+        kernel = None if self.pages is None or self.pages.refusal(heads) is not None else self.pages.step
+        if kernel is None or layout.is_split:
+            return None
+        return partial(kernel, window=heads.window, interpret=self.interpret)
 
 
 def _on_each_device(

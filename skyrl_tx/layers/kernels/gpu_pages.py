@@ -3,10 +3,10 @@
 A program computes a block of the queries of one kv head of a row, and visits only pages that hold positions which they
 see. It reads them where they are, in the stack of all layers. Where there are few programs, each visits a part of the
 pages, and the parts are joined (Dao et al. 2023, "flash-decoding"). Scores, softmax and sums are float32; products are
-of the type of keys and values.
+of the type of keys and values. In a decode step the first part also has the recent tokens, which are in no page yet.
 
 Legend: B rows, K kv heads, G query heads per kv head, T tokens, R = G T queries of a kv head, H head dim, M pages of a
-row, P positions of a page, Z parts of the pages of a row.
+row, P positions of a page, U recent tokens, Z parts of the pages of a row.
 """
 
 import math
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from skyrl_tx.layers.flash_attention import LOWEST, Stats
-from skyrl_tx.layers.kv_cache import Pages
+from skyrl_tx.layers.kv_cache import KeyValues, Pages
 
 FEWEST, MOST = 16, 128
 """Queries per block: the least that the products of a GPU have, and the most, for chunks of prompts."""
@@ -41,6 +41,38 @@ def past(
     interpret: bool,
 ) -> Stats:
     """See `choice.Past`."""
+    return _statistics(q_BKGTH, pages, start_B, first_B, None, jnp.int32(0), window=window, interpret=interpret)
+
+
+def step(
+    q_BKGH: jax.Array,
+    pages: Pages,
+    start_B: jax.Array,
+    recent: KeyValues,
+    num_recent: jax.Array,
+    *,
+    window: int | None,
+    interpret: bool,
+) -> Stats:
+    """See `choice.Step`."""
+    first_B = start_B + num_recent - 1
+    q_BKGTH = q_BKGH[:, :, :, None]
+    found = _statistics(q_BKGTH, pages, start_B, first_B, recent, num_recent, window=window, interpret=interpret)
+    return jax.tree.map(lambda x: x[:, :, :, 0], found)
+
+
+def _statistics(
+    q_BKGTH: jax.Array,
+    pages: Pages,
+    start_B: jax.Array,
+    first_B: jax.Array,
+    recent: KeyValues | None,
+    num_recent: jax.Array,
+    *,
+    window: int | None,
+    interpret: bool,
+) -> Stats:
+    """Return the statistics of queries at positions from `first_B` on, of the past and of recent tokens."""
     B, K, G, T, H = q_BKGTH.shape
     k, v = pages.stack.k, pages.stack.v
     assert v is not None
@@ -52,12 +84,17 @@ def past(
     M = page_BM.shape[1]
     page_BKM = (pages.layer * num_pages + page_BM)[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]
     q_XRH = q_BKGTH.reshape(B * K, G * T, H).astype(k.dtype)
-    q_XRH = jnp.pad(q_XRH, ((0, 0), (0, blocks * size - G * T), (0, 0)))
     whole = pl.BlockSpec((k.size // (P * H), P, H), lambda x, r, z: (0, 0, 0))
     of_row = pl.BlockSpec((None,), lambda x, r, z: (x // K,))
     of_query = pl.BlockSpec((None, None, size), lambda x, r, z: (z, x, r))
+    new, specs = (), ()
+    if recent is not None:
+        U = recent.k.shape[2]
+        keys = pl.BlockSpec((None, max(pl.next_power_of_2(U), FEWEST), H), lambda x, r, z: (x, 0, 0))
+        new = *(x.reshape(B * K, U, H) for x in (recent.k, recent.values)), jnp.broadcast_to(num_recent, (B,))
+        specs = keys, keys, of_row
     out, total, highest = pl.pallas_call(
-        partial(_kernel, num_tokens=T, window=window),
+        partial(_kernel, num_queries=G * T, num_tokens=T, window=window),
         grid=(B * K, blocks, parts),
         in_specs=[
             pl.BlockSpec((None, size, H), lambda x, r, z: (x, r, 0)),
@@ -66,6 +103,7 @@ def past(
             pl.BlockSpec((None, None, M // parts), lambda x, r, z: (x, z, 0)),
             of_row,
             of_row,
+            *specs,
         ],
         out_specs=[pl.BlockSpec((None, None, size, H), lambda x, r, z: (z, x, r, 0)), of_query, of_query],
         out_shape=[
@@ -82,10 +120,11 @@ def past(
         page_BKM.reshape(B * K, parts, M // parts),
         start_B,
         first_B,
+        *new,
     )
 
     def by_head(x: jax.Array) -> jax.Array:
-        return x[:, : G * T].reshape(B, K, G, T, *x.shape[2:])
+        return x.reshape(B, K, G, T, *x.shape[2:])
 
     highest, total, out = map(by_head, _joined(highest, total, out))
     return highest, total, out
@@ -98,26 +137,23 @@ def _kernel(
     page_ref: Any,
     start_ref: Any,
     first_ref: Any,
-    out_ref: Any,
-    total_ref: Any,
-    highest_ref: Any,
-    *,
+    *others: Any,
+    num_queries: int,
     num_tokens: int,
     window: int | None,
 ) -> None:
-    """Compute the statistics of a block of queries over a part of the pages."""
+    """Compute the statistics of a block of queries over a part of the pages, and of recent tokens if there are any."""
+    *recent, out_ref, total_ref, highest_ref = others
     (R, H), P, (num_pages,) = q_ref.shape, k_ref.shape[1], page_ref.shape
-    q, start, first_page = q_ref[...], start_ref[...], pl.program_id(2) * num_pages
     query_R = pl.program_id(1) * R + jnp.arange(R, dtype=jnp.int32)
+    is_query_R = query_R < num_queries
+    q = plgpu.load(q_ref, mask=is_query_R[:, None], other=0.0)
+    start, first_page = start_ref[...], pl.program_id(2) * num_pages
     position_R = first_ref[...] + lax.rem(query_R, jnp.int32(num_tokens))
 
-    def step(index: Any, carry: Stats) -> Stats:
+    def fold(carry: Stats, k: jax.Array, v: jax.Array, key_P: jax.Array, seen_P: jax.Array) -> Stats:
         highest, total, out = carry
-        page = page_ref[index]
-        k, v = k_ref[page], v_ref[page]
-        scores = _dot(q, k.T) * (_LOG2_E / math.sqrt(H))
-        key_P = (first_page + index) * P + jnp.arange(P, dtype=jnp.int32)
-        seen = (key_P < start)[None, :]
+        scores, seen = _dot(q, k.T) * (_LOG2_E / math.sqrt(H)), seen_P[None, :]
         if window is not None:
             seen &= key_P[None, :] > position_R[:, None] - window
         scores = jnp.where(seen, scores, LOWEST)
@@ -125,12 +161,30 @@ def _kernel(
         rescale, weights = jnp.exp2(highest - higher), jnp.exp2(scores - higher[:, None])
         return higher, total * rescale + weights.sum(1), out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
 
+    def of_page(index: Any, carry: Stats) -> Stats:
+        page, key_P = page_ref[index], (first_page + index) * P + jnp.arange(P, dtype=jnp.int32)
+        return fold(carry, k_ref[page], v_ref[page], key_P, key_P < start)
+
     lowest = jnp.int32(0) if window is None else jnp.maximum(lax.div(first_ref[...] - window + 1, P) - first_page, 0)
     upper = jnp.minimum(lax.div(start + (P - 1), P) - first_page, num_pages)
     zeros = jnp.zeros(R, jnp.float32)
-    found = lax.fori_loop(lowest, upper, step, (zeros + LOWEST, zeros, jnp.zeros((R, H), jnp.float32)))
-    highest, total_ref[...], out_ref[...] = found
-    highest_ref[...] = highest / _LOG2_E
+    found = lax.fori_loop(lowest, upper, of_page, (zeros + LOWEST, zeros, jnp.zeros((R, H), jnp.float32)))
+    if recent:
+        new_k_ref, new_v_ref, num_recent_ref = recent
+        token_U = jnp.arange(new_k_ref.shape[0], dtype=jnp.int32)
+        num_recent = num_recent_ref[...]
+        is_recent_U = token_U < num_recent
+
+        def of_recent(_: Any, carry: Stats) -> Stats:
+            new_k, new_v = (plgpu.load(ref, mask=is_recent_U[:, None], other=0.0) for ref in (new_k_ref, new_v_ref))
+            return fold(carry, new_k, new_v, start + token_U, is_recent_U)
+
+        once = jnp.where(pl.program_id(2) == 0, jnp.int32(1), jnp.int32(0))
+        found = lax.fori_loop(jnp.int32(0), once, of_recent, found)
+    highest, total, out = found
+    plgpu.store(total_ref, total, mask=is_query_R)
+    plgpu.store(out_ref, out, mask=is_query_R[:, None])
+    plgpu.store(highest_ref, highest / _LOG2_E, mask=is_query_R)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -132,7 +132,8 @@ class Attention:
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer."""
-        return self._over_cache(x, params, adapters, held.attend, at)
+        attend = partial(held.attend, step=at.kernels.step(self.heads, at.layout))
+        return self._over_cache(x, params, adapters, attend, at)
 
     def _over_cache(
         self,

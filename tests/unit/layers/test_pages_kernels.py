@@ -1,6 +1,6 @@
 """Kernels that read the pages of the KV cache against the loop, in interpret mode, and what they refuse."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.mesh import make_layout
-from skyrl_tx.layers.attention import paged_attention
+from skyrl_tx.layers.attention import paged_attention, step_attention
 from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, PAGES_TABLE, TRITON_PAGES, Heads, Kernels, PagesKernel
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
 from skyrl_tx.layers.sharding import WHOLE, Layout
@@ -90,6 +90,32 @@ def test_a_kernel_reads_ragged_rows_as_the_loop_does(case: Case) -> None:
         other = attention(drawn(case), starts_of(case), 0, case, case.kernel)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     assert np.abs(np.asarray(other) - wanted).max() > 0.1, "the layer is data"
+
+
+@pytest.mark.parametrize(
+    ("case", "num_tokens", "num_recent"),
+    [
+        pytest.param(Case(TRITON_PAGES, (0, 5, 64, 300, 384), 6, 64), 16, 1, id="first"),
+        pytest.param(Case(TRITON_PAGES, (0, 44, 192), 3, 128, groups=17), 6, 6, id="last"),
+        pytest.param(Case(TRITON_PAGES, (0, 44, 384, 200), 6, 64, groups=9, window=30), 24, 20, id="window"),
+        pytest.param(Case(TRITON_PAGES, (0, 300), 6, 64, window=3), 16, 9, id="narrow"),
+    ],
+)
+def test_a_kernel_for_steps_reads_pages_and_recent_tokens(case: Case, num_tokens: int, num_recent: int) -> None:
+    q, stack, _ = drawn(case)
+    _, _, recent = drawn(replace(case, tokens=num_tokens), 1)
+    recent = jax.tree.map(lambda x: x.at[:, :, num_recent:].set(np.nan), recent)  # not written yet
+    past, starts = Pages(stack, 1, table_of(len(case.starts), case.pages).page_BM), starts_of(case)
+    sinks = jnp.linspace(-1, 2, 2 * case.groups)
+    step = Kernels(pages=case.kernel, interpret=True).step(case.heads, WHOLE)
+    assert step is not None
+    with jax.default_matmul_precision("highest"):
+        found = fast_jit(lambda q: step_attention(q[:, 0], past, starts, recent, num_recent, sinks, kernel=step))(q)
+        known = jax.tree.map(lambda x: x[:, :, :num_recent], recent)
+        seen = np.arange(num_recent) >= num_recent - (case.window or num_recent)
+        positions = starts[:, None] + num_recent - 1
+        wanted = paged_attention(q, positions, past, starts, known, seen[None], sinks, window=case.window)
+    np.testing.assert_allclose(found, wanted[:, 0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [MOSAIC_PAGES, TRITON_PAGES])
