@@ -130,6 +130,9 @@ class FakePrograms:
             self._states[table.shard, table.state] = _hash(after.tobytes())
         return after
 
+    def expect(self, requests: Sequence[SampleRequest]) -> None:
+        """Nothing is compiled."""
+
     def scores(self, request: SampleRequest) -> FakeScores:
         return FakeScores(request)
 

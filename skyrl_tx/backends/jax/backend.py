@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,6 +51,9 @@ from skyrl_tx.weights import hf
 
 log = logging.getLogger(__name__)
 
+SAMPLE_COMPILE_THREADS = 8
+"""Threads that compile programs of sampling, at most: half of the cores, as each program uses more than one."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -62,6 +65,7 @@ class JaxBackend(AbstractBackend):
         self._config = config
         self._is_started = False
         self._step_programs: StepPrograms | None = None
+        self._sample_compiler: Compiler[Hashable] | None = None
 
     def join_hosts(self, rank: HostRank) -> None:
         """See AbstractBackend."""
@@ -109,7 +113,8 @@ class JaxBackend(AbstractBackend):
             log.info(line)
         self._placement = mesh.adapter_placement(layout, self._model)
         self._format = models.adapter_format(self._model, family.weights, self._base_model)
-        programs = JaxPrograms(self._params, self._model, config)
+        self._sample_compiler = self._start_sample_compiler(layout)
+        programs = JaxPrograms(self._params, self._model, config, self._sample_compiler)
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
         costs = training_costs(self._training_params, self._model)
@@ -159,10 +164,18 @@ class JaxBackend(AbstractBackend):
         programs.start(shapes, config.compile_cache_dir)
         return programs
 
+    def _start_sample_compiler(self, layout: Layout) -> Compiler[Hashable] | None:
+        """Return what compiles programs of sampling at the same time; None on CPU, whose cores compute too."""
+        if mesh.platform_of(layout) == "cpu" or distributed.is_distributed():
+            return None
+        return Compiler(min(SAMPLE_COMPILE_THREADS, max(1, (os.cpu_count() or 1) // 2)), self._compilation)
+
     def _stop_compiling(self) -> None:
         programs, self._step_programs = self._step_programs, None
-        if programs is not None:
-            programs.close()
+        compiler, self._sample_compiler = self._sample_compiler, None
+        for each in (programs, compiler):
+            if each is not None:
+                each.close()
 
     def close(self) -> None:
         """See AbstractBackend."""

@@ -88,7 +88,7 @@ class Compiler(Generic[Key]):
     def need(self, key: Key, program: Callable[[], Program]) -> None:
         """Compile a program before those that are merely likely, and after those that were needed earlier."""
         with self._lock:
-            if key in self.ready or key in self._running or any(key == each for each, _ in self._needed):
+            if key in self.ready or self._is_open(key):
                 return
             found = next((each for each in self._likely if each[0] == key), None)
             if found is not None:
@@ -100,6 +100,17 @@ class Compiler(Generic[Key]):
         """Wait for a program that is needed; return whether it is ready."""
         with self._lock, self._monitor.waiting():
             return self._lock.wait_for(lambda: key in self.ready, timeout_s)
+
+    def finish(self, key: Key) -> None:
+        """Wait for a program if it is needed and not ready. Any other is left to its first call."""
+        with self._lock:
+            if not self._is_open(key):
+                return
+            with self._monitor.waiting():
+                self._lock.wait_for(lambda: not self._is_open(key))
+
+    def _is_open(self, key: Key) -> bool:
+        return key in self._running or any(key == each for each, _ in self._needed)
 
     def progress(self) -> str | None:
         """Describe what is left to compile; None if nothing is."""

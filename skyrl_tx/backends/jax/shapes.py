@@ -72,6 +72,14 @@ class PrefillShapes:
             start + self.chunk_size if start >= self.chunk_size else min(max(2 * start, FIRST_CHUNK), self.chunk_size)
         )
 
+    def sizes_of(self, num_tokens: int) -> Iterator[int]:
+        """Yield the padded size of each chunk of a prompt of `num_tokens`."""
+        start = 0
+        while start < num_tokens:
+            end = min(self.chunk_end(start), num_tokens)
+            yield self.padded(end - start)
+            start = end
+
     def full_chunks(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens lie in full chunks."""
         end = 0

@@ -4,7 +4,7 @@ Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 """
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from skyrl_tx.backends.jax.compiler import Compiler, Program
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.exhaustion import check_alone, is_exhausted
@@ -29,7 +30,7 @@ from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw_params
 from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
-from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
+from skyrl_tx.backends.jax.sample.running import BASE, RunningSample, max_tokens
 from skyrl_tx.backends.jax.sample.slices import DispatchedSlice, SlicePart
 from skyrl_tx.backends.jax.shapes import PROMPTS_TOGETHER, PrefillShapes, SampleMemory, ascending, next_power, tiles
 from skyrl_tx.contract.arrays import Int32Array
@@ -65,7 +66,15 @@ class PromptChunk:
 class JaxPrograms:
     """The devices, as the scheduler sees them."""
 
-    def __init__(self, params: DecoderParams, model: ModelConfig, config: JaxConfig) -> None:
+    def __init__(
+        self,
+        params: DecoderParams,
+        model: ModelConfig,
+        config: JaxConfig,
+        compiler: Compiler[Hashable] | None = None,
+    ) -> None:
+        """With a compiler, the programs of a request are compiled at the same time, see `expect`."""
+        self._compiler = compiler
         self._platform = next(iter(params.embed.devices())).platform
         self._params = separate_layers(params) if copies_less(self._platform, params.layout) else params
         self._model = model
@@ -140,6 +149,7 @@ class JaxPrograms:
         if num_rows == 1 and len(chunks) > 1:
             return [last for chunk in chunks for last in self.extend([chunk], padded)]
         pool = self.pool.adapters(any_used=any(chunk.adapter != BASE for chunk in chunks))
+        self._finish("extend", padded, num_rows, pool is not None)
         tables: list[KVTable | None] = [None] * num_rows
         token_BT = np.zeros((num_rows, padded), np.int32)
         adapter_B, start_B, last_B = np.zeros((3, num_rows), np.int32)
@@ -272,19 +282,18 @@ class JaxPrograms:
         return live, np.swapaxes(result.drawn.logprobs, 0, 1), np.swapaxes(result.drawn.tokens, 0, 1)
 
     def _run_slice(self, table: Table, batch: RowBatch, rows: Rows, num_steps: int, _longest: int) -> SliceResult:
-        self._cache, self._last_R, result = programs.decode_slice(
-            self._params,
-            self._model,
-            self.pool.adapters(any_used=rows.any_adapter),
-            self.cache,
-            table,
-            batch,
-            self._last_R,
-            np.int32(num_steps),
-            max_steps=self._config.decode_slice_tokens,
-            max_topk=self._config.max_topk_logprobs,
-        )
+        self._finish("decode", len(rows.samples), len(rows.adapters), rows.any_adapter)
+        arguments, static = self._slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
+        self._cache, self._last_R, result = programs.decode_slice(*arguments, **static)
         return result
+
+    def _slice_arguments(
+        self, table: Table, batch: RowBatch, num_steps: int, *, any_adapter: bool
+    ) -> tuple[tuple[Any, ...], dict[str, int]]:
+        pool = self.pool.adapters(any_used=any_adapter)
+        arguments = self._params, self._model, pool, self.cache, table, batch, self._last_R, np.int32(num_steps)
+        static = {"max_steps": self._config.decode_slice_tokens, "max_topk": self._config.max_topk_logprobs}
+        return arguments, static
 
     def _read_length(self, longest: int) -> int:
         """Return the KV read length of a slice before which the longest sample has `longest` positions."""
@@ -307,6 +316,44 @@ class JaxPrograms:
             raise
 
     # Compilation
+
+    def expect(self, requests: Sequence[SampleRequest]) -> None:
+        """Begin to compile what these requests need and none needed before, all at the same time.
+
+        A program that is called meanwhile is waited for; JAX then finds it compiled. Others are compiled when they are
+        called, as are those of slices with several adapters.
+        """
+        if self._compiler is None:
+            return
+        shapes = PrefillShapes.of(self._config, self.memory.max_length)
+        for any_adapter in sorted({request.sampler is not None for request in requests}):
+            own = [request for request in requests if (request.sampler is not None) == any_adapter]
+            together = self.prompts_of_shard if len(own) > self.prompts_of_shard // 2 else 1
+            num_rows = self._num_shards * together
+            for size in dict.fromkeys(size for each in own for size in shapes.sizes_of(each.prompt.size)):
+                program = partial(self._extend_program, size, num_rows, any_adapter)
+                self._compiler.need(("extend", size, num_rows, any_adapter), program)
+            num_samples = sum(each.num_samples for each in own if max_tokens(each) > 1)
+            if num_samples and len({request.sampler for request in own}) == 1:
+                count = self._counts.least(min(num_samples, self.memory.num_rows), any_adapter=any_adapter)
+                program = partial(self._slice_program, count, any_adapter)
+                self._compiler.need(("decode", count, 1, any_adapter), program)
+
+    def _extend_program(self, size: int, num_rows: int, any_adapter: bool) -> Program:
+        pool = self.pool.adapters(any_used=any_adapter)
+        row_B, token_BT = np.zeros(num_rows, np.int32), np.zeros((num_rows, size), np.int32)
+        inputs = pool, row_B, token_BT, row_B, row_B, self.cache, self._table([None] * num_rows)
+        return Program(programs.extend, (self._params, self._model, *inputs), {})
+
+    def _slice_program(self, count: int, any_adapter: bool) -> Program:
+        rows, inputs = Rows((None,) * count, (BASE + any_adapter,)), RowInputs(self._config.decode_slice_tokens)
+        table, batch = inputs.table(rows, self.memory.table_pages), inputs.of(rows)
+        return Program(programs.decode_slice, *self._slice_arguments(table, batch, 1, any_adapter=any_adapter))
+
+    def _finish(self, *key: Hashable) -> None:
+        """Wait for a program that is being compiled."""
+        if self._compiler is not None:
+            self._compiler.finish(key)
 
     def compile_all(self, sampler: SamplerId) -> None:
         """Run every program once, with and without the adapter of `sampler`. Nothing may be running."""

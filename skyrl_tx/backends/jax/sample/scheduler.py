@@ -88,6 +88,7 @@ class SampleScheduler:
         for request in batch.requests:
             queue = self._score_queue if max_tokens(request) == 1 else self._sample_queue
             queue.add(request)
+        self._programs.expect(batch.requests)
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Remove requests in any state. Unknown ids are ignored."""

@@ -94,6 +94,23 @@ def test_close_waits_for_the_programs_that_are_being_compiled_and_starts_no_othe
     found.close()
 
 
+def test_finish_waits_for_a_program_that_is_needed_and_for_no_other() -> None:
+    compiler, jitted = Compiler[str](1, CompilationMonitor()), Jitted("a", [])
+    compiler.finish("a")
+    compiler.need("a", lambda: program(jitted))
+    assert jitted.started.wait(WAIT_S)
+    compiler.finish("b")
+    ended = threading.Event()
+    waiting = threading.Thread(target=lambda: [compiler.finish("a"), ended.set()])
+    waiting.start()
+    assert not ended.wait(0.05)
+    jitted.allowed.set()
+    assert ended.wait(WAIT_S) and "a" in compiler.ready
+    waiting.join()
+    compiler.finish("a")
+    compiler.close()
+
+
 def test_only_a_call_that_waits_counts_as_compiling() -> None:
     monitor = CompilationMonitor()
     found = Compiler[str](1, monitor)

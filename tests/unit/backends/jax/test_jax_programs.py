@@ -3,6 +3,7 @@
 The scheduler's own logic is tested on fake programs in test_scheduler.py and test_prefill.py.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.compiler import Compiler
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.devices import CompilationMonitor, compilation_monitor
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, PromptChunk
+from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import ENDED
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows
@@ -368,3 +372,23 @@ def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
     assert found.tokens == wanted.tokens
     assert any(len(tokens) < 37 for tokens in found.tokens.values())
     assert programs.decode_slice._cache_size() == num_programs + 1
+
+
+def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_called(tiny: TinyModel) -> None:
+    config = TINY_CONFIG.model_copy(update={"max_topk_logprobs": 3})  # no other test compiles these programs
+    compiler, compilation = Compiler[Hashable](2, CompilationMonitor()), compilation_monitor()
+    device = JaxPrograms(tiny.params, tiny.config, config, compiler)
+    SampleScheduler(device, config, device.memory, ())
+    requests = [ask("base", prompt_of(40), max_tokens=2), ask("scored", prompt_of(20), max_tokens=1)]
+    device.expect(requests)
+    expected = {("extend", 32, 1, False), ("decode", device._counts.all[0], 1, False)}
+    for key in expected:
+        device._finish(*key)
+    assert set(compiler.ready) == expected
+    compiled = compilation.num_compiled
+    device.expect(requests)
+    device.extend([PromptChunk(KVTable([]), np.zeros(30, np.int32), 0, BASE)], 32)
+    slots = device._slice_program(device._counts.all[0], any_adapter=False)
+    programs.decode_slice(*slots.arguments, **slots.static)
+    assert compilation.num_compiled == compiled, "JAX found them compiled"
+    compiler.close()

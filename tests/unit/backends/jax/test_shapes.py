@@ -15,6 +15,13 @@ def test_chunks_are_no_longer_than_the_context():
     assert PrefillShapes.of(JaxConfig(prefill_chunk_tokens=1024), 1500) == PrefillShapes(1024)
 
 
+def test_the_chunks_of_a_prompt_have_these_sizes():
+    assert list(PrefillShapes(512).sizes_of(912)) == [128, 128, 256, 512]
+    assert list(PrefillShapes(512).sizes_of(1100)) == [128, 128, 256, 512, 128]
+    assert list(PrefillShapes(256).sizes_of(20)) == [32]
+    assert list(PrefillShapes(256).sizes_of(0)) == []
+
+
 def test_large_chunks_have_few_padded_sizes():
     assert list(PrefillShapes(256).padded_sizes()) == [32, 64, 128, 256]
     assert list(PrefillShapes(512).padded_sizes()) == [128, 256, 512]
