@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 GIB = 2**30
-MEASURED = {"h200": {"training": 0.36, "sampling": 0.50}}
+MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
 """The share of the bound of a roofline that one device was measured to reach, by its kind and the work.
 
-By `make gpu` with Qwen3-8B: training in micro-batches of 2,048 tokens, and decoding of 256 samples of 1,000 tokens.
+By `make gpu` with Qwen3-8B: training in micro-batches of 16,384 tokens, and decoding of 256 samples of 1,000 tokens.
 """
 GPU_SHARE = 0.75
 """Share of a GPU's memory that JAX takes (docs.jax.dev, GPU memory allocation)."""

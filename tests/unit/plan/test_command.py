@@ -82,7 +82,7 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
-@pytest.mark.parametrize(("device", "shares"), [("h200", (0.36, 0.5)), ("h200:2", None), ("l4", None)])
+@pytest.mark.parametrize(("device", "shares"), [("h200", (0.50, 0.54)), ("h200:2", None), ("l4", None)])
 def test_what_one_device_reaches_of_the_bound_is_expected_where_it_was_measured(
     capsys: pytest.CaptureFixture[str], device: str, shares: tuple[float, float] | None
 ) -> None:
