@@ -41,7 +41,6 @@ from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, SliceCache, Table
 from skyrl_tx.layers.kv_cache import SEGMENT
 from skyrl_tx.layers.lora import Adapter
-from skyrl_tx.layers.parameter import INITIAL_STD, pseudo_random
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
 
 COPIES = 64
@@ -272,8 +271,8 @@ class JaxPrograms:
         adapters, pool = [BASE] * len(tiles(count)), None
         if any_adapter:
             pool = self.pool.gathered(adapters)
-            one = noise(jax.tree.map(lambda leaf: leaf[:1], pool.rows))
-            same = jax.tree.map(lambda leaf, own: jnp.broadcast_to(own, leaf.shape), pool.rows, one)
+            one = noise(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), pool.rows))
+            same = jax.tree.map(lambda leaf, own: np.broadcast_to(own, leaf.shape), pool.rows, one)
             pool = pool.replace(rows=same)  # type: ignore[attr-defined]
         batch = self._inputs.of(Rows((None,) * count, tuple(adapters)))
         token_S, num_left_S = position_S % self._model.vocab_size, np.full(count, max_steps, np.int32)
@@ -385,9 +384,14 @@ def last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
 
 
 def noise(shapes: Any) -> Any:
-    """Return numbers of deviation 1 in the shapes. They depend on the leaf and their index in it, not on its size."""
+    """Return numbers of deviation 1 in the shapes. They depend on the leaf and their index in it, not on its rows.
+
+    NumPy draws them: on the device each shape would be some ten programs to compile.
+    """
     leaves, tree = jax.tree.flatten(shapes)
-    found = (
-        (pseudo_random(leaf.shape, n, jnp.float32) / INITIAL_STD).astype(leaf.dtype) for n, leaf in enumerate(leaves)
-    )
-    return jax.tree.unflatten(tree, found)
+
+    def drawn(leaf: Any, seed: int) -> np.ndarray:
+        uniform = np.random.default_rng(seed).random(leaf.shape, np.float32)
+        return ((2 * uniform - 1) * np.float32(3**0.5)).astype(leaf.dtype)  # a uniform on [-a, a] has a / sqrt(3)
+
+    return jax.tree.unflatten(tree, [drawn(leaf, seed) for seed, leaf in enumerate(leaves)])
