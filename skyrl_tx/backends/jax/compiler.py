@@ -88,7 +88,7 @@ class Compiler(Generic[Key]):
     def need(self, key: Key, program: Callable[[], Program]) -> None:
         """Compile a program before those that are merely likely, and after those that were needed earlier."""
         with self._lock:
-            if key in self.ready or self._is_open(key):
+            if key in self.ready or self._is_pending(key):
                 return
             found = next((each for each in self._likely if each[0] == key), None)
             if found is not None:
@@ -104,12 +104,12 @@ class Compiler(Generic[Key]):
     def finish(self, key: Key) -> None:
         """Wait for a program if it is needed and not ready. Any other is left to its first call."""
         with self._lock:
-            if not self._is_open(key):
+            if not self._is_pending(key):
                 return
             with self._monitor.waiting():
-                self._lock.wait_for(lambda: not self._is_open(key))
+                self._lock.wait_for(lambda: not self._is_pending(key))
 
-    def _is_open(self, key: Key) -> bool:
+    def _is_pending(self, key: Key) -> bool:
         return key in self._running or any(key == each for each, _ in self._needed)
 
     def progress(self) -> str | None:

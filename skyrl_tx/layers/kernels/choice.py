@@ -170,7 +170,7 @@ PAGES_TABLE: Mapping[tuple[str, str], PagesKernel] = {
 """The kernel that reads pages, of each platform and type of the base weights; the loop elsewhere."""
 
 SMALLEST_DIM = 32
-"""The smallest heads whose norm and rotation have a kernel: their halves have the dims of a product."""
+"""The smallest heads whose norm and rotation were run by the kernel on a GPU."""
 
 LOOPS = "loops"
 """The name of attention without a kernel."""

@@ -281,7 +281,7 @@ class JaxPrograms:
         return live, np.swapaxes(result.drawn.logprobs, 0, 1), np.swapaxes(result.drawn.tokens, 0, 1)
 
     def _run_slice(self, table: Table, batch: RowBatch, rows: Rows, num_steps: int, _longest: int) -> SliceResult:
-        self._finish("decode", len(rows.samples), len(rows.adapters), rows.any_adapter)
+        self._finish(*_slice_key(rows))
         arguments, static = self._slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
         self._cache, self._last_R, result = programs.decode_slice(*arguments, **static)
         return result
@@ -334,9 +334,8 @@ class JaxPrograms:
                 self._compiler.need(("extend", size, num_rows, any_adapter), program)
             num_samples = sum(each.num_samples for each in own if max_tokens(each) > 1)
             if num_samples and len({request.sampler for request in own}) == 1:
-                count = self._counts.least(min(num_samples, self.memory.num_rows), any_adapter=any_adapter)
-                program = partial(self._slice_program, count, any_adapter)
-                self._compiler.need(("decode", count, 1, any_adapter), program)
+                rows = self._rows_of_one_adapter(min(num_samples, self.memory.num_rows), any_adapter)
+                self._compiler.need(_slice_key(rows), partial(self._slice_program, rows))
 
     def _extend_program(self, size: int, num_rows: int, any_adapter: bool) -> Program:
         pool = self.pool.adapters(any_used=any_adapter)
@@ -344,10 +343,15 @@ class JaxPrograms:
         inputs = pool, row_B, token_BT, row_B, row_B, self.cache, self._table([None] * num_rows)
         return Program(programs.extend, (self._params, self._model, *inputs), {})
 
-    def _slice_program(self, count: int, any_adapter: bool) -> Program:
-        rows, inputs = Rows((None,) * count, (BASE + any_adapter,)), RowInputs(self._config.decode_slice_tokens)
+    def _rows_of_one_adapter(self, num_samples: int, any_adapter: bool) -> Rows:
+        """Return rows without samples in the shape of a slice whose samples have one adapter, or none."""
+        count = self._counts.least(num_samples, any_adapter=any_adapter)
+        return next(Rows.of_every_shape(count, BASE + any_adapter, merges=self._merges))
+
+    def _slice_program(self, rows: Rows) -> Program:
+        inputs = RowInputs(self._config.decode_slice_tokens)
         table, batch = inputs.table(rows, self.memory.table_pages), inputs.of(rows)
-        return Program(programs.decode_slice, *self._slice_arguments(table, batch, 1, any_adapter=any_adapter))
+        return Program(programs.decode_slice, *self._slice_arguments(table, batch, 1, any_adapter=rows.any_adapter))
 
     def _finish(self, *key: Hashable) -> None:
         """Wait for a program that is being compiled."""
@@ -381,6 +385,11 @@ def last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jnp.full(num_rows, programs.ENDED, jnp.int32, device=sharding)
+
+
+def _slice_key(rows: Rows) -> tuple[Hashable, ...]:
+    """Return what the shapes of a slice's program depend on."""
+    return "decode", len(rows.samples), len(rows.adapters), rows.groups is not None, rows.any_adapter
 
 
 def noise(shapes: Any) -> Any:

@@ -381,14 +381,18 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
     SampleScheduler(device, config, device.memory, ())
     requests = [ask("base", prompt_of(40), max_tokens=2), ask("scored", prompt_of(20), max_tokens=1)]
     device.expect(requests)
-    expected = {("extend", 32, 1, False), ("decode", device._counts.all[0], 1, False)}
+    rows = Rows.of_every_shape(device._counts.all[0], BASE, merges=False)
+    slices = {("decode", len(each.samples), len(each.adapters), False, False): each for each in rows}
+    first = next(iter(slices))  # tiles that share an adapter
+    expected = {("extend", 32, 1, False), first}
     for key in expected:
         device._finish(*key)
     assert set(compiler.ready) == expected
     compiled = compilation.num_compiled
     device.expect(requests)
     device.extend([PromptChunk(KVTable([]), np.zeros(30, np.int32), 0, BASE)], 32)
-    slots = device._slice_program(device._counts.all[0], any_adapter=False)
-    programs.decode_slice(*slots.arguments, **slots.static)
+    inputs = RowInputs(config.decode_slice_tokens)
+    table, batch = inputs.table(slices[first], device.memory.table_pages), inputs.of(slices[first], from_last=True)
+    device._run_slice(table, batch, slices[first], 1, 0)
     assert compilation.num_compiled == compiled, "JAX found them compiled"
     compiler.close()
