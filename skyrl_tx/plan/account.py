@@ -9,7 +9,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.ahead import CompiledProgram, compile_programs
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import RANK
+from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
 from skyrl_tx.backends.jax.kernel_choice import KernelError
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
@@ -91,9 +91,7 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     if is_mesh_given:
         _check_mesh(config.mesh, model, devices)
     meshes = [config.mesh] if is_mesh_given else meshes_of(devices.number, with_cp=False)
-    found = candidates(model, config, devices, dtype, meshes)
-    if not found:
-        raise UserError(f"--device {devices}: no mesh of {devices.number} devices divides the sizes of the model")
+    found = candidates(model, config, devices, dtype, meshes)  # of all meshes `dp` alone divides any model
 
     plans: dict[str, StartPlan] = {}  # by mesh; one takes seconds
 
@@ -190,7 +188,8 @@ def _rates(
     )
     size = {"num_parameters": plan.num_parameters, "itemsize": itemsize}
     cache_bytes = plan.kv_bytes * num_slots * (length + samples.state_tokens) // samples.all_tokens
-    trained = training(model, devices, chosen, work, **size)
+    gradient_bytes = adapter_bytes(model, RANK, layout_without_devices(chosen))
+    trained = training(model, devices, chosen, work, **size, adapter_bytes=gradient_bytes)
     yield _rate("training", trained, devices, f"rank {RANK}, sequences of {work.sequence_tokens} tokens")
     decoded = decoding(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
     yield _rate("sampling", decoded, devices, f"{num_slots} samples of {length} tokens, base model")
@@ -221,10 +220,7 @@ def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
         yield _of_long_rows(rows, account)
     if plan.max_models == 1 and config.max_lora_adapters is None:
         yield f"only one model of rank {config.max_lora_rank} is in training at a time; lower --rank takes less memory"
-    if (
-        plan.passes.micro_batch_tokens
-        <= MIN_TOKENS * account.chosen.mesh.fsdp * account.chosen.mesh.ep * account.chosen.mesh.cp
-    ):
+    if plan.passes.micro_batch_tokens <= MIN_TOKENS * devices.number // account.chosen.mesh.tp:
         yield f"micro-batches of {MIN_TOKENS} tokens on each device cannot keep it busy"
     if plan.dtype != "bfloat16":
         yield f"rates are of products in bfloat16; in {plan.dtype} they are lower"

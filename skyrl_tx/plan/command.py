@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the devices, such as h200, h200:8, v5e:2x4 or v5p:2x2x1; names: {', '.join(KINDS)}",
     )
     parser.add_argument(
-        "--mesh", type=_mesh, metavar="fsdp=N,tp=N,ep=N,cp=N", help="the mesh of all devices, by default the best one"
+        "--mesh",
+        type=_mesh,
+        metavar="dp=N,fsdp=N,tp=N,ep=N,cp=N",
+        help="the mesh of all devices, by default the best one",
     )
     parser.add_argument(
         "--compile",

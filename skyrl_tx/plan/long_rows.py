@@ -26,15 +26,22 @@ def fitting_candidate(
 ) -> Candidate | None:
     """Return the fastest mesh that fits rows of `tokens`, with the least `cp`; None if there is none.
 
-    `longest_row` takes seconds. Of meshes that differ in `fsdp` and `cp` alone, that with the largest `cp` has the
-    longest rows, so the others are asked for only if that one fits.
+    `longest_row` takes seconds. Of meshes with the same `tp` and `ep`, that with the largest `cp` has the longest rows,
+    and of those with the same `cp`, too, that with the largest `fsdp`. The others are asked for only if that one fits.
     """
     groups: dict[tuple[int, int], list[Candidate]] = {}
     for each in by_time:
         if each.has_room:
             groups.setdefault((each.mesh.tp, each.mesh.ep), []).append(each)
     for group in groups.values():
-        by_cp = sorted(group, key=lambda each: each.mesh.cp)
-        if longest_row(by_cp[-1].mesh) >= tokens:
-            return next(each for each in by_cp if longest_row(each.mesh) >= tokens)
+        if longest_row(max(group, key=_room).mesh) < tokens:
+            continue
+        for cp in sorted({each.mesh.cp for each in group}):
+            of_cp = [each for each in group if each.mesh.cp == cp]
+            if longest_row(max(of_cp, key=_room).mesh) >= tokens:
+                return next(each for each in of_cp if longest_row(each.mesh) >= tokens)
     return None
+
+
+def _room(candidate: Candidate) -> tuple[int, int]:
+    return candidate.mesh.cp, candidate.mesh.fsdp

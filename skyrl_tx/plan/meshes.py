@@ -1,5 +1,6 @@
 """The choice of a mesh: the one that samples a token and trains on it in the least time, by the roofline."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -7,8 +8,8 @@ import numpy as np
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import RANK
-from skyrl_tx.backends.jax.memory import SUFFICIENT_TOKENS, RoomBytes
+from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
+from skyrl_tx.backends.jax.memory import SAMPLE_SHARE, SLOTS, SUFFICIENT_TOKENS, RoomBytes
 from skyrl_tx.backends.jax.start_plan import bytes_on_each_device, layout_without_devices
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, describe_params
@@ -19,13 +20,11 @@ ROOM = 0.8
 """Share of a device's memory that weights may take; a mesh with more is chosen only where no other is left."""
 _SEQUENCE_TOKENS = 4096
 """Length of sequences and samples by which meshes are compared."""
-_NUM_SAMPLES = 32
-"""Samples at the same time by which meshes are compared, unless slots are configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A mesh with its bounds at equal work: micro-batches that keep a device busy, and samples in all slots."""
+    """A mesh with its bounds: of micro-batches that keep a device busy, and of as many samples as fit."""
 
     mesh: MeshConfig
     weight_bytes: int
@@ -36,8 +35,8 @@ class Candidate:
 
     @property
     def seconds_per_token(self) -> float:
-        """Time to sample a token and train on it."""
-        return 1 / self.training.tokens_per_s + 1 / self.decoding.tokens_per_s
+        """Time to sample a token and train on it. Meshes that send little are better, as sending seldom overlaps."""
+        return self.training.s_per_token + self.decoding.s_per_token
 
 
 def candidates(
@@ -47,7 +46,7 @@ def candidates(
     dtype: np.dtype,
     meshes: Iterable[MeshConfig],
 ) -> list[Candidate]:
-    """Return those of the meshes that divide the model, the best first. It may be empty."""
+    """Return those of the meshes that divide the model, the best first."""
     described = describe_params(model)
     num_parameters = sum(int(np.prod(each.shape)) for each in flatten(described).values())
     length = min(_SEQUENCE_TOKENS, config.max_context_length or model.max_context_length, model.max_context_length)
@@ -59,24 +58,26 @@ def candidates(
         except mesh.MeshError:
             continue
         shards = layout.num_shards("batch")
+        room = RoomBytes.of(model, layout, dtype.itemsize)
+        sample_bytes = room.position * length + room.state
+        weight_bytes = bytes_on_each_device(described, layout, dtype)
+        fitting = int(SAMPLE_SHARE * (devices.limit_bytes - weight_bytes)) // sample_bytes * shards
         work = Work(
             micro_batch_tokens=SUFFICIENT_TOKENS * shards,
             sequence_tokens=length,
             is_remat=True,
             rank=RANK,
-            num_slots=config.sample_slots or _NUM_SAMPLES,
+            num_slots=max(min(fitting, config.sample_slots or SLOTS[0] * each.dp), 1),
             sample_tokens=length,
         )
-        room = RoomBytes.of(model, layout, dtype.itemsize)
-        cache_bytes = (room.position * length + room.state) * work.num_slots // shards
-        weight_bytes = bytes_on_each_device(described, layout, dtype)
+        cache_bytes = sample_bytes * -(-work.num_slots // shards)
         size = {"num_parameters": num_parameters, "itemsize": dtype.itemsize}
         found.append(
             Candidate(
                 mesh=each,
                 weight_bytes=weight_bytes,
                 has_room=weight_bytes <= ROOM * devices.limit_bytes,
-                training=training(model, devices, each, work, **size),
+                training=training(model, devices, each, work, **size, adapter_bytes=adapter_bytes(model, RANK, layout)),
                 decoding=decoding(model, devices, each, work, **size, cache_bytes=cache_bytes),
             )
         )
@@ -91,7 +92,10 @@ def meshes_of(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
 
 
 def _meshes_by_cp(number: int, cp: int) -> Iterator[MeshConfig]:
-    for fsdp in range(1, number + 1):
-        for tp in range(1, number // fsdp + 1):
-            if number % (fsdp * tp) == 0:
-                yield MeshConfig(fsdp=fsdp, tp=tp, ep=number // (fsdp * tp), cp=cp)
+    for dp, fsdp, tp in itertools.product(_divisors(number), repeat=3):
+        if number % (dp * fsdp * tp) == 0:
+            yield MeshConfig(dp=dp, fsdp=fsdp, tp=tp, ep=number // (dp * fsdp * tp), cp=cp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -55,6 +55,11 @@ class Bound:
         return self.tokens / max(self.arithmetic_s, self.memory_s, self.links_s)
 
     @property
+    def s_per_token(self) -> float:
+        """The least seconds for a token if nothing is computed while devices send to each other."""
+        return (max(self.arithmetic_s, self.memory_s) + self.links_s) / self.tokens
+
+    @property
     def by(self) -> str:
         """The longest of these: `arithmetic`, `memory` or `links`."""
         times = {"arithmetic": self.arithmetic_s, "memory": self.memory_s, "links": self.links_s}
@@ -77,9 +82,19 @@ class _Weights:
 
 
 def training(
-    model: ModelConfig, devices: Devices, mesh: MeshConfig, work: Work, *, num_parameters: int, itemsize: int
+    model: ModelConfig,
+    devices: Devices,
+    mesh: MeshConfig,
+    work: Work,
+    *,
+    num_parameters: int,
+    itemsize: int,
+    adapter_bytes: int,
 ) -> Bound:
-    """Return the bound of a forward and backward pass of one micro-batch."""
+    """Return the bound of a forward and backward pass of one micro-batch.
+
+    `adapter_bytes` are those of an adapter on each device, and of its gradient.
+    """
     kind, tokens, length = devices.kind, work.micro_batch_tokens, work.sequence_tokens
     frozen, lora = frozen_macs(model), adapter_macs(model, work.rank)
     mixing = mixing_macs(model, length) / length
@@ -91,7 +106,9 @@ def training(
     gathered = (weights.common + weights.experts) * (forwards + 1)
     sent = _between(mesh.fsdp * mesh.cp) * gathered
     # Each pass over a layer adds up two outputs of its rows over tp, and mixers exchange them over cp.
-    rows = tokens / (mesh.fsdp * mesh.cp * mesh.ep)
+    shards = mesh.dp * mesh.fsdp * mesh.cp * mesh.ep
+    rows = tokens / shards
+    sent += 2 * _between(shards) * adapter_bytes  # all shards of rows add up the gradient
     sent += (forwards + 1) * (_sums(model, mesh, rows) + _exchanged(model, mesh, rows, itemsize))
     return Bound(
         tokens,
@@ -115,8 +132,8 @@ def decoding(
     kind, slots = devices.kind, work.num_slots
     position = mixing_macs(model, work.sample_tokens) - mixing_macs(model, work.sample_tokens - 1)
     weights = _Weights.of(model, num_parameters, itemsize, mesh)
-    gathered = weights.common + weights.experts * experts_read(model, -(-slots // (mesh.fsdp * mesh.cp)))
-    rows = slots / (mesh.fsdp * mesh.cp * mesh.ep)
+    gathered = weights.common + weights.experts * experts_read(model, -(-slots // (mesh.dp * mesh.fsdp * mesh.cp)))
+    rows = slots / (mesh.dp * mesh.fsdp * mesh.cp * mesh.ep)
     # XLA gathers the whole weights of `fsdp`, read or not.
     sent = _between(mesh.fsdp * mesh.cp) * (weights.common + weights.experts) + _sums(model, mesh, rows)
     return Bound(

@@ -50,10 +50,11 @@ def differing(found: Numbers, wanted: Numbers) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_hosts_give_the_bits_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", "dp=2,tp=2"])
+def test_two_hosts_give_the_bits_of_one(tmp_path: Path, mesh: str) -> None:
     """Every sum over devices is one of two numbers, which has no order."""
     directory = write_model(tmp_path, "Qwen3ForCausalLM", tied_embeddings=False, num_layers=1, **SIZES)
-    alone, first, second = on_one_and_on_two(directory, "sample", "fsdp=2,tp=2", FAST_COMPILE_FLAGS)
+    alone, first, second = on_one_and_on_two(directory, "sample", mesh, FAST_COMPILE_FLAGS)
     assert len(alone) > 100 and differing(first, second) == []
     assert differing(first, alone) == []
 

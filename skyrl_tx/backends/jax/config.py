@@ -16,8 +16,10 @@ class MeshConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    dp: int = Field(default=1, gt=0)
+    """Data parallel degree: shards batch rows, and each shard has all parameters. The fastest where these fit."""
     fsdp: int = Field(default=1, gt=0)
-    """FSDP degree: shards batch rows and parameter storage."""
+    """FSDP degree: shards batch rows and parameter storage. Each layer gathers its parameters before use."""
     tp: int = Field(default=1, gt=0)
     """Tensor parallel degree: shards heads, feed-forward layers and the vocabulary."""
     ep: int = Field(default=1, gt=0)
@@ -29,12 +31,12 @@ class MeshConfig(BaseModel):
     @property
     def num_devices(self) -> int:
         """The number of devices of the mesh."""
-        return self.fsdp * self.tp * self.ep * self.cp
+        return self.dp * self.fsdp * self.tp * self.ep * self.cp
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of the axes, without `cp` if it is 1: then programs and fingerprints are those of before it."""
-        return {name: size for name, size in self.model_dump().items() if name != "cp" or size > 1}
+        """The sizes of the axes, without `dp` and `cp` if they are 1: programs and fingerprints are then older ones."""
+        return {name: size for name, size in self.model_dump().items() if name not in ("dp", "cp") or size > 1}
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes.items())
@@ -52,7 +54,7 @@ class JaxConfig(BaseModel):
     Adapters, gradients and optimizer moments are always float32."""
     max_context_length: int | None = Field(default=None, gt=1)
     """Longest sequence, prompt and new tokens. Unset: the model's limit.
-    Never more than max_sample_tokens, divided by fsdp, cp and ep of the mesh."""
+    Never more than max_sample_tokens, divided by dp, fsdp, cp and ep of the mesh."""
     compile_cache_dir: Path | None = Field(default_factory=_default_compile_cache)
     """Directory of compiled programs, which a restart reads instead of compiling; null: none."""
     compile_threads: int = Field(default=0, ge=0)

@@ -13,6 +13,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK, Costs, adapter_bytes, costs_of
 from skyrl_tx.backends.jax.distributed import agreed, own_devices
+from skyrl_tx.backends.jax.mesh import num_copies
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.adapters import padded_rank
 from skyrl_tx.contract.errors import UserError
@@ -45,7 +46,8 @@ DEFAULT_SAMPLE_TOKENS = 65536
 SLOTS = (256, 128, 64, 32)
 """Samples at the same time, unless configured: on accelerators the first with SLOT_TOKENS for each, on CPU the last.
 
-An accelerator reads the weights once for all of them; arithmetic is the limit of a CPU."""
+An accelerator reads the weights once for all of them, so with `dp` each copy of the weights has as many; arithmetic is
+the limit of a CPU."""
 SLOT_TOKENS = 512
 MIN_TOKENS, MAX_TOKENS = 256, 16384
 """Bounds of the tokens of each device in a micro-batch."""
@@ -288,7 +290,7 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     layout, dtype = params.layout, params.embed.dtype
     room, shards = RoomBytes.of(model, layout, dtype.itemsize), layout.num_shards("batch")
     free, memories = free_bytes(params), shards
-    most, numbers = sys.maxsize, SLOTS
+    most, numbers = sys.maxsize, tuple(number * num_copies(layout) for number in SLOTS)
     if free is None:
         free = _free_on_host(params)
         most, numbers = DEFAULT_SAMPLE_TOKENS, SLOTS[-1:]

@@ -1,9 +1,9 @@
 """The device mesh, and the table of logical axes that says how arrays are sharded over it.
 
-Batch rows are sharded over `fsdp` and `ep`. Weights that all rows need are sharded over `fsdp` for storage, and each
-layer gathers them before use. Heads, feed-forward layers and vocabulary are sharded over `tp`, experts over `ep`. For
-rows that are too long for one device there is `cp`: in sampling it is like `fsdp`, and in training it shards the tokens
-of a row, as `ep` does then (see `training_layout`).
+Batch rows are sharded over `dp`, `fsdp` and `ep`. Weights that all rows need are whole on each shard of `dp`. Over
+`fsdp` they are sharded for storage, and each layer gathers them before use. Heads, feed-forward layers and vocabulary
+are sharded over `tp`, experts over `ep`. For rows that are too long for one device there is `cp`: in sampling it is
+like `fsdp`, and in training it shards the tokens of a row, as `ep` does then (see `training_layout`).
 Adapters, gradients and moments are sharded like the linear maps that they adapt, with whole ranks; the KV cache like
 heads and rows.
 """
@@ -33,13 +33,13 @@ RULES: Mapping[Axis, tuple[str, ...]] = {
     "mlp": ("tp",),
     "vocab": ("tp",),
     "expert": ("ep",),
-    "batch": ("fsdp", "cp", "ep"),
+    "batch": ("dp", "fsdp", "cp", "ep"),
     "tokens": (),
     "row_heads": ("tp",),
-    "expert_batch": ("fsdp", "cp"),
+    "expert_batch": ("dp", "fsdp", "cp"),
 }
 _SPLIT_ROWS: Mapping[Axis, tuple[str, ...]] = {
-    "batch": ("fsdp",),
+    "batch": ("dp", "fsdp"),
     "tokens": ("cp", "ep"),
     "row_heads": ("tp", "cp", "ep"),
 }
@@ -91,11 +91,17 @@ def training_layout(layout: Layout) -> Layout:
     return layout_of(layout.mesh, {**RULES, **_SPLIT_ROWS}) if "cp" in layout.mesh.shape else layout
 
 
+def num_copies(layout: Layout) -> int:
+    """Return the number of copies of the weights, each of which has rows of its own."""
+    assert layout.mesh is not None
+    return layout.mesh.shape.get("dp", 1)
+
+
 def check_divides(layout: Layout, config: ModelConfig) -> None:
     """Raise MeshError unless every mesh axis divides the sizes that it shards."""
     layout = training_layout(layout)
     if layout.num_shards("expert") > 1 and all(axis != "expert" for axis, _, _ in _sizes(config)):
-        raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; shard it over fsdp and tp")
+        raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; use dp, fsdp and tp")
     for axis, name, size in _sizes(config):
         axis = "row_heads" if axis == "heads" else axis  # which more axes may shard
         if size % layout.num_shards(axis):

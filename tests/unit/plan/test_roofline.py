@@ -25,7 +25,7 @@ FROZEN, PARAMETERS = 7_568_097_280, 8_190_735_360
 
 
 def test_training_of_a_dense_model() -> None:
-    size = {"num_parameters": PARAMETERS, "itemsize": 2}
+    size = {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 10**9}
     bound = training(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     lora = 8 * (36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936)
     mixing = 36 * 2 * 32 * 128 * 1025 / 2  # the mean position of 1,024 reads 512.5
@@ -58,17 +58,21 @@ def test_decoding_of_a_mixture_reads_the_experts_that_are_met() -> None:
 
 
 def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
-    devices, size = parse_devices("h200:4"), {"num_parameters": PARAMETERS, "itemsize": 2}
-    weights = 2 * (PARAMETERS - 151936 * 4096)
+    devices, size = parse_devices("h200:4"), {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 10**9}
+    weights, gradient = 2 * (PARAMETERS - 151936 * 4096), 10**9
+    over_dp = training(DENSE, devices, MeshConfig(dp=4), WORK, **size)
+    assert over_dp.links_s == pytest.approx(2 * gradient * 3 / 4 / 450e9)
     over_fsdp = training(DENSE, devices, MeshConfig(fsdp=4), WORK, **size)
-    assert over_fsdp.links_s == pytest.approx(3 * weights * 3 / 4 / 450e9)
+    assert over_fsdp.links_s == pytest.approx((3 * weights + 2 * gradient) * 3 / 4 / 450e9)
     over_tp = training(DENSE, devices, MeshConfig(tp=4), WORK, **size)
     assert over_tp.links_s == pytest.approx(3 * 36 * 2 * 2 * 3 / 4 * 4096 * 4096 * 4 / 450e9)
-    assert over_fsdp.arithmetic_s == over_tp.arithmetic_s
+    assert over_dp.arithmetic_s == over_fsdp.arithmetic_s == over_tp.arithmetic_s
+    assert over_dp.memory_s == over_fsdp.memory_s == 4 * over_tp.memory_s
+    assert over_fsdp.s_per_token == pytest.approx((over_fsdp.arithmetic_s + over_fsdp.links_s) / 4096)
 
 
 def test_devices_of_cp_exchange_heads_for_tokens() -> None:
-    devices, size = parse_devices("h200:8"), {"num_parameters": PARAMETERS, "itemsize": 2}
+    devices, size = parse_devices("h200:8"), {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 0}
     weights, rows = 2 * (PARAMETERS - 151936 * 4096), 4096 / 8
     over_cp = training(DENSE, devices, MeshConfig(cp=8), WORK, **size)
     heads = 36 * 2 * (32 + 8) * 128  # queries and outputs, keys and values
@@ -99,8 +103,27 @@ def test_published_models_have_a_mesh(name: str) -> None:
     assert roomy == sorted(roomy)
 
 
-def test_tp_is_best_for_decoding_and_experts_are_cut_once() -> None:
-    best = candidates(DENSE, JaxConfig(), parse_devices("v5e:2x4"), BFLOAT16, EIGHT)[0]
-    assert best.mesh == MeshConfig(tp=8), "fsdp would send all weights in each decode step"
+def test_samples_on_devices_of_dp_share_no_work() -> None:
+    size = {"num_parameters": PARAMETERS, "itemsize": 2, "cache_bytes": 0}
+    one = decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    four = decoding(DENSE, parse_devices("h200:4"), MeshConfig(dp=4), replace(WORK, num_slots=128), **size)
+    assert four.links_s == 0 and four.memory_s == one.memory_s and four.arithmetic_s == one.arithmetic_s
+
+
+@pytest.mark.parametrize(
+    ("device", "mesh", "why"),
+    [
+        ("v5e:2x4", MeshConfig(tp=8), "copies of the weights leave no memory to samples"),
+        ("h200:8", MeshConfig(dp=4, tp=2), "tp=8 would send more than it computes in training"),
+        ("l40s:8", MeshConfig(dp=4, tp=2), "the links are slow"),
+    ],
+)
+def test_the_best_mesh_of_a_dense_model(device: str, mesh: MeshConfig, why: str) -> None:
+    devices = parse_devices(device)
+    found = candidates(DENSE, JaxConfig(), devices, BFLOAT16, meshes_of(devices.number, with_cp=False))
+    assert found[0].mesh == mesh, why
+
+
+def test_experts_are_cut_once() -> None:
     meshes = [each.mesh for each in candidates(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)]
     assert MeshConfig(tp=8) not in meshes, "8 does not divide 4 key heads"

@@ -21,6 +21,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.exhaustion import check_alone, is_exhausted
 from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
+from skyrl_tx.backends.jax.mesh import num_copies
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
 from skyrl_tx.backends.jax.sample.draw import Drawn
@@ -225,7 +226,7 @@ class JaxPrograms:
         if self._is_one_cpu:
             return RowCounts.of_one_cpu(self.memory.num_slots, self._bits_of)
         if self._merges:
-            return RowCounts.of_accelerators(self.memory.num_rows, self._num_shards)
+            return RowCounts.of_accelerators(self.memory.num_rows, self._num_shards, num_copies(self._params.layout))
         return RowCounts([self.memory.num_rows])
 
     def _run(self, rows: Rows, num_steps: int, longest: int) -> SlicePart:

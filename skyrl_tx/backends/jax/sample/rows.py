@@ -51,9 +51,12 @@ class RowCounts:
         return cls([*few, *(FEW << i for i in range((largest // FEW).bit_length()))], bits_of)
 
     @classmethod
-    def of_accelerators(cls, num_slots: int, num_shards: int) -> Self:
-        """Return the counts for up to `num_slots` samples in bfloat16, whose rows are cut into shards."""
-        few = (STEP**n for n in itertools.count(2))
+    def of_accelerators(cls, num_slots: int, num_shards: int, num_copies: int = 1) -> Self:
+        """Return the counts for up to `num_slots` samples in bfloat16, whose rows are cut into shards.
+
+        Each of the copies of the weights has as many rows as a single one would have.
+        """
+        few = (num_copies * STEP**n for n in itertools.count(2))
         counts = itertools.takewhile(lambda count: count < num_slots, few)
         return cls([*(count for count in counts if count % num_shards == 0), num_slots])
 

@@ -162,6 +162,9 @@ def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(t
     assert planned(20_000 * token) == planned(20_100 * token) == SampleMemory(32, 6144, 1536, 512)
     assert planned(10_000_000 * token) == SampleMemory(256, 256 * 1024, 64 * 1024, 512)
     assert planned(10_000_000 * token, sample_slots=32) == SampleMemory(32, 32 * 1024, 8 * 1024, 512)
+    copies = replace(tiny.params, layout=layout_without_devices(MeshConfig(dp=4)))
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 10_000_000 * token)
+    assert plan_sample_memory(JaxConfig(max_context_length=1024), copies, config).num_slots == 4 * 256
     assert planned(0).tokens == 1
     assert planned(10_000 * token, max_sample_tokens=9999).tokens == 9999
     assert planned(20_000 * token, prefix_cache_tokens=0) == SampleMemory(32, 7168, 0, 512)

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.mesh import MeshError, check_divides, make_layout, training_layout
+from skyrl_tx.backends.jax.mesh import MeshError, check_divides, make_layout, num_copies, training_layout
 from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.sharding import Layout
@@ -111,6 +111,15 @@ def test_with_cp_training_shards_the_tokens_of_rows_and_sampling_the_rows():
     assert sampling.num_shards("embed") == training.num_shards("embed") == 4
     without = layout_of(fsdp=4, ep=2)
     assert training_layout(without) is without and str(MeshConfig(fsdp=4, ep=2)) == "fsdp=4,tp=1,ep=2"
+
+
+def test_over_dp_rows_are_sharded_and_weights_are_not():
+    layout = layout_of(dp=2, fsdp=2, cp=2)
+    assert (num_copies(layout), num_copies(layout_of(fsdp=4))) == (2, 1)
+    assert layout.spec(("batch", None), (16, 16)) == PartitionSpec(("dp", "fsdp", "cp", "ep"), None)
+    assert layout.spec(("embed", "mlp"), (16, 16)) == PartitionSpec(("fsdp", "cp"), ("tp",))
+    assert training_layout(layout).spec(("batch", "tokens"), (16, 16)) == PartitionSpec(("dp", "fsdp"), ("cp", "ep"))
+    assert str(MeshConfig(dp=2, tp=2)) == "dp=2,fsdp=1,tp=2,ep=1" and MeshConfig(dp=2, tp=2).num_devices == 4
 
 
 def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():

@@ -39,6 +39,8 @@ def test_there_are_few_row_counts_on_accelerators(num_slots, num_shards, counts)
     found = RowCounts.of_accelerators(num_slots, num_shards)
     assert found.all == counts
     assert [found.least(number, any_adapter=True) for number in counts] == counts
+    copies = RowCounts.of_accelerators(8 * num_slots, 8 * num_shards, 8)
+    assert copies.all == [8 * count for count in counts], "each copy of the weights has as many rows"
 
 
 def test_the_least_count_that_holds_the_samples_is_used():
