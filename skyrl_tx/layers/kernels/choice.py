@@ -206,13 +206,13 @@ class Kernels:
     def rotate_normed(self, head_dim: int, rotated: int, layout: Layout) -> partial[jax.Array] | None:
         """Return the function for norm and rotation of heads, without arrays and epsilon; None for plain JAX.
 
-        It is for heads that are rotated whole, on one device.
+        It is for heads that are rotated whole. On a mesh each device computes its heads.
         """
         kernel = None if self.attention is None else self.attention.rotate_normed
         is_power = head_dim & (head_dim - 1) == 0
-        if kernel is None or layout.is_split or rotated != head_dim or not is_power or head_dim < SMALLEST_DIM:
+        if kernel is None or rotated != head_dim or not is_power or head_dim < SMALLEST_DIM:
             return None
-        return partial(kernel, interpret=self.interpret)
+        return partial(_heads_on_each_device, kernel, layout, interpret=self.interpret)
 
     def past(self, heads: Heads, layout: Layout) -> Past | None:
         """Return the function for the past of a layer, None for the loop.
@@ -229,39 +229,59 @@ class Kernels:
         return partial(_on_each_device, past, layout)
 
     def step(self, heads: Heads, layout: Layout) -> Step | None:
-        """Return the function for a decode step of a layer, on one device; None if `past` has to do."""
+        """Return the function for a decode step of a layer; None if `past` has to do. On a mesh it is as `past` is."""
         kernel = None if self.pages is None or self.pages.refusal(heads) is not None else self.pages.step
-        if kernel is None or layout.is_split:
+        if kernel is None:
             return None
-        return partial(kernel, window=heads.window, interpret=self.interpret)
+        step = partial(kernel, window=heads.window, interpret=self.interpret)
+        return partial(_on_each_device, step, layout) if layout.is_split else step
 
 
 def _on_each_device(
-    past: Past,
-    layout: Layout,
-    q_BKGTH: jax.Array,
-    pages: Pages,
-    start_B: jax.Array,
-    first_B: jax.Array,
+    statistics: Callable[..., Stats], layout: Layout, q: jax.Array, pages: Pages, *others: Any
 ) -> Stats:
-    """Return the statistics of the past, where each device reads its kv heads of the rows whose pages it has."""
+    """Return the statistics of queries [B, K, G, ..., H]. Each device computes its kv heads of rows whose pages it has.
 
-    def local(q_BKGTH: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, *places: jax.Array) -> Stats:
-        return past(q_BKGTH, Pages(stack, layer, page_BM), *places)
+    Other arguments are of all rows, [B], or [B, K, U, H].
+    """
 
-    K = q_BKGTH.shape[1]
-    of_kv_head: Axis | None = "heads" if K % layout.num_shards("kv_heads") else None  # as those of one latent
-    q = layout.spec(("batch", "kv_heads", of_kv_head, None, None), q_BKGTH.shape)
+    def local(q: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, *others: Any) -> Stats:
+        return statistics(q, Pages(stack, layer, page_BM), *others)
+
+    def cut(leaf: jax.Array) -> PartitionSpec:
+        axes: tuple[Axis | None, ...] = ("batch", "kv_heads", None, None)
+        return layout.spec(axes[: leaf.ndim], leaf.shape)
+
+    of_kv_head: Axis | None = "heads" if q.shape[1] % layout.num_shards("kv_heads") else None  # as those of one latent
+    queries = layout.spec(("batch", "kv_heads", of_kv_head, *[None] * (q.ndim - 3)), q.shape)
     stack = jax.tree.map(lambda leaf: layout.spec((None, "batch", "kv_heads", None, None), leaf.shape), pages.stack)
-    table, own = layout.spec(("batch", None), pages.page_BM.shape), layout.spec(("batch",), start_B.shape)
+    table = layout.spec(("batch", None), pages.page_BM.shape)
+    others = jax.tree.map(jnp.asarray, others)
     alone = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(q, stack, PartitionSpec(), table, own, own),
-        out_specs=(PartitionSpec(*q[:4]), PartitionSpec(*q[:4]), q),
+        in_specs=(queries, stack, PartitionSpec(), table, *jax.tree.map(cut, others)),
+        out_specs=(PartitionSpec(*queries[:-1]), PartitionSpec(*queries[:-1]), queries),
         check_vma=False,
     )
-    found: Stats = alone(q_BKGTH, pages.stack, jnp.int32(pages.layer), pages.page_BM, start_B, first_B)
+    found: Stats = alone(q, pages.stack, jnp.int32(pages.layer), pages.page_BM, *others)
+    return found
+
+
+def _heads_on_each_device(
+    kernel: RotateNormed, layout: Layout, x: jax.Array, weight_H: jax.Array, *angles: jax.Array, **settings: Any
+) -> jax.Array:
+    """Return heads [B, ..., N, H] after norm and rotation, each device computing its own."""
+    run = partial(kernel, **settings)
+    if not layout.is_split:
+        return run(x, weight_H, *angles)
+    leading: tuple[Axis | None, ...] = ("batch", "tokens")[: x.ndim - 2]
+    angles = tuple(jnp.broadcast_to(each, (*x.shape[:-2], each.shape[-1])) for each in angles)
+    heads = layout.spec((*leading, "heads", None), x.shape)
+    in_specs = (heads, PartitionSpec(), *(layout.spec((*leading, None), each.shape) for each in angles))
+    found: jax.Array = jax.shard_map(run, mesh=layout.mesh, in_specs=in_specs, out_specs=heads, check_vma=False)(
+        x, weight_H, *angles
+    )
     return found
 
 

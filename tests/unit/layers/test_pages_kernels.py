@@ -200,3 +200,30 @@ def _pages_on_shards(_: Path) -> None:
 
 def test_each_shard_reads_the_pages_of_its_rows(tmp_path: Path) -> None:
     run_in_own_process(_pages_on_shards, tmp_path)
+
+
+def _steps_on_shards(_: Path) -> None:
+    """Compare the kernel for steps where each shard has the pages of its rows, with the same on one device."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    case = Case(TRITON_PAGES, (0, 5, 64, 100), 2, 128)
+    q, stack, _ = drawn(case)
+    _, _, recent = drawn(replace(case, tokens=8), 1)
+    table = table_of(len(case.starts), case.pages)
+
+    def found(stack: KeyValues, page_BM: jax.Array, layout: Layout) -> jax.Array:
+        step, past = Kernels(pages=case.kernel, interpret=True).step(case.heads, layout), Pages(stack, 1, page_BM)
+        run = fast_jit(lambda q: step_attention(q[:, 0], past, starts_of(case), recent, 5, None, kernel=step))
+        return run(q)
+
+    wanted = found(stack, table.page_BM, WHOLE)
+    for sizes in ({"tp": 2, "dp": 2}, {"fsdp": 2, "tp": 2}):
+        layout = make_layout(MeshConfig(**sizes))
+        pages, own = on_shards(stack, table, 2)
+        on_mesh = found(pages, own.page_BM, layout)
+        assert len(on_mesh.sharding.device_set) == 4
+        np.testing.assert_allclose(on_mesh, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_each_shard_decodes_its_rows(tmp_path: Path) -> None:
+    run_in_own_process(_steps_on_shards, tmp_path)

@@ -50,12 +50,13 @@ def compiled(client_environment, model: Path, names: str, *flags: str) -> tuple[
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["h200:1", pytest.param("v5e:1x1", marks=pytest.mark.exhaustive)])
 def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_path: Path, client_environment) -> None:
-    write_model(tmp_path, num_layers=8, hidden_size=256)
+    write_model(tmp_path, num_layers=8, hidden_size=256, max_context_length=32768)
+    tokens = ("--backend-config.micro-batch-tokens", "32768")  # more than the memory on the chip of a TPU, not counted
     kept, offloaded = (
-        compiled(client_environment, tmp_path, "gradient", "--device", device, flag)[1]["gradient"]
+        compiled(client_environment, tmp_path, "gradient", "--device", device, flag, *tokens)[1]["gradient"]
         for flag in ("--backend-config.remat", "--backend-config.offload")
     )
-    inputs = 8 * 2048 * 256 * 4
+    inputs = 8 * 32768 * 256 * 4
     assert kept["host_bytes"] == 0 and offloaded["host_bytes"] == inputs
     assert kept["temporary_bytes"] - offloaded["temporary_bytes"] > 0.5 * inputs
 
@@ -123,9 +124,9 @@ def test_programs_compile_for_one_device_and_for_eight(
     attention = {name: calls for name, calls in in_gradient.items() if name not in of_heads(in_gradient)}
     assert all(any(name.startswith(kernel) for name in attention) for kernel in kernels)
     assert set(attention.values()) == {3}
-    # Queries and keys have theirs, and the backward pass computes them again.
-    is_fused = is_one and kernels is TRITON
-    assert of_heads(in_gradient) == ({"rotate_normed": 12, "d_rotate_normed": 6} if is_fused else {})
+    # Queries and keys have theirs, which the backward pass computes again unless feed-forwards have experts.
+    is_fused, times = kernels is TRITON, 1 if architecture == "Qwen3MoeForCausalLM" else 2
+    assert of_heads(in_gradient) == ({"rotate_normed": 6 * times, "d_rotate_normed": 6} if is_fused else {})
     for name in {"decode", "adapters"} & set(programs):
         in_decode = programs[name]["text"]["kernels"]
         assert in_decode == {"paged_past": 3} | ({"rotate_normed": 6} if is_fused else {})
@@ -135,6 +136,22 @@ def test_programs_compile_for_one_device_and_for_eight(
     if not names and found["device"]["name"] == "h100":  # TPUs pad each of these small arrays
         step = programs["optimizer"]
         assert step["argument_bytes"] + step["output_bytes"] == pytest.approx(step["planned_bytes"], rel=0.15)
+
+
+@pytest.mark.slow
+def test_devices_of_dp_add_up_gradients_and_send_no_weights(tmp_path: Path, client_environment) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 4}))
+    flags = ("--device", "h200:8", "--mesh", "dp=8", "--context", "512", "--backend-config.micro-batch-tokens", "8192")
+    found, programs = compiled(client_environment, tmp_path, "gradient,decode", *flags)
+    gradient, decode = (programs[name]["text"] for name in ("gradient", "decode"))
+    assert gradient["collectives"].keys() == {"all-reduce"} and gradient["in_layers"]["all-reduce"]["calls"] == 4
+    unembedding = 4 * 32 * (QWEN3_8B["hidden_size"] + QWEN3_8B["vocab_size"])
+    of_layers = 4 * 4 * 32 * (2 * 8192 + 2 * 5120 + 3 * 16384)
+    # That of the unembedding is added up for each chunk of positions, and in the branch of each kind of loss.
+    assert of_layers < gradient["collectives"]["all-reduce"]["bytes"] < 1.1 * of_layers + 40 * unembedding
+    assert decode["in_layers"] == {} and found["limits"]["sample_slots"] == 8 * 256
+    assert sum(each["bytes"] for each in decode["collectives"].values()) < 2**25 < found["memory"][0]["bytes"] // 50
+    assert programs["decode"]["text"]["kernels"]["paged_past"] == 4
 
 
 @pytest.mark.slow
