@@ -69,8 +69,6 @@ class AttentionKernel:
     attend: Attend
     max_dim: int
     """The largest head that was compiled for such devices."""
-    has_two_dims: bool
-    """Whether values may have another dim than keys."""
     rotate_normed: RotateNormed | None = None
     """A kernel for norm and rotation of heads, whose dim is a power of two; None for plain JAX."""
 
@@ -78,8 +76,6 @@ class AttentionKernel:
         """Return what the kernel lacks for these heads; None if it can compute them."""
         if max(heads.key_dim, heads.value_dim) > self.max_dim:
             return f"heads of {max(heads.key_dim, heads.value_dim)} dims"
-        if heads.value_dim != heads.key_dim and not self.has_two_dims:
-            return "values of another dim than keys"
         return None
 
 
@@ -143,8 +139,8 @@ def _triton_step(*arrays: Any, window: int | None, interpret: bool) -> Stats:
     return gpu_pages.step(*arrays, window=window, interpret=interpret)
 
 
-SPLASH = AttentionKernel(name="splash", attend=_splash, max_dim=576, has_two_dims=True)
-TRITON = AttentionKernel(name="triton", attend=_triton, max_dim=256, has_two_dims=False, rotate_normed=_rotate_normed)
+SPLASH = AttentionKernel(name="splash", attend=_splash, max_dim=576)
+TRITON = AttentionKernel(name="triton", attend=_triton, max_dim=256, rotate_normed=_rotate_normed)
 
 TABLE: Mapping[tuple[str, str], AttentionKernel] = {
     ("tpu", "bfloat16"): SPLASH,

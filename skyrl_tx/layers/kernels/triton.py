@@ -6,7 +6,8 @@ window are one case, and blocks that all queries of another block see, or that n
 the former are computed without mask, the latter are not visited. So the cost is that of the sequences and not of the
 row. Gradients are sums in a fixed order, also of the query heads of a key/value head.
 
-Legend: B batch, N heads, K kv heads, G query heads per kv head, T tokens, H head dim, J blocks of keys.
+Legend: B batch, N heads, K kv heads, G query heads per kv head, T tokens, H head dim, V that of values, J blocks of
+keys.
 """
 
 import math
@@ -107,17 +108,21 @@ def _forward(
     sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Return the output and the residuals, with each query's logsumexp of scores [B, N, T], in base 2."""
-    (B, T, N, H), G = q.shape, q.shape[2] // k.shape[2]
-    blocks = _sizes(H).forward
-    dim = pl.next_power_of_2(H)
-    queries = pl.BlockSpec((None, blocks.queries, None, dim), lambda i, b, n: (b, i, n, 0))
-    keys = pl.BlockSpec((None, T, None, dim), lambda i, b, n: (b, 0, n // G, 0))
+    (B, T, N, H), G, V = q.shape, q.shape[2] // k.shape[2], v.shape[3]
+    blocks = _sizes(H, V).forward
+    queries, out_queries = (
+        pl.BlockSpec((None, blocks.queries, None, pl.next_power_of_2(dim)), lambda i, b, n: (b, i, n, 0))
+        for dim in (H, V)
+    )
+    keys, values = (
+        pl.BlockSpec((None, T, None, pl.next_power_of_2(dim)), lambda i, b, n: (b, 0, n // G, 0)) for dim in (H, V)
+    )
     found: Any = pl.pallas_call(
-        partial(_forward_kernel, blocks=blocks, dim=H),
+        partial(_forward_kernel, blocks=blocks, dim=H, value_dim=V),
         grid=(T // blocks.queries, B, N),
-        in_specs=[queries, keys, keys, pl.BlockSpec((None, T), lambda i, b, n: (b, 0))],
-        out_specs=[queries, pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+        in_specs=[queries, keys, values, pl.BlockSpec((None, T), lambda i, b, n: (b, 0))],
+        out_specs=[out_queries, pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))],
+        out_shape=[jax.ShapeDtypeStruct((B, T, N, V), q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         compiler_params=blocks.parameters,
         interpret=interpret,
         name="mha_forward",
@@ -135,20 +140,24 @@ def _forward(
 
 def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
     q, k, v, first_BT, out, logsumexp = kept
-    (B, T, N, H), K = q.shape, k.shape[2]
-    G = N // K
-    sizes, dim = _sizes(H), pl.next_power_of_2(H)
+    (B, T, N, H), K, V = q.shape, k.shape[2], v.shape[3]
+    G, sizes = N // K, _sizes(H, V)
+    padded, padded_value = pl.next_power_of_2(H), pl.next_power_of_2(V)
     delta_BTN = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta_BNT = jnp.swapaxes(delta_BTN, 1, 2)
 
     blocks = sizes.d_query
-    queries = pl.BlockSpec((None, blocks.queries, None, dim), lambda i, b, n: (b, i, n, 0))
-    keys = pl.BlockSpec((None, T, None, dim), lambda i, b, n: (b, 0, n // G, 0))
+    queries, d_outs = (
+        pl.BlockSpec((None, blocks.queries, None, dim), lambda i, b, n: (b, i, n, 0)) for dim in (padded, padded_value)
+    )
+    keys, values = (
+        pl.BlockSpec((None, T, None, dim), lambda i, b, n: (b, 0, n // G, 0)) for dim in (padded, padded_value)
+    )
     stats = pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))
     d_q: Any = pl.pallas_call(
-        partial(_d_query_kernel, blocks=blocks, dim=H),
+        partial(_d_query_kernel, blocks=blocks, dim=H, value_dim=V),
         grid=(T // blocks.queries, B, N),
-        in_specs=[queries, keys, keys, pl.BlockSpec((None, T), lambda i, b, n: (b, 0)), queries, stats, stats],
+        in_specs=[queries, keys, values, pl.BlockSpec((None, T), lambda i, b, n: (b, 0)), d_outs, stats, stats],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=blocks.parameters,
@@ -159,15 +168,19 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
     blocks = sizes.d_key
     J = T // blocks.keys
     ends = [_num_seeing(first_BT, jnp.arange(J) * blocks.keys + key) for key in (0, blocks.keys - 1)]
-    of_group = pl.BlockSpec((None, T, G, dim), lambda j, b, k: (b, 0, k, 0))
-    keys = pl.BlockSpec((None, blocks.keys, None, dim), lambda j, b, k: (b, j, k, 0))
+    of_group, d_outs = (
+        pl.BlockSpec((None, T, G, dim), lambda j, b, k: (b, 0, k, 0)) for dim in (padded, padded_value)
+    )
+    keys, values = (
+        pl.BlockSpec((None, blocks.keys, None, dim), lambda j, b, k: (b, j, k, 0)) for dim in (padded, padded_value)
+    )
     stats = pl.BlockSpec((None, G, T), lambda j, b, k: (b, k, 0))
     row, end = (pl.BlockSpec((None, size), lambda j, b, k: (b, 0)) for size in (T, J))
     d_kv: Any = pl.pallas_call(
-        partial(_d_key_kernel, blocks=blocks, dim=H, num_heads=G),
+        partial(_d_key_kernel, blocks=blocks, dim=H, value_dim=V, num_heads=G),
         grid=(J, B, K),
-        in_specs=[of_group, keys, keys, row, end, end, of_group, stats, stats],
-        out_specs=[keys, keys],
+        in_specs=[of_group, keys, values, row, end, end, d_outs, stats, stats],
+        out_specs=[keys, values],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
         compiler_params=blocks.parameters,
         interpret=interpret,
@@ -179,9 +192,9 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
 _attend.defvjp(_forward, _backward)
 
 
-def _sizes(dim: int) -> Sizes:
+def _sizes(*dims: int) -> Sizes:
     is_small = getattr(jax.devices()[0], "compute_capability", None) in SMALL_MEMORY
-    return SMALL if is_small or dim > MEASURED_DIM else MEASURED
+    return SMALL if is_small or max(dims) > MEASURED_DIM else MEASURED
 
 
 def _num_seeing(first_BT: jax.Array, key_J: jax.Array) -> jax.Array:
@@ -190,11 +203,21 @@ def _num_seeing(first_BT: jax.Array, key_J: jax.Array) -> jax.Array:
 
 
 def _forward_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: Any, logsumexp_ref: Any, *, blocks: Blocks, dim: int
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    first_ref: Any,
+    out_ref: Any,
+    logsumexp_ref: Any,
+    *,
+    blocks: Blocks,
+    dim: int,
+    value_dim: int,
 ) -> None:
     """Compute one block of queries of a head."""
     begin = pl.program_id(0) * blocks.queries
-    q, load = _reader(q_ref, dim)
+    load, load_values = _reader(q_ref, dim), _reader(v_ref, value_dim)
+    q = load(q_ref)
     first = first_ref[pl.ds(begin, blocks.queries)]
 
     def step(index: Any, carry: Any, is_masked: bool) -> Any:
@@ -205,14 +228,14 @@ def _forward_kernel(
             scores = jnp.where(_is_seen(begin, first, index, blocks), scores, LOWEST)
         higher = jnp.maximum(highest, scores.max(1))
         rescale, weights = jnp.exp2(highest - higher), jnp.exp2(scores - higher[:, None])
-        out = out * rescale[:, None] + _dot(weights.astype(v_ref.dtype), load(v_ref, span))
+        out = out * rescale[:, None] + _dot(weights.astype(v_ref.dtype), load_values(v_ref, span))
         return out, total * rescale + weights.sum(1), higher
 
-    out = jnp.zeros(q.shape, jnp.float32)
+    out = jnp.zeros(out_ref.shape, jnp.float32)
     total = jnp.zeros(blocks.queries, jnp.float32)
     out, total, highest = _over_keys(first_ref, begin, blocks, step, (out, total, total - jnp.inf))
     logsumexp_ref[...] = highest + jnp.log2(total)
-    _write(out_ref, out / total[:, None], dim)
+    _write(out_ref, out / total[:, None], value_dim)
 
 
 def _d_query_kernel(
@@ -227,11 +250,12 @@ def _d_query_kernel(
     *,
     blocks: Blocks,
     dim: int,
+    value_dim: int,
 ) -> None:
     """Compute the gradient of one block of queries of a head."""
     begin = pl.program_id(0) * blocks.queries
-    q, load = _reader(q_ref, dim)
-    d_out, _ = _reader(d_out_ref, dim)
+    load, load_values = _reader(q_ref, dim), _reader(v_ref, value_dim)
+    q, d_out = load(q_ref), load_values(d_out_ref)
     first, logsumexp, delta = first_ref[pl.ds(begin, blocks.queries)], logsumexp_ref[...], delta_ref[...]
 
     def step(index: Any, d_q: jax.Array, is_masked: bool) -> jax.Array:
@@ -241,7 +265,7 @@ def _d_query_kernel(
         if is_masked:
             scores = jnp.where(_is_seen(begin, first, index, blocks), scores, LOWEST)
         weights = jnp.exp2(scores - logsumexp[:, None])
-        d_scores = weights * (_dot(d_out, load(v_ref, span).T) - delta[:, None])
+        d_scores = weights * (_dot(d_out, load_values(v_ref, span).T) - delta[:, None])
         return d_q + _dot(d_scores.astype(k.dtype), k)
 
     d_q = _over_keys(first_ref, begin, blocks, step, jnp.zeros(q.shape, jnp.float32))
@@ -263,13 +287,14 @@ def _d_key_kernel(
     *,
     blocks: Blocks,
     dim: int,
+    value_dim: int,
     num_heads: int,
 ) -> None:
     """Compute the gradients of one block of keys and values of a kv head, from all its query heads."""
     number = pl.program_id(0)
     begin = number * blocks.keys
-    k, load = _reader(k_ref, dim)
-    v, _ = _reader(v_ref, dim)
+    load, load_values = _reader(k_ref, dim), _reader(v_ref, value_dim)
+    k, v = load(k_ref), load_values(v_ref)
     # Queries that see a key: from the key on, up to its end. Blocks of queries that see all keys have no mask.
     lowest = lax.div(begin, blocks.queries)
     upper = _blocks_of(end_of_last_ref[number], blocks.queries)
@@ -280,7 +305,7 @@ def _d_key_kernel(
         def step(index: Any, carry: Any, is_masked: bool) -> Any:
             d_k, d_v = carry
             span = pl.ds(index * blocks.queries, blocks.queries)
-            q, d_out = load(q_ref, span, head), load(d_out_ref, span, head)
+            q, d_out = load(q_ref, span, head), load_values(d_out_ref, span, head)
             scores = _dot(q, k.T) * (_LOG2_E / math.sqrt(dim))
             if is_masked:
                 seen = _is_seen(index * blocks.queries, first_ref[span], number, blocks)
@@ -291,10 +316,10 @@ def _d_key_kernel(
 
         return _in_three(step, (lowest, all_from, all_to, upper), carry)
 
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    d_k, d_v = lax.fori_loop(0, num_heads, of_head, (zeros, zeros))
+    zeros = (jnp.zeros(each.shape, jnp.float32) for each in (k, v))
+    d_k, d_v = lax.fori_loop(0, num_heads, of_head, tuple(zeros))
     _write(d_k_ref, d_k / math.sqrt(dim), dim)
-    _write(d_v_ref, d_v, dim)
+    _write(d_v_ref, d_v, value_dim)
 
 
 def _over_keys(first_ref: Any, begin: Any, blocks: Blocks, step: Callable[..., Any], carry: Any) -> Any:
@@ -333,16 +358,17 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, preferred_element_type=jnp.float32)
 
 
-def _reader(ref: Any, dim: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
-    """Return the block of a reference, and a function that reads rows of others. Dims beyond the heads' are 0."""
+def _reader(ref: Any, dim: int) -> Callable[..., jax.Array]:
+    """Return a function that reads references like this one, whole or some rows. Dims beyond the heads' are 0."""
     size = ref.shape[-1]
     mask = None if size == dim else (jnp.arange(size) < dim)[None, :]
     other = None if mask is None else 0.0
 
-    def load(ref: Any, rows: Any, *head: Any) -> jax.Array:
-        return plgpu.load(ref.at[(rows, *head, slice(None))], mask=mask, other=other)
+    def load(ref: Any, *rows_and_head: Any) -> jax.Array:
+        where = ref.at[(*rows_and_head, slice(None))] if rows_and_head else ref
+        return plgpu.load(where, mask=mask, other=other)
 
-    return plgpu.load(ref, mask=mask, other=other), load
+    return load
 
 
 def _write(ref: Any, value: jax.Array, dim: int) -> None:

@@ -67,6 +67,9 @@ def values_and_gradients(x, start_BT, target, heads, kernel):
         (TRITON, Heads(64, 64, window=40, has_sinks=True)),
         pytest.param(TRITON, Heads(96, 96), marks=pytest.mark.slow),
         pytest.param(TRITON, Heads(256, 256), marks=pytest.mark.slow),
+        (TRITON, Heads(48, 32, window=40, has_sinks=True)),
+        pytest.param(TRITON, Heads(192, 128), marks=pytest.mark.slow),
+        pytest.param(TRITON, Heads(32, 80), marks=pytest.mark.slow),
     ],
 )
 def test_a_kernel_computes_packed_rows_as_the_loops_do(kernel, heads):
@@ -153,7 +156,7 @@ def test_a_row_may_be_one_block_and_one_sequence(kernel):
         (Heads(512, 512), "heads of 512 dims"),
         (Heads(128, 128, window=128), None),
         (Heads(64, 64, has_sinks=True), None),
-        (Heads(128, 64), "values of another dim than keys"),
+        (Heads(192, 128), None),
     ],
 )
 def test_what_the_kernel_of_gpus_lacks_is_computed_by_the_loops(heads, reason):

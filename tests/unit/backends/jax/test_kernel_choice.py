@@ -92,7 +92,7 @@ def test_what_a_kernel_lacks_is_named():
     ]
     latent = hub_model("DeepSeek-V3.1")
     assert list(explain_kernels(gpu, latent)) == [
-        "attention of 61 layers in training: loops, as triton has no values of another dim than keys",
+        "attention of 61 layers in training: triton",
         "attention of 61 layers in sampling: loops, as triton has no latents",
     ]
     dense = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
