@@ -69,7 +69,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TESTS = {
     "parity": ("-m", "gpu", "tests/gpu"),
-    "suites": ("-m", "", "tests/unit/layers/test_kernels.py", "tests/contract/test_jax.py::TestJax"),
+    "suites": (
+        "-m",
+        "",
+        "tests/unit/layers/test_kernels.py",
+        "tests/unit/layers/test_grouped_experts.py",
+        "tests/contract/test_jax.py::TestJax",
+    ),
 }
 """Arguments of pytest for the parts that are tests. Their processes share the GPU, and compile on all cores."""
 TRAINING = "training"

@@ -13,26 +13,29 @@ product.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from skyrl_tx.layers import grouped_experts
+from skyrl_tx.layers.grouped_experts import TiledMap
+from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels, MultiplyTiles
 from skyrl_tx.layers.lora import (
     Adapter,
     ExpertMap,
     LoraPair,
     RowAdapter,
     RowSlots,
-    multiply,
     multiply_factor,
     multiply_groups,
 )
 from skyrl_tx.layers.parameter import Axis
+from skyrl_tx.layers.router import Routing, route
 from skyrl_tx.layers.sharding import WHOLE, Layout
-from skyrl_tx.layers.steady import steady, sum_last
+from skyrl_tx.layers.steady import steady
 from skyrl_tx.layers.tiles import TOGETHER, Tiling, arrange, each_tile, sum_by_index, tile_shape
 
 MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -47,19 +50,6 @@ BIASES: Mapping[str, Axis | None] = {"gate_bias": "mlp", "up_bias": "mlp", "down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """The settings of a router."""
-
-    num_experts: int
-    num_chosen: int  # of each token
-    renormalizes: bool  # whether the weights of the chosen sum to 1
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    num_groups: int = 1  # of equally many neighbouring experts
-    num_chosen_groups: int = 1  # of each token: those whose two best experts have the highest sum of scores
-    factor: float = 1.0  # of the weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp:
     """The activation of gpt-oss: (up + 1) * gate * sigmoid(slope * gate), of gate <= limit and |up| <= limit."""
 
@@ -69,7 +59,10 @@ class Clamp:
 
 @struct.dataclass
 class ExpertWeights:
-    """The maps of all experts of a layer, with their biases if they have any, and the activation between them."""
+    """The maps of all experts of a layer, with their biases if they have any, and the activation between them.
+
+    With `layer` the maps are those of all layers of a stack, [n, E, ...], which a kernel reads where they are.
+    """
 
     gate_proj: jax.Array | None  # [E, D, F]; None: relu(up) squared
     up_proj: jax.Array  # [E, D, F]
@@ -77,7 +70,18 @@ class ExpertWeights:
     gate_bias: jax.Array | None = None  # [E, F]
     up_bias: jax.Array | None = None  # [E, F]
     down_bias: jax.Array | None = None  # [E, D]
+    layer: jax.Array | None = None
     clamp: Clamp | None = struct.field(pytree_node=False, default=None)  # None: silu(gate) * up
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of a layer."""
+        return self.down_proj.shape[-3]
+
+    @property
+    def biases(self) -> dict[str, jax.Array | None]:
+        """The biases by the names of their maps."""
+        return {"gate_proj": self.gate_bias, "up_proj": self.up_bias, "down_proj": self.down_bias}
 
     @property
     def maps(self) -> dict[str, jax.Array]:
@@ -135,6 +139,7 @@ def mixture(
     router_bias_E: jax.Array | None = None,
     correction_E: jax.Array | None = None,
     latent: jax.Array | None = None,
+    kernels: Kernels = NO_KERNELS,
 ) -> jax.Array:
     """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D].
 
@@ -155,8 +160,8 @@ def mixture(
     visits = _Visits(
         read_MD.astype(dtype), *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner
     )
-    sums = _on_each_device(visits, weights, adapters, layout) if layout.is_split else _sum(visits, weights, adapters)
-    y_MD, outer_MR = sums
+    sums = partial(_on_each_device, layout) if layout.is_split else _sum
+    y_MD, outer_MR = sums(kernels, visits, weights, adapters)
     if outer_MR is not None:
         y_MD = y_MD + _multiply_rows(outer_MR, shared_b["down_proj"], group_M, dtype)
     return y_MD.reshape(shape)
@@ -194,14 +199,14 @@ def _multiply_rows(x_MI: jax.Array, factor: jax.Array, group_M: jax.Array | None
 
 
 def _on_each_device(
-    visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None, layout: Layout
+    layout: Layout, kernels: Kernels, visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return `_sum` where each device computes what its own experts make of its tokens, and their sums are added.
 
     A device has all tokens that meet its experts, and leaves out those that go to others: no token is ever dropped.
     """
     assert layout.mesh is not None
-    num_shards, num_experts = layout.num_shards("expert"), weights.down_proj.shape[0]
+    num_shards, num_experts = layout.num_shards("expert"), weights.num_experts
     summed_over = layout.mesh_axes("expert") + layout.mesh_axes("mlp")
 
     def local(
@@ -212,7 +217,7 @@ def _on_each_device(
         if weights.down_bias is not None:  # added once, as the parts of F are added too
             is_first = jax.lax.axis_index(layout.mesh_axes("mlp")) == 0
             weights = weights.replace(down_bias=jnp.where(is_first, weights.down_bias, 0))  # type: ignore[attr-defined]
-        return jax.lax.psum(_sum(here, weights, adapters), summed_over)
+        return jax.lax.psum(_sum(kernels, here, weights, adapters), summed_over)
 
     def tokens(leaf: jax.Array) -> PartitionSpec:
         return layout.spec(("expert_batch", *[None] * (leaf.ndim - 1)), leaf.shape)
@@ -226,6 +231,7 @@ def _on_each_device(
     weight_specs = weights.replace(  # type: ignore[attr-defined]
         **{name: cut(leaf, *ENDS[name]) for name, leaf in weights.maps.items()},
         **{name: cut_bias(getattr(weights, name), axis) for name, axis in BIASES.items()},
+        layer=None if weights.layer is None else PartitionSpec(),
     )
     adapter_specs = None
     if adapters is not None:
@@ -247,22 +253,23 @@ def _on_each_device(
 
 
 def _sum(
-    visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
+    kernels: Kernels, visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the weighted sum of the outputs of these experts for each token, [M, D]; other experts count as zero.
 
     And if the experts share B of down, the weighted sum of what it has to be multiplied with, [M, R].
     """
-    num_experts = weights.down_proj.shape[0]
+    num_experts = weights.num_experts
     num_groups, group_MK = num_experts, visits.expert_MK
     if visits.place_M is not None:
         assert adapters is not None
         group_MK = visits.place_M[:, None] * num_experts + group_MK
         num_groups *= adapters.scale.shape[0]
     is_here_MK = (visits.expert_MK >= 0) & (visits.expert_MK < num_experts)
-    tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups)
+    fewest = None if kernels.experts is None else kernels.experts.fewest
+    tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups, fewest)
     pairs, indices = _adapters_of_tiles(weights, adapters, tiling, num_experts)
-    outputs = _experts((visits.x_MD, visits.inner), weights, pairs, indices, tiling)
+    outputs = _experts(kernels, (visits.x_MD, visits.inner), weights, pairs, indices, tiling)
 
     def weighted_sum(y_MKO: jax.Array) -> jax.Array:
         return steady(
@@ -273,43 +280,6 @@ def _sum(
         )
 
     return jax.tree.map(weighted_sum, outputs)
-
-
-def route(
-    x_MD: jax.Array,
-    router_ED: jax.Array,
-    routing: Routing,
-    bias_E: jax.Array | None = None,
-    correction_E: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the share and the number of each chosen expert, [M, K], the first choice first.
-
-    The correction is added to scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); shares lack it.
-    """
-    score_ME = multiply(x_MD, router_ED.T)
-    if bias_E is not None:
-        score_ME += bias_E.astype(jnp.float32)
-    share_ME = steady(jax.nn.softmax, score_ME) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)
-    if correction_E is None and routing.num_groups == 1:
-        share_MK, expert_MK = jax.lax.top_k(share_ME, routing.num_chosen)
-    else:
-        choice_ME = jax.lax.stop_gradient(share_ME if correction_E is None else share_ME + correction_E)
-        _, expert_MK = jax.lax.top_k(_in_best_groups(choice_ME, routing), routing.num_chosen)
-        share_MK = jnp.take_along_axis(share_ME, expert_MK, axis=-1)
-    if routing.renormalizes:
-        share_MK = share_MK / sum_last(share_MK)[..., None]
-    return share_MK if routing.factor == 1 else share_MK * routing.factor, expert_MK
-
-
-def _in_best_groups(score_ME: jax.Array, routing: Routing) -> jax.Array:
-    """Return the scores, with those of experts outside a token's groups at minus infinity."""
-    if routing.num_groups == 1:
-        return score_ME
-    score_MGE = score_ME.reshape(score_ME.shape[0], routing.num_groups, -1)
-    best_MG2, _ = jax.lax.top_k(score_MGE, 2)
-    _, group_MK = jax.lax.top_k(best_MG2.sum(axis=-1), routing.num_chosen_groups)
-    is_chosen_MG = (group_MK[:, :, None] == jnp.arange(routing.num_groups)).any(axis=1)
-    return jnp.where(is_chosen_MG[:, :, None], score_MGE, -jnp.inf).reshape(score_ME.shape)
 
 
 @struct.dataclass
@@ -341,7 +311,7 @@ def _adapters_of_tiles(
 
 
 def _nothing(weight_EIO: jax.Array) -> LoraPair:
-    _, inputs, outputs = weight_EIO.shape
+    *_, inputs, outputs = weight_EIO.shape
     return LoraPair(a=jnp.zeros((1, inputs, 0)), b=jnp.zeros((1, 0, outputs)))
 
 
@@ -372,30 +342,68 @@ def _biased(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> ja
     return y_PO if bias_EO is None else y_PO + bias_EO[expert].astype(jnp.float32)
 
 
+def _biases_added(
+    biases: Mapping[str, jax.Array | None], expert_W: jax.Array, name: str, y_WPO: jax.Array
+) -> jax.Array:
+    """Return the results of a map of all tiles with the biases of their experts, in the type of `y`."""
+    bias_EO = biases[name]
+    if bias_EO is None:
+        return y_WPO
+    return (y_WPO.astype(jnp.float32) + bias_EO[expert_W][:, None].astype(jnp.float32)).astype(y_WPO.dtype)
+
+
 _Tokens = tuple[jax.Array, Mapping[str, jax.Array]]
 """Tokens [M, D], and their products [M, R] with the A that all experts share, by its map."""
 
 
-@jax.custom_vjp
+def _tiled_maps(
+    multiply: MultiplyTiles, weights: ExpertWeights, pairs: dict[str, LoraPair], of: _TileIndices, tiling: Tiling
+) -> dict[str, TiledMap]:
+    matrix_W = of.expert_W if weights.layer is None else weights.layer * weights.num_experts + of.expert_W
+    found: dict[str, TiledMap] = {}
+    for name, leaf in weights.maps.items():
+        matrices, (a, b) = leaf.reshape(-1, *leaf.shape[-2:]), (pairs[name].a, pairs[name].b)
+        found[name] = TiledMap(multiply, tiling.num_used, matrices, matrix_W, a, b, of.adapter_W, of.scale_W)
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _experts(
-    tokens: _Tokens, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
+    kernels: Kernels,
+    tokens: _Tokens,
+    weights: ExpertWeights,
+    pairs: dict[str, LoraPair],
+    indices: _TileIndices,
+    tiling: Tiling,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the output of each chosen expert for each token, [M, K, D].
 
     If the experts share B of down, it is left out, and what it has to be multiplied with is returned too, [M, K, R].
     """
-    return _experts_forward(tokens, weights, pairs, indices, tiling)[0]
+    return _experts_forward(kernels, tokens, weights, pairs, indices, tiling)[0]
 
 
 def _experts_forward(
-    tokens: _Tokens, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
+    kernels: Kernels,
+    tokens: _Tokens,
+    weights: ExpertWeights,
+    pairs: dict[str, LoraPair],
+    indices: _TileIndices,
+    tiling: Tiling,
 ):
     dtype = weights.down_proj.dtype
+    rows = jax.tree.map(tiling.gather, tokens)
+    if (multiply := kernels.multiply_tiles()) is not None:
+        maps = _tiled_maps(multiply, weights, pairs, indices, tiling)
+        add, activate = partial(_biases_added, weights.biases, indices.expert_W), partial(_gate, weights.clamp)
+        outputs_W, mapped_WPF = grouped_experts.forward(maps, add, activate, *rows)
+        outputs = jax.tree.map(tiling.take_back, outputs_W)
+        return outputs, (tokens, weights, pairs, indices, tiling, mapped_WPF)
 
     def one(tile: tuple[_Tokens, _TileIndices]):
         (x_PD, inner), of = tile
         maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
-        down, biases = maps.pop("down_proj"), {"gate_proj": weights.gate_bias, "up_proj": weights.up_bias}
+        down, biases = maps.pop("down_proj"), weights.biases
         mapped = tuple(
             _biased(each.product(x_PD, inner.get(name))[0], biases[name], of.expert_W) for name, each in maps.items()
         )
@@ -403,12 +411,12 @@ def _experts_forward(
         y_PD = _biased(y_PD, weights.down_bias, of.expert_W).astype(dtype)
         return (y_PD, outer_PR), tuple(each.astype(dtype) for each in mapped)
 
-    outputs_W, mapped_WPF = each_tile(one, tiling, (jax.tree.map(tiling.gather, tokens), indices))
+    outputs_W, mapped_WPF = each_tile(one, tiling, (rows, indices))
     outputs = jax.tree.map(tiling.take_back, outputs_W)
     return outputs, (tokens, weights, pairs, indices, tiling, mapped_WPF)
 
 
-def _experts_backward(kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
+def _experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
     """The gradient by tokens and by the adapters' factors; weights, biases and scales are constants."""
     tokens, weights, pairs, indices, tiling, mapped_WPF = kept
 
@@ -430,7 +438,13 @@ def _experts_backward(kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
         return tiling.take_back(d_W).astype(jnp.float32).sum(axis=1).astype(d_W.dtype)
 
     rows = jax.tree.map(tiling.gather, tokens), jax.tree.map(tiling.gather_visits, d_outputs)
-    d_tokens_W, d_pairs_W = each_tile(one, tiling, (*rows, mapped_WPF, indices))
+    if (multiply := kernels.multiply_tiles()) is not None:
+        maps = _tiled_maps(multiply, weights, pairs, indices, tiling)
+        (x_WPD, inner), (d_y_WPD, d_outer_WPR) = rows
+        tiles = x_WPD, inner, mapped_WPF, d_y_WPD, d_outer_WPR
+        d_tokens_W, d_pairs_W = grouped_experts.backward(maps, partial(_gate, weights.clamp), *tiles)
+    else:
+        d_tokens_W, d_pairs_W = each_tile(one, tiling, (*rows, mapped_WPF, indices))
     d_tokens = jax.tree.map(sum_visits, d_tokens_W)
     d_pairs = jax.tree.map(
         lambda d, leaf: sum_by_index(d, indices.adapter_W, tiling.num_used, leaf.shape[0]), d_pairs_W, pairs

@@ -39,10 +39,13 @@ class Tiling:
         return jnp.take(x_WPD.reshape(-1, x_WPD.shape[-1]), self.place_MK, axis=0, mode="fill", fill_value=0)
 
 
-def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
-    """Sort visits by group, in order of rows within one. A visit to group `num_groups` is left out."""
+def arrange(group_MK: jax.Array, num_groups: int, fewest: int | None = None) -> Tiling:
+    """Sort visits by group, in order of rows within one. A visit to group `num_groups` is left out.
+
+    `fewest` are the fewest places of a tile for a kernel, see `tile_size`.
+    """
     num_visits = group_MK.size
-    num_tiles, places = tile_shape(num_visits, num_groups)
+    num_tiles, places = tile_shape(num_visits, num_groups, fewest)
     group_J = group_MK.reshape(-1)
     order_J = jnp.argsort(group_J, stable=True)
     sorted_J = group_J[order_J]
@@ -52,7 +55,8 @@ def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
     first_tile_G, first_visit_G = until_G - tiles_G, jnp.cumsum(count_G) - count_G
     place_J = first_tile_G[sorted_J] * places + jnp.arange(num_visits) - first_visit_G[sorted_J]
     place_J = jnp.where(sorted_J < num_groups, place_J, num_tiles * places)
-    group_W = jnp.searchsorted(until_G, jnp.arange(num_tiles), side="right")
+    # Compared with all: a search in steps is a loop of small kernels, which take the time of their starts.
+    group_W = jnp.searchsorted(until_G, jnp.arange(num_tiles), side="right", method="compare_all")
     return Tiling(
         place_MK=jnp.zeros(num_visits, place_J.dtype).at[order_J].set(place_J).reshape(group_MK.shape),
         visit_WP=jnp.full(num_tiles * places, num_visits, order_J.dtype)
@@ -64,18 +68,25 @@ def arrange(group_MK: jax.Array, num_groups: int) -> Tiling:
     )
 
 
-def tile_shape(num_visits: int, num_groups: int) -> tuple[int, int]:
+def tile_shape(num_visits: int, num_groups: int, fewest: int | None = None) -> tuple[int, int]:
     """Return how many tiles the worst case needs, and the places of each."""
-    places = tile_size(num_visits, num_groups)
+    places = tile_size(num_visits, num_groups, fewest)
     return (num_visits + min(num_groups, num_visits) * (places - 1)) // places, places
 
 
-def tile_size(num_visits: int, num_groups: int) -> int:
+def tile_size(num_visits: int, num_groups: int, fewest: int | None = None) -> int:
     """Return how many places a tile has: at most half of what a group gets on average, or the fewest.
+
+    With `fewest`, for a kernel that reads the matrix of a group where it is, at least twice of what a group gets: then
+    most groups of few visits have one tile, and their matrices are read once.
 
     On CPU the size hardly matters: a loop of products of 16 to 128 places took 1.3 to 1.9 times as long as one product
     of equal size, and `lax.ragged_dot`, which multiplies every row with every group there, 30 times.
     """
+    if fewest is not None:
+        while fewest < MOST and fewest * num_groups < 2 * num_visits:
+            fewest *= 2
+        return fewest
     places = FEWEST
     while places < MOST and 4 * places * num_groups <= num_visits:
         places *= 2

@@ -36,7 +36,7 @@ from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.config import Block, Group, ModelConfig
 from skyrl_tx.models.layer_adapters import GroupAdapters
 from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, read_layer
-from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, Mixer, Place
+from skyrl_tx.models.parts.base import InStack, LayerAdapters, LayerParams, Mixer, Place
 
 
 def forward(
@@ -66,7 +66,7 @@ def forward(
         return mixer.rows(x_BTD, params, adapters, at), None
 
     own = GroupAdapters.of_all(config, adapter, slots, joins=not at.layout.is_split)
-    x_BTD, _ = _apply(_Mode(config, at.layout, mix, remat), _embedded(params, config, inputs), params, own)
+    x_BTD, _ = _apply(_Mode(config, at, mix, remat), _embedded(params, config, inputs), params, own)
     return _finish(params, config, x_BTD)
 
 
@@ -99,7 +99,7 @@ def extend(
     def before(stack: int, layer: Any, fixed: Any) -> ChunkHeld:
         return ChunkHeld(Pages(cache[stack].positions, layer, table.page_BM), fixed, start)
 
-    mode = _Mode(config, at.layout, mix, RematPolicy.NONE, before)
+    mode = _Mode(config, at, mix, RematPolicy.NONE, before)
     own = GroupAdapters.of_all(config, adapter, slots)
     fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout), inputs.shape[:2]
     if params.has_separate_layers:
@@ -131,7 +131,7 @@ def decode_step(
     def mix(mixer: Mixer, x_SD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
         return mixer.step(x_SD, params, adapters, held, at)
 
-    mode = _Mode(config, at.layout, mix, RematPolicy.NONE, cache.layer)
+    mode = _Mode(config, at, mix, RematPolicy.NONE, cache.layer)
     own = GroupAdapters.of_all(config, adapter, slots)
     fixed = tuple(tuple(each.fixed for each in live) if isinstance(live, tuple) else live.fixed for live in cache.live)
     x_SD, live = _apply(mode, _embedded(params, config, token_S), params, own, fixed)
@@ -205,7 +205,7 @@ class _Mode:
     """The way that all layers are computed: for training, for prompts or for steps."""
 
     config: ModelConfig
-    layout: Layout
+    at: Place
     mix: Callable[[Mixer, jax.Array, LayerParams, LayerAdapters, Any], tuple[jax.Array, Any]]
     remat: RematPolicy
     held: Callable[[int, Any, Any], Any] = lambda stack, layer, fixed: None
@@ -213,14 +213,14 @@ class _Mode:
 
     def block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
         """Return `x` with the outputs of one block added, and what its mixer keeps."""
-        x = constrain_hidden(self.layout, x)
+        x = constrain_hidden(self.at.layout, x)
         epsilon, kept = self.config.norm_epsilon, Held()
         of_mixer, of_feed_forward = (params.get(name) for name in OUTPUT_NORMS)
         if block.mixer is not None:
             mixed, kept = self.mix(block.mixer, rms_norm(x, params["attn_norm"], epsilon), params, adapters, held)
             x = _added(x, mixed, of_mixer, epsilon)
         if block.feed_forward is not None:
-            y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.layout)
+            y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.at)
             x = _added(x, y, of_feed_forward, epsilon)
         return x, kept
 
@@ -229,6 +229,13 @@ def _gathered(block: Block, params: LayerParams, layout: Layout) -> LayerParams:
     """Return the parameters of one layer with whole D where they are gathered before use (see `layers.gather`)."""
     axes = {name: each.axes for part in block.parts for name, each in part.describe().items()}
     return {name: gather(leaf, axes[name], layout) if name in axes else leaf for name, leaf in params.items()}
+
+
+def _read_in_place(block: Block, at: Place) -> frozenset[str]:
+    """Return the names of parameters that a kernel reads in the stack of all layers: a loop would copy each layer's."""
+    if at.kernels.experts is None or at.layout.num_shards("embed") > 1:
+        return frozenset()
+    return frozenset(name for name, each in block.targets().items() if each.num_experts is not None)
 
 
 def _added(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: float) -> jax.Array:
@@ -272,6 +279,8 @@ def _apply_group(
     a stack.
     """
     layers = params.layers[first : first + len(group.stacks)]
+    stacked = [each for each in layers if not isinstance(each, tuple)]  # all or none
+    whole = [_read_in_place(stack.block, mode.at) if stacked else frozenset[str]() for stack in group.stacks]
 
     def one_layer(place: int):
         block = group.stacks[place].block
@@ -282,7 +291,8 @@ def _apply_group(
         def run(x: jax.Array, own: LayerParams, pairs: dict[str, LoraPair], state: Any, repeat: Any):
             held = mode.held(first + place, repeat, state)
             # What is gathered would be kept, of all layers at once.
-            own = own if keeps_all else _gathered(block, own, mode.layout)
+            own = own if keeps_all else _gathered(block, own, mode.at.layout)
+            own = {**own, **{name: InStack(stacked[place][name], repeat) for name in whole[place]}}
             return mode.block(block, x, own, adapters.of_layer(place, repeat, pairs), held)
 
         return with_remat(RematPolicy.NONE if keeps_all else mode.remat, run)
@@ -298,8 +308,12 @@ def _apply_group(
         return x, tuple(kept)
 
     pairs = adapters.pairs()
-    if not isinstance(layers[0], tuple):
-        return jax.lax.scan(cycle, x, (layers, pairs, fixed, jnp.arange(group.num_repeats, dtype=jnp.int32)))
+    if stacked:
+        sliced = tuple(
+            {name: leaf for name, leaf in stack.items() if name not in names}
+            for stack, names in zip(stacked, whole, strict=True)
+        )
+        return jax.lax.scan(cycle, x, (sliced, pairs, fixed, jnp.arange(group.num_repeats, dtype=jnp.int32)))
     by_repeat: list[tuple[Any, ...]] = []
     for repeat in range(group.num_repeats):
         of_repeat = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tx.layers.moe import Routing
+from skyrl_tx.layers.router import Routing
 from skyrl_tx.models.base import ModelFamily, read_dense
 from skyrl_tx.models.config import Block, HfConfig, read_given, read_rope, read_size, refuse_other_values
 from skyrl_tx.models.parts.base import FeedForward

@@ -17,7 +17,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.exhaustion import capacity_errors
-from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
+from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, num_mixtures
 from skyrl_tx.backends.jax.memory import (
     Memory,
     device_memory,
@@ -364,6 +364,7 @@ class JaxBackend(AbstractBackend):
                 **distributed.fingerprint(),
                 "attention_kernel": self._kernels.attention_name,
                 "pages_kernel": self._kernels.pages_name,
+                **({"experts_kernel": self._kernels.experts_name} if num_mixtures(self._model) else {}),
                 **self.fingerprint_changes(),
                 "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
                 "prefill_chunk_tokens": str(config.prefill_chunk_tokens),

@@ -94,6 +94,11 @@ class JaxConfig(BaseModel):
     'loops' is plain JAX, which runs everywhere and also computes the layers that a kernel cannot. Changing this value
     changes results bitwise."""
 
+    experts_kernel: Literal["auto", "loops", "mosaic", "triton"] = "auto"
+    """Kernel for mixtures of experts, in training and in sampling.
+    'auto': mosaic on TPU, triton on GPU with bfloat16, else loops. 'loops' is plain JAX, which copies the weights of
+    experts on accelerators. Changing this value changes results bitwise."""
+
     # Sampling
     pages_kernel: Literal["auto", "loops", "mosaic", "triton"] = "auto"
     """Kernel that reads the pages of the KV cache. 'auto': mosaic on TPU, triton on GPU with bfloat16, else loops.

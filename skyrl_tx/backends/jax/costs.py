@@ -7,12 +7,13 @@ layer needs for its gradient. Compilers confirm the result, see tests/unit/backe
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.kernel_choice import num_mixtures
 from skyrl_tx.layers.kernels.choice import TRITON
 from skyrl_tx.layers.logprobs import CHUNK, JOINED_CHUNKS
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
@@ -88,7 +89,7 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     kept = mixed + (kept - mixed) // tp
     experts_fixed, of_experts = _costs_of_experts(layout, config, itemsize)
     one_layer = max(_bytes_of_layer(params, config), of_experts)
-    has_experts = any(isinstance(block.feed_forward, Mixture) for block in config.blocks)
+    has_experts = num_mixtures(config) > 0
     if not has_experts:
         kept -= min(kept // config.num_layers, one_layer)  # the layer in work holds its own part already
     gradient = adapter_bytes(config, RANK, layout)  # of this micro-batch, before it is added
@@ -236,7 +237,11 @@ def bytes_kept(params: models.DecoderParams, config: models.ModelConfig, length:
 def arrays_kept(
     params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy
 ) -> list[jax.ShapeDtypeStruct]:
-    """Return the arrays that the forward pass keeps for the backward pass, weights included, for one row per shard."""
+    """Return the arrays that the forward pass keeps for the backward pass, weights included, for one row per shard.
+
+    Experts are traced without kernel. It keeps the same, but with few tokens its tiles have more places that are empty.
+    """
+    params = replace(params, kernels=replace(params.kernels, experts=None))
 
     def run(weights: AdapterWeights, scale: jax.Array, params: models.DecoderParams, tokens_BT: jax.Array):
         def hidden_of(weights: AdapterWeights) -> jax.Array:

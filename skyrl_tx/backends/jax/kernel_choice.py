@@ -7,9 +7,19 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.layers.kernels.choice import LOOPS, PAGES_TABLE, TABLE, AttentionKernel, Kernels, PagesKernel
+from skyrl_tx.layers.kernels.choice import (
+    EXPERTS_TABLE,
+    LOOPS,
+    PAGES_TABLE,
+    TABLE,
+    AttentionKernel,
+    ExpertsKernel,
+    Kernels,
+    PagesKernel,
+)
+from skyrl_tx.models.parts.mixture import Mixture
 
-_Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel)
+_Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel, ExpertsKernel)
 
 
 class KernelError(ValueError):
@@ -25,6 +35,7 @@ def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernel
     return Kernels(
         _chosen("attention_kernel", config.attention_kernel, TABLE, platform, dtype),
         _chosen("pages_kernel", config.pages_kernel, PAGES_TABLE, platform, dtype),
+        _chosen("experts_kernel", config.experts_kernel, EXPERTS_TABLE, platform, dtype),
     )
 
 
@@ -41,7 +52,10 @@ def _chosen(
 
 
 def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str]:
-    """Yield how the layers of a model attend in training and in sampling: by which kernel, or why by loops."""
+    """Yield how the layers of a model attend in training and in sampling, and how their experts are computed.
+
+    By which kernel, or why by loops.
+    """
     attention, pages = kernels.attention, kernels.pages
     heads = [block.mixer.heads for block in model.blocks if block.mixer is not None]
     of_layers = [each for each in heads if each is not None]
@@ -52,6 +66,13 @@ def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str
     for where, found in (("training", in_training), ("sampling", in_sampling)):
         for how in dict.fromkeys(found):
             yield f"attention of {found.count(how)} layers in {where}: {how}"
+    if num_mixtures(model):
+        yield f"experts of {num_mixtures(model)} layers: {kernels.experts_name}"
+
+
+def num_mixtures(model: models.ModelConfig) -> int:
+    """Return the number of layers with experts."""
+    return sum(isinstance(block.feed_forward, Mixture) for block in model.blocks)
 
 
 def _how(kernel: str, refusal: str | None) -> str:

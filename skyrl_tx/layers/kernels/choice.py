@@ -42,6 +42,24 @@ The query of row b [B, K, G, H] attends to its positions < `start[b]` in pages a
 recent keys and values [B, K, U, H], of which the last one is its own. Further arguments are those of Past.
 """
 
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Products that are added to those of tiles: of other rows [W, P, R] with other matrices [Y, R, O], one each."""
+
+    x_WPR: jax.Array
+    matrix_Y: jax.Array
+    index_W: jax.Array
+
+
+MultiplyTiles = Callable[..., jax.Array]
+"""A function of (x, matrices, index, num_used, added) that multiplies tiles of rows with one matrix each.
+
+Tile w of x [W, P, I] is multiplied with matrix `index[w]` of [X, I, O], in the type of x, and accumulated in float32.
+`added` may be None. Of tiles from `num_used` on the result is zero. Further arguments are `transposed`, with which all
+matrices are [X, O, I], the type `result`, and `interpret`.
+"""
+
 RotateNormed = Callable[..., jax.Array]
 """A function of (x, weight, cosine, sine) that returns heads after their norm and rotation, up to rounding.
 
@@ -100,6 +118,16 @@ class PagesKernel:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsKernel:
+    """A kernel for the products of experts, as data."""
+
+    name: str
+    multiply_tiles: MultiplyTiles
+    fewest: int
+    """The fewest rows of a tile."""
+
+
 # Kernels are imported when they are first called: they are in experimental modules of JAX, which no CPU needs.
 
 
@@ -119,6 +147,18 @@ def _rotate_normed(*arrays: Any, epsilon: float, interpret: bool) -> jax.Array:
     from skyrl_tx.layers.kernels import normed_rotation
 
     return normed_rotation.rotate_normed(*arrays, epsilon=epsilon, interpret=interpret)
+
+
+def _triton_tiles(*arrays: Any, **settings: Any) -> jax.Array:
+    from skyrl_tx.layers.kernels import gpu_grouped
+
+    return gpu_grouped.multiply_tiles(*arrays, **settings)
+
+
+def _mosaic_tiles(*arrays: Any, **settings: Any) -> jax.Array:
+    from skyrl_tx.layers.kernels import tpu_grouped
+
+    return tpu_grouped.multiply_tiles(*arrays, **settings)
 
 
 def _mosaic(*arrays: Any, window: int | None, interpret: bool) -> Stats:
@@ -165,6 +205,16 @@ PAGES_TABLE: Mapping[tuple[str, str], PagesKernel] = {
 }
 """The kernel that reads pages, of each platform and type of the base weights; the loop elsewhere."""
 
+TRITON_EXPERTS = ExpertsKernel(name="triton", multiply_tiles=_triton_tiles, fewest=16)
+MOSAIC_EXPERTS = ExpertsKernel(name="mosaic", multiply_tiles=_mosaic_tiles, fewest=16)
+
+EXPERTS_TABLE: Mapping[tuple[str, str], ExpertsKernel] = {
+    ("tpu", "bfloat16"): MOSAIC_EXPERTS,
+    ("tpu", "float32"): MOSAIC_EXPERTS,
+    ("gpu", "bfloat16"): TRITON_EXPERTS,
+}
+"""The kernel for experts, of each platform and type of the base weights; products of XLA elsewhere."""
+
 SMALLEST_DIM = 32
 """The smallest heads whose norm and rotation were run by the kernel on a GPU."""
 
@@ -180,6 +230,8 @@ class Kernels:
     """In training; None for the loops."""
     pages: PagesKernel | None = None
     """In sampling; None for the loop."""
+    experts: ExpertsKernel | None = None
+    """For mixtures of experts; None for products of XLA."""
     interpret: bool = False
     """Whether kernels run on any platform, slowly; for tests."""
 
@@ -192,6 +244,15 @@ class Kernels:
     def pages_name(self) -> str:
         """The name of the kernel that reads pages."""
         return LOOPS if self.pages is None else self.pages.name
+
+    @property
+    def experts_name(self) -> str:
+        """The name of the kernel for experts."""
+        return LOOPS if self.experts is None else self.experts.name
+
+    def multiply_tiles(self) -> partial[jax.Array] | None:
+        """Return the function that multiplies the tiles of experts; None for products of XLA."""
+        return None if self.experts is None else partial(self.experts.multiply_tiles, interpret=self.interpret)
 
     def attend(self, heads: Heads) -> partial[jax.Array] | None:
         """Return the function for the attention of a layer, without its arrays; None for the loops."""

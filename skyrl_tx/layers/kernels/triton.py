@@ -168,9 +168,7 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
     blocks = sizes.d_key
     J = T // blocks.keys
     ends = [_num_seeing(first_BT, jnp.arange(J) * blocks.keys + key) for key in (0, blocks.keys - 1)]
-    of_group, d_outs = (
-        pl.BlockSpec((None, T, G, dim), lambda j, b, k: (b, 0, k, 0)) for dim in (padded, padded_value)
-    )
+    of_group, d_outs = (pl.BlockSpec((None, T, G, dim), lambda j, b, k: (b, 0, k, 0)) for dim in (padded, padded_value))
     keys, values = (
         pl.BlockSpec((None, blocks.keys, None, dim), lambda j, b, k: (b, j, k, 0)) for dim in (padded, padded_value)
     )

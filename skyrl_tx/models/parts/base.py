@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import jax
+from flax import struct
 
 from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Heads, Kernels
@@ -21,7 +22,7 @@ from skyrl_tx.layers.rope import Rope
 from skyrl_tx.layers.sharding import Layout
 
 LayerParams = Mapping[str, Any]
-"""Parameters by name: those of one layer, or with a leading n those of a stack."""
+"""Parameters by name: those of one layer, some of them `InStack`, or with a leading n those of a stack."""
 
 Rotation = tuple[Rope, int]
 """A rope and the number of dims that it rotates."""
@@ -60,6 +61,14 @@ class Room:
 
     positions: Any = ()
     fixed: Any = ()
+
+
+@struct.dataclass
+class InStack:
+    """A parameter of one layer that is read in the stack of all."""
+
+    stack: jax.Array  # [n, ...]
+    layer: jax.Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,6 @@ class FeedForward(Part, Protocol):
         """Whether `mark_matmul` marks its products for the remat policy."""
         ...
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """Return the output for positions [..., D]."""
         ...

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.parameter import Parameter
-from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target
+from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, Place, ShardedSize, Target
 
 Activation = Literal["silu", "gelu_tanh"]
 """The function of the gate. The second is GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), approximated by tanh."""
@@ -57,7 +56,7 @@ class Dense:
         """See Part."""
         yield "mlp", "intermediate_size", self.mlp_size
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See FeedForward."""
         return apply_dense(x, params, adapters, activation=self.activation)
 

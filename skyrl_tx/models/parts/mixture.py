@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.apart import add_apart
 from skyrl_tx.layers.lora import linear
-from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, Routing, backward_bytes, mixture
+from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, backward_bytes, mixture
 from skyrl_tx.layers.parameter import Axis, Parameter
-from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.layers.router import Routing
 from skyrl_tx.layers.steady import sum_last
-from skyrl_tx.models.parts.base import LayerAdapters, LayerParams, ShardedSize, Target, UnsupportedModel
+from skyrl_tx.models.parts.base import InStack, LayerAdapters, LayerParams, Place, ShardedSize, Target, UnsupportedModel
 from skyrl_tx.models.parts.dense import Dense, apply_dense
 
 EXPERT_PREFIX = "expert_"
@@ -122,15 +122,19 @@ class Mixture:
         if self.shared_size is not None:
             yield "mlp", "shared_expert_intermediate_size", self.shared_size
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layout: Layout) -> jax.Array:
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See FeedForward."""
-        gate, up, down = (params.get(EXPERT_PREFIX + name) for name in MAPS)
+        maps, layer = [params.get(EXPERT_PREFIX + name) for name in MAPS], None
+        if isinstance(down := maps[-1], InStack):
+            maps, layer = [each and each.stack for each in maps], down.layer
+        gate, up, down = maps
         assert up is not None and down is not None, "experts have these maps"
         biases = (params.get(EXPERT_PREFIX + name) for name in BIASES)
-        weights = ExpertWeights(gate, up, down, *biases, clamp=self.clamp)
+        weights = ExpertWeights(gate, up, down, *biases, layer=layer, clamp=self.clamp)
         own = params.get("router_bias"), params.get("router_correction")
         latent = None if self.latent_size is None else _mapped(x, "fc1_latent_proj", params, adapters)
-        y = mixture(x, params["router"], weights, adapters.experts, self.routing, layout, *own, latent)
+        settings = self.routing, at.layout, *own, latent, at.kernels
+        y = mixture(x, params["router"], weights, adapters.experts, *settings)
         if self.latent_size is not None:
             y = _mapped(y, "fc2_latent_proj", params, adapters)
         if self.shared_size is None:

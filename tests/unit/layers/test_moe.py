@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowSlots
-from skyrl_tx.layers.moe import BIASES, Clamp, ExpertAdapters, ExpertWeights, Routing, mixture, pool_experts, route
+from skyrl_tx.layers.moe import BIASES, Clamp, ExpertAdapters, ExpertWeights, mixture, pool_experts
+from skyrl_tx.layers.router import Routing, route
 from skyrl_tx.layers.tiles import arrange, sum_by_index
 from tests.support.fast_jit import fast_jit
 

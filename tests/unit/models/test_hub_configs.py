@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import pytest
 
-from skyrl_tx.layers.moe import Clamp, Routing
+from skyrl_tx.layers.moe import Clamp
 from skyrl_tx.layers.parameter import flatten
+from skyrl_tx.layers.router import Routing
 from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params, find_family, targets
 from skyrl_tx.models.base import text_config
 from skyrl_tx.models.parts.attention import Attention

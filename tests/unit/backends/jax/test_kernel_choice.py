@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,16 @@ from skyrl_tx.backends.jax.mesh import make_layout, parameter_sharding
 from skyrl_tx.backends.jax.train.adapters import fresh_training_state
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import LoraSpec
-from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, NO_KERNELS, SPLASH, TRITON, TRITON_PAGES, Kernels
+from skyrl_tx.layers.kernels.choice import (
+    MOSAIC_EXPERTS,
+    MOSAIC_PAGES,
+    NO_KERNELS,
+    SPLASH,
+    TRITON,
+    TRITON_EXPERTS,
+    TRITON_PAGES,
+    Kernels,
+)
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
@@ -38,10 +48,10 @@ def hub_model(name: str) -> models.ModelConfig:
 @pytest.mark.parametrize(
     ("platform", "dtype", "setting", "kernels"),
     [
-        ("tpu", BFLOAT16, "auto", Kernels(SPLASH, MOSAIC_PAGES)),
-        ("tpu", FLOAT32, "auto", Kernels(SPLASH, MOSAIC_PAGES)),
-        ("gpu", BFLOAT16, "auto", Kernels(TRITON, TRITON_PAGES)),
-        ("gpu", BFLOAT16, "triton", Kernels(TRITON, TRITON_PAGES)),
+        ("tpu", BFLOAT16, "auto", Kernels(SPLASH, MOSAIC_PAGES, MOSAIC_EXPERTS)),
+        ("tpu", FLOAT32, "auto", Kernels(SPLASH, MOSAIC_PAGES, MOSAIC_EXPERTS)),
+        ("gpu", BFLOAT16, "auto", Kernels(TRITON, TRITON_PAGES, TRITON_EXPERTS)),
+        ("gpu", BFLOAT16, "triton", Kernels(TRITON, TRITON_PAGES, TRITON_EXPERTS)),
         ("gpu", FLOAT32, "auto", NO_KERNELS),
         ("cpu", FLOAT32, "auto", NO_KERNELS),
         ("cpu", BFLOAT16, "auto", NO_KERNELS),
@@ -49,12 +59,16 @@ def hub_model(name: str) -> models.ModelConfig:
     ],
 )
 def test_platform_and_type_choose_the_kernels(platform, dtype, setting, kernels):
-    assert choose_kernels(JaxConfig(attention_kernel=setting, pages_kernel=setting), platform, dtype) == kernels
+    config = JaxConfig(attention_kernel=setting, pages_kernel=setting, experts_kernel=setting)
+    assert choose_kernels(config, platform, dtype) == kernels
 
 
 def test_each_kernel_has_a_setting_of_its_own():
-    assert choose_kernels(JaxConfig(pages_kernel="loops"), "tpu", BFLOAT16) == Kernels(SPLASH)
-    assert choose_kernels(JaxConfig(attention_kernel="loops"), "gpu", BFLOAT16) == Kernels(None, TRITON_PAGES)
+    assert choose_kernels(JaxConfig(pages_kernel="loops"), "tpu", BFLOAT16) == Kernels(SPLASH, None, MOSAIC_EXPERTS)
+    assert choose_kernels(JaxConfig(experts_kernel="loops"), "tpu", BFLOAT16) == Kernels(SPLASH, MOSAIC_PAGES)
+    assert choose_kernels(JaxConfig(attention_kernel="loops"), "gpu", BFLOAT16) == Kernels(
+        None, TRITON_PAGES, TRITON_EXPERTS
+    )
 
 
 def test_a_kernel_of_another_platform_is_refused():
@@ -75,15 +89,17 @@ def test_the_backend_names_the_flag_of_a_kernel_that_is_refused(tmp_path):
 
 
 def test_what_a_kernel_lacks_is_named():
-    gpu, tpu = Kernels(TRITON, TRITON_PAGES), Kernels(SPLASH, MOSAIC_PAGES)
+    gpu, tpu = Kernels(TRITON, TRITON_PAGES, TRITON_EXPERTS), Kernels(SPLASH, MOSAIC_PAGES)
     mixed = hub_model("gpt-oss-20b")
     assert list(explain_kernels(gpu, mixed)) == [
         "attention of 24 layers in training: triton",
         "attention of 24 layers in sampling: triton",
+        "experts of 24 layers: triton",
     ]
     assert list(explain_kernels(tpu, mixed)) == [
         "attention of 24 layers in training: splash",
         "attention of 24 layers in sampling: loops, as mosaic has no heads of 64 dims",
+        "experts of 24 layers: loops",
     ]
     linear = hub_model("Qwen3.5-9B")
     assert list(explain_kernels(gpu, linear)) == [
@@ -94,6 +110,7 @@ def test_what_a_kernel_lacks_is_named():
     assert list(explain_kernels(gpu, latent)) == [
         "attention of 61 layers in training: triton",
         "attention of 61 layers in sampling: loops, as triton has no latents",
+        "experts of 58 layers: triton",
     ]
     dense = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
     assert list(explain_kernels(NO_KERNELS, dense)) == [
@@ -114,10 +131,22 @@ def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):
 
 
 def _model_on_a_mesh(folder: Path) -> None:
-    """Compare gradients of a model with kernels on eight devices with those of the loops on one."""
+    """Compare gradients with kernels for heads on eight devices with those of the loops on one."""
+    meshes = MeshConfig(fsdp=4, tp=2), MeshConfig(dp=2, fsdp=2, tp=2)
+    _compare_on_meshes(folder, "Qwen3ForCausalLM", zip((Kernels(SPLASH), Kernels(TRITON)), meshes, strict=True))
+
+
+def _experts_on_a_mesh(folder: Path) -> None:
+    """Compare gradients with kernels for experts, also where devices have a part of them."""
+    meshes = MeshConfig(fsdp=2, tp=2, ep=2), MeshConfig(dp=4, tp=2)
+    kernels = Kernels(experts=MOSAIC_EXPERTS), Kernels(experts=TRITON_EXPERTS)
+    _compare_on_meshes(folder, "Qwen3MoeForCausalLM", zip(kernels, meshes, strict=True))
+
+
+def _compare_on_meshes(folder: Path, architecture: str, cases: Iterable[tuple[Kernels, MeshConfig]]) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_default_matmul_precision", "highest")
-    directory = write_model(folder, num_heads=4, num_kv_heads=2, head_dim=32, num_layers=2, std=0.2)
+    directory = write_model(folder, architecture, num_heads=4, num_kv_heads=2, head_dim=32, num_layers=2, std=0.2)
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
     model = family.config_from_hf(content)
@@ -142,11 +171,15 @@ def _model_on_a_mesh(folder: Path) -> None:
         return hidden, gradients
 
     wanted = gradient(MeshConfig(), NO_KERNELS)
-    for kernel, sizes in ((SPLASH, MeshConfig(fsdp=4, tp=2)), (TRITON, MeshConfig(dp=2, fsdp=2, tp=2))):
-        found = gradient(sizes, Kernels(kernel, interpret=True))
+    for kernels, sizes in cases:
+        found = gradient(sizes, replace(kernels, interpret=True))
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(np.abs(other).max(), 1e-30))
 
 
 def test_kernels_on_a_mesh_of_eight_devices_give_the_gradient_of_one(tmp_path):
     run_in_own_process(_model_on_a_mesh, tmp_path)
+
+
+def test_experts_by_kernels_on_a_mesh_give_the_gradient_of_one_device(tmp_path):
+    run_in_own_process(_experts_on_a_mesh, tmp_path)

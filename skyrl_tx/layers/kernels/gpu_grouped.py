@@ -1,0 +1,144 @@
+"""Products of tiles of rows with one matrix each, on NVIDIA GPUs: a kernel in Pallas for Triton.
+
+XLA multiplies tiles side by side after it has copied the matrix of each, which for the experts of a mixture moves
+several times their bytes. A program of this kernel computes a part of one tile, and reads the matrix where it is. Tiles
+of the same matrix are neighbours, so that it comes from the cache for all but the first.
+
+Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs, Y other matrices, R their inner dim.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from skyrl_tx.layers.kernels.choice import Added
+from skyrl_tx.layers.kernels.triton import SMALL_MEMORY
+
+MOST_OUTPUTS, MOST_INPUTS = 128, 64
+"""Outputs of a program, and inputs of one of its steps."""
+FEWEST = 16
+"""The least dim of a product of a GPU."""
+FEW_ROWS = 32
+"""Rows for which the time is that of reading the matrix: more steps are fetched ahead, by fewer threads."""
+
+
+def multiply_tiles(
+    x_WPI: jax.Array,
+    matrix_X: jax.Array,
+    index_W: jax.Array,
+    num_used: jax.Array,
+    added: Added | None = None,
+    *,
+    transposed: bool = False,
+    result: Any = jnp.float32,
+    interpret: bool,
+) -> jax.Array:
+    """See `choice.MultiplyTiles`."""
+    W, P, inputs = x_WPI.shape
+    outputs = matrix_X.shape[1 if transposed else 2]
+    of_outputs = _block(outputs, MOST_OUTPUTS)
+
+    def whole(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda o, w: (0,) * x.ndim)
+
+    def of_tile(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda o, w: (w,) + (0,) * (x.ndim - 1))
+
+    used_1 = jnp.reshape(num_used, 1).astype(jnp.int32)
+    arrays = [x_WPI, matrix_X, index_W.astype(jnp.int32)[:, None], used_1]
+    specs = [of_tile(arrays[0]), whole(matrix_X), of_tile(arrays[2]), whole(used_1)]
+    if added is not None:
+        own = added.index_W.astype(jnp.int32)[:, None]
+        arrays += [added.x_WPR, added.matrix_Y, own]
+        specs += [of_tile(added.x_WPR), whole(added.matrix_Y), of_tile(own)]
+    is_small = getattr(jax.devices()[0], "compute_capability", None) in SMALL_MEMORY
+    is_short = P <= FEW_ROWS
+    found: jax.Array = pl.pallas_call(
+        partial(_kernel, inputs=inputs, outputs=outputs, transposed=transposed),
+        grid=(pl.cdiv(outputs, of_outputs), W),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((None, P, of_outputs), lambda o, w: (w, 0, o)),
+        out_shape=jax.ShapeDtypeStruct((W, P, outputs), result),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=4 if is_short else 8, num_stages=2 if is_small else 4 if is_short else 3
+        ),
+        interpret=interpret,
+        name="multiply_tiles",
+    )(*arrays)
+    return found
+
+
+def _block(size: int, most: int) -> int:
+    return min(max(pl.next_power_of_2(size), FEWEST), most)
+
+
+def _kernel(
+    x_ref: Any,
+    matrix_ref: Any,
+    index_ref: Any,
+    used_ref: Any,
+    *others: Any,
+    inputs: int,
+    outputs: int,
+    transposed: bool,
+) -> None:
+    """Compute some outputs of a tile; zeros where it is not used."""
+    *added, out_ref = others
+    size, span = out_ref.shape[1], _block(inputs, MOST_INPUTS)
+    begin = pl.program_id(0) * size
+    is_used = pl.program_id(1) < used_ref[0]
+    index = index_ref[0]
+
+    def step(number: Any, out: jax.Array) -> jax.Array:
+        start = number * span
+        x = _load(x_ref, (), (0, x_ref.shape[0], None), (start, span, inputs))
+        return out + _product(x, matrix_ref, index, (start, span, inputs), (begin, size, outputs), transposed)
+
+    num_steps = jnp.where(is_used, jnp.int32(pl.cdiv(inputs, span)), jnp.int32(0))
+    out = lax.fori_loop(jnp.int32(0), num_steps, step, jnp.zeros(out_ref.shape, jnp.float32))
+    if added:
+        narrow_ref, other_ref, own_ref = added
+        rank = narrow_ref.shape[1]
+        whole = (0, _block(rank, rank), rank)
+
+        def add(_: Any, out: jax.Array) -> jax.Array:
+            narrow = _load(narrow_ref, (), (0, narrow_ref.shape[0], None), whole).astype(x_ref.dtype)
+            return out + _product(narrow, other_ref, own_ref[0], whole, (begin, size, outputs), transposed)
+
+        once = jnp.where(is_used, jnp.int32(1), jnp.int32(0))
+        out = lax.fori_loop(jnp.int32(0), once, add, out)
+    mask = None if outputs % size == 0 else (begin + jnp.arange(size, dtype=jnp.int32) < outputs)[None, :]
+    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=mask)
+
+
+_Span = tuple[Any, int, int | None]
+"""The begin, the size, and how many there are in all: what is beyond counts as zero. None: as many as it has."""
+
+
+def _product(x: jax.Array, ref: Any, index: Any, inputs: _Span, outputs: _Span, transposed: bool) -> jax.Array:
+    if transposed:
+        return _dot(x, _load(ref, (index,), outputs, inputs).astype(x.dtype).T)
+    return _dot(x, _load(ref, (index,), inputs, outputs).astype(x.dtype))
+
+
+def _load(ref: Any, leading: tuple[Any, ...], rows: _Span, columns: _Span) -> jax.Array:
+    """Return a part of a matrix."""
+    masks: list[jax.Array] = []
+    for axis, (begin, size, number) in enumerate((rows, columns)):
+        if number is not None and number % size:
+            place = begin + jnp.arange(size, dtype=jnp.int32)
+            masks.append(jnp.expand_dims(place < number, 1 - axis))
+    where = ref.at[(*leading, *(pl.ds(begin, size) for begin, size, _ in (rows, columns)))]
+    if not masks:
+        return plgpu.load(where)
+    mask = jnp.broadcast_to(masks[0] if len(masks) == 1 else masks[0] & masks[1], (rows[1], columns[1]))
+    return plgpu.load(where, mask=mask, other=0.0)
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.dot(x, y, preferred_element_type=jnp.float32)
