@@ -5,6 +5,7 @@ A head keeps a state S [D, E], which decays, forgets what it returned for a key,
     S_t = exp(g_t) S_{t-1},   S_t += k_t (beta_t (v_t - S_t^T k_t))^T,   o_t = S_t^T q_t
 
 Whole rows are computed in chunks, within which all positions are matrix products; only the chunks follow one another.
+What does not depend on the state is computed for many chunks together, or chunk by chunk with the rest.
 
 Legend: B batch, T tokens, S slots, K key heads, G value heads of each key head, H value heads, D key dim, E value dim,
 N chunks, C positions of a chunk (i of the reading one, j of the one that is read).
@@ -28,29 +29,85 @@ def delta_rule(
     decay_BTKG: jax.Array,
     state_BKGDE: jax.Array,
     masks: ChunkMasks | None = None,
+    *,
+    together: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs [B, T, K, G, E] and the state after the last position; all are float32.
 
     `decay` is g <= 0. `state` is that before the first position. `masks` begin each sequence of a row with an empty
-    state; None continues from `state`. A position with beta = 0 and decay = 0 leaves the state as it is.
+    state; None continues from `state`. A position with beta = 0 and decay = 0 leaves the state as it is. `together` has
+    the same numbers up to rounding, takes more memory, and leaves two products for each chunk that follow one another.
     """
     length, (*_, G, E) = q_BTKD.shape[1], v_BTKGE.shape
     q, k = (jnp.repeat(each, G, axis=2) for each in (q_BTKD, k_BTKD))
     heads = (each.reshape(*each.shape[:2], -1, *each.shape[4:]) for each in (v_BTKGE, beta_BTKG, decay_BTKG))
     q, k, v, beta, decay = (jnp.moveaxis(into_chunks(each), 2, 3) for each in (q, k, *heads))
-    # The backward pass computes a chunk again: what it would keep of all chunks is larger than all other activations.
-    one = jax.checkpoint(_one_chunk, prevent_cse=False)
     state_BHDE = state_BKGDE.reshape(state_BKGDE.shape[0], -1, *state_BKGDE.shape[3:])
-    state_BHDE, o_NBHCE = jax.lax.scan(one, state_BHDE, (q, k, v, beta, jnp.cumsum(decay, axis=-1), masks))
+    chunks = q, k, v, beta, jnp.cumsum(decay, axis=-1), masks
+    # The backward pass computes chunks again: what it would keep of them is larger than all other activations.
+    if together:
+        state_BHDE, o = jax.lax.scan(jax.checkpoint(_some_chunks, prevent_cse=False), state_BHDE, _groups(chunks))
+        o_NBHCE = o.reshape(-1, *o.shape[2:])
+    else:
+        state_BHDE, o_NBHCE = jax.lax.scan(jax.checkpoint(_one_chunk, prevent_cse=False), state_BHDE, chunks)
     o = jnp.moveaxis(o_NBHCE, (0, 3), (1, 2))
     o = o.reshape(o.shape[0], -1, o.shape[3] // G, G, E)[:, :length]
     return o, state_BHDE.reshape(state_BKGDE.shape)
 
 
-def _one_chunk(
-    state_BHDE: jax.Array,
-    inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, ChunkMasks | None],
-) -> tuple[jax.Array, jax.Array]:
+TOGETHER = 32
+"""Chunks that are computed together, at most: bounds the memory of what they have at the same time."""
+
+_Chunks = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, ChunkMasks | None]
+"""Queries, keys, values, betas, sums of decays from the begin of the chunk on, and masks, of all chunks or of one."""
+
+
+def _groups(chunks: _Chunks) -> _Chunks:
+    """Return chunks in groups of up to TOGETHER, with a leading dim; the last may have some that change no state."""
+    num_chunks = chunks[0].shape[0]
+    number = -(-num_chunks // TOGETHER)
+    size = -(-num_chunks // number)
+
+    def grouped(leaf: jax.Array) -> jax.Array:
+        padding = [(0, number * size - num_chunks)] + [(0, 0)] * (leaf.ndim - 1)
+        return jnp.pad(leaf, padding, constant_values=leaf.dtype == bool).reshape(number, size, *leaf.shape[1:])
+
+    return jax.tree.map(grouped, chunks)
+
+
+def _some_chunks(state_BHDE: jax.Array, chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
+    """Return the state after some chunks, and their outputs [N, B, H, C, E].
+
+    What a chunk teaches is linear in the state before it: `fresh` less `erased` times the state. Both are solutions of
+    the same triangular system, so only two products are left to do in the order of chunks.
+    """
+    q, k, v, beta, total, masks = chunks
+    reads_NBij, continues_NBC = read_masks(masks, q.shape[3])
+    if masks is None:
+        reads_NBij, continues_NBC = reads_NBij[None], continues_NBC[None]
+    # Masked before exp, so that no gradient is infinite.
+    between = total[..., :, None] - total[..., None, :]
+    between = jnp.exp(jnp.where(reads_NBij[:, :, None], between, -jnp.inf))
+    before = jnp.exp(jnp.where(continues_NBC[:, :, None], total, -jnp.inf))[..., None]
+    multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    kk = multiply("nbhid,nbhjd->nbhij", k, k)
+    forgets = jnp.tril(beta[..., None] * kk * between, -1)
+    solved = _solve(forgets, beta[..., None] * jnp.concatenate([v, before * k], axis=-1))
+    fresh, erased = jnp.split(solved, [v.shape[-1]], axis=-1)
+
+    def one(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        fresh, erased, last_k, kept = chunk
+        learned = fresh - multiply("bhid,bhde->bhie", erased, state)
+        return state * kept + multiply("bhjd,bhje->bhde", last_k, learned), (learned, state)
+
+    last_k = k * between[..., -1, :, None]
+    state_BHDE, (learned, states) = jax.lax.scan(one, state_BHDE, (fresh, erased, last_k, before[..., -1:, :]))
+    reads = multiply("nbhid,nbhjd->nbhij", q, k) * between
+    o_NBHCE = multiply("nbhid,nbhde->nbhie", before * q, states) + multiply("nbhij,nbhje->nbhie", reads, learned)
+    return state_BHDE, o_NBHCE
+
+
+def _one_chunk(state_BHDE: jax.Array, inputs: _Chunks) -> tuple[jax.Array, jax.Array]:
     """Return the state after a chunk, and the chunk's outputs [B, H, C, E]."""
     q_BHCD, k_BHCD, v_BHCE, beta_BHC, total_BHC, masks = inputs
     reads_Bij, continues_BC = read_masks(masks, q_BHCD.shape[2])

@@ -161,7 +161,10 @@ def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     yield Item("KV cache", plan.kv_bytes, detail)
     yield Item("adapters in training", models_bytes // 2, f"weights and gradients of {training}")
     yield Item("optimizer", models_bytes // 2, f"two moments of {training}")
-    yield Item("temporary", plan.pass_bytes, f"micro-batch of {plan.passes.micro_batch_tokens} tokens, {remat}")
+    detail = f"micro-batch of {plan.passes.micro_batch_tokens} tokens, {remat}"
+    if plan.slice_bytes > plan.pass_bytes:
+        detail = f"states of a decode slice of {samples.num_rows} samples"
+    yield Item("temporary", max(plan.pass_bytes, plan.slice_bytes), detail)
 
 
 def _of_long_rows(rows: LongRows, account: Account) -> str:

@@ -197,7 +197,8 @@ class _Shapes:
     def decode(self) -> _Lowered:
         """Return a decode slice of the most samples, with the base model."""
         lowered = self._decode(None, Rows((None,) * self._plan.samples.num_rows, (BASE,)))
-        return lowered, f"{self._plan.samples.num_slots} samples", self._plan.weight_bytes + self._plan.kv_bytes
+        planned = self._plan.weight_bytes + self._plan.kv_bytes + self._plan.slice_bytes
+        return lowered, f"{self._plan.samples.num_slots} samples", planned
 
     def adapters(self) -> _Lowered:
         """Return a decode slice of the most samples, with as few adapters as a program of several has."""
@@ -206,7 +207,7 @@ class _Shapes:
         most = 1 + self._config.max_sampler_adapters
         first, *others = Rows.of_every_shape(plan.samples.num_rows, BASE + 1, merges=merges, max_adapters=most)
         rows = others[0] if merges else first
-        planned = plan.weight_bytes + plan.kv_bytes + num_slots * self._adapter_bytes
+        planned = plan.weight_bytes + plan.kv_bytes + plan.slice_bytes + num_slots * self._adapter_bytes
         detail = f"{plan.samples.num_slots} samples, {len(rows.adapters)} adapters at once, {num_slots} places"
         return self._decode(pool, rows), f"{detail}, rank {self._rank}", planned
 

@@ -36,6 +36,7 @@ def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernel
         _chosen("attention_kernel", config.attention_kernel, TABLE, platform, dtype),
         _chosen("pages_kernel", config.pages_kernel, PAGES_TABLE, platform, dtype),
         _chosen("experts_kernel", config.experts_kernel, EXPERTS_TABLE, platform, dtype),
+        chunks_together=platform != "cpu",
     )
 
 

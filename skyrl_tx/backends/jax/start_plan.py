@@ -53,6 +53,8 @@ class StartPlan:
     samples: SampleMemory
     kv_bytes: int
     """The KV cache: pages and states."""
+    slice_bytes: int
+    """Temporary memory for the states of a decode slice, which it changes in copies."""
     costs: Costs | None
     """None if devices do not report their memory."""
     passes: MemoryPlan
@@ -135,6 +137,7 @@ def plan_start(
         pool_bytes=pool_bytes,
         samples=samples,
         kv_bytes=kv_bytes,
+        slice_bytes=samples.num_rows * room.state // layout.num_shards("batch"),
         costs=costs,
         passes=passes,
         pass_bytes=pass_bytes,

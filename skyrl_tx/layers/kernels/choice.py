@@ -232,6 +232,10 @@ class Kernels:
     """In sampling; None for the loop."""
     experts: ExpertsKernel | None = None
     """For mixtures of experts; None for products of XLA."""
+    chunks_together: bool = False
+    """Whether the delta rule computes many chunks together, as far as they do not follow one another.
+
+    It takes more memory, and has fewer of the small kernels that are most of its time on an accelerator."""
     interpret: bool = False
     """Whether kernels run on any platform, slowly; for tests."""
 

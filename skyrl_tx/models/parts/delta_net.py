@@ -7,6 +7,7 @@ Legend: B batch, T tokens, S slots, K key heads, G value heads of each key head,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
-from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.layers.short_conv import conv_step, last_inputs, short_conv
 from skyrl_tx.layers.steady import sum_last
 from skyrl_tx.models.parts.base import (
@@ -113,14 +113,14 @@ class DeltaNet:
     def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """See Mixer."""
         empty = empty_state(self.room(), x.shape[0], params["in_proj_q"].dtype)
-        mixed, _ = self._mix_rows(x, params, adapters, empty, at.layout, masks=at.prepared[self])
+        mixed, _ = self._mix_rows(x, params, adapters, empty, at, masks=at.prepared[self])
         return mixed
 
     def extend(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer. Tokens from `at.size` on are padding and leave no trace."""
-        mixed, fixed = self._mix_rows(x, params, adapters, held.fixed, at.layout, size=at.size)
+        mixed, fixed = self._mix_rows(x, params, adapters, held.fixed, at, size=at.size)
         return mixed, Held(fixed=fixed)
 
     def step(
@@ -141,13 +141,13 @@ class DeltaNet:
         params: LayerParams,
         adapters: LayerAdapters,
         fixed: dict[str, jax.Array],
-        layout: Layout,
+        at: Place,
         *,
         masks: Masks | None = None,
         size: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the output for rows whose state before was `fixed`, and the state after the first `size` tokens."""
-        projected = self._project(x_BTD, params, adapters)
+        layout, projected = at.layout, self._project(x_BTD, params, adapters)
         projected |= {name: whole_rows(projected[name], layout) for name in _QKV}
         conv, chunks = (None, None) if masks is None else masks
         convolved = {
@@ -159,7 +159,8 @@ class DeltaNet:
         if size is not None:
             is_token_BT11 = (jnp.arange(length) < size[..., None])[..., None, None]
             beta, decay = jnp.where(is_token_BT11, beta, 0.0), jnp.where(is_token_BT11, decay, 0.0)
-        mixed, state = apply_rule(delta_rule, (q, k, v, beta, decay), fixed["state"], chunks, layout)
+        rule = partial(delta_rule, together=at.kernels.chunks_together)
+        mixed, state = apply_rule(rule, (q, k, v, beta, decay), fixed["state"], chunks, layout)
         mixed = split_rows(mixed, layout)
         last = length if size is None else size
         tails = {f"{name}_tail": last_inputs(projected[name], fixed[f"{name}_tail"], last) for name in _QKV}

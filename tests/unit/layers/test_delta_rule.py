@@ -1,6 +1,7 @@
 """The gated delta rule by chunks equals its recurrence, token by token."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -52,7 +53,8 @@ def by_steps(inputs: Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.moveaxis(o_TB, 0, 1), state
 
 
-run_chunks, run_steps = fast_jit(delta_rule), fast_jit(by_steps)
+run_chunks, run_steps = fast_jit(delta_rule, static_argnames="together"), fast_jit(by_steps)
+BOTH_WAYS = pytest.mark.parametrize("together", [False, True], ids=["in-turn", "together"])
 
 
 def assert_close(found: object, wanted: object) -> None:
@@ -72,13 +74,15 @@ def test_a_step_is_the_formula() -> None:
         np.testing.assert_allclose(o[0, head, group], wanted.T @ q[head], **CLOSE)
 
 
-@pytest.mark.parametrize("length", [1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 22])
-def test_chunks_equal_steps(length: int) -> None:
+@BOTH_WAYS
+@pytest.mark.parametrize("length", [1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 22, 33 * CHUNK - 9])
+def test_chunks_equal_steps(length: int, together: bool) -> None:
     inputs, state = draw(2, length), draw_state(2)
-    assert_close(run_chunks(*inputs, state), run_steps(inputs, state))
+    assert_close(run_chunks(*inputs, state, together=together), run_steps(inputs, state))
 
 
-def test_gradients_by_chunks_equal_those_by_steps() -> None:
+@BOTH_WAYS
+def test_gradients_by_chunks_equal_those_by_steps(together: bool) -> None:
     inputs, state = draw(2, CHUNK + 30), draw_state(2)
     generator = np.random.default_rng(1)
     o_weight = generator.standard_normal(inputs[2].shape).astype(np.float32)
@@ -91,7 +95,7 @@ def test_gradients_by_chunks_equal_those_by_steps() -> None:
 
         return fast_jit(jax.grad(loss, argnums=(0, 1)))(inputs, state)
 
-    assert_close(gradients(lambda inputs, state: delta_rule(*inputs, state)), gradients(by_steps))
+    assert_close(gradients(lambda inputs, state: delta_rule(*inputs, state, together=together)), gradients(by_steps))
 
 
 def packed_start() -> jax.Array:
@@ -103,37 +107,40 @@ def apart(inputs: Inputs) -> list[Inputs]:
     return [tuple(each[:, start:stop] for each in inputs) for start, stop in pairwise(STARTS)]
 
 
-def run_packed(inputs: Inputs) -> jax.Array:
-    return delta_rule(*inputs, zeros(1), ChunkMasks.of(packed_start()))[0]
+def run_packed(inputs: Inputs, *, together: bool = False) -> jax.Array:
+    return delta_rule(*inputs, zeros(1), ChunkMasks.of(packed_start()), together=together)[0]
 
 
 def run_apart(inputs: Inputs) -> jax.Array:
     return jnp.concatenate([by_steps(each, zeros(1))[0] for each in apart(inputs)], axis=1)
 
 
-def test_packed_sequences_equal_the_sequences_apart() -> None:
+@BOTH_WAYS
+def test_packed_sequences_equal_the_sequences_apart(together: bool) -> None:
     inputs = draw(1, int(STARTS[-1]))
-    assert_close(fast_jit(run_packed)(inputs), fast_jit(run_apart)(inputs))
+    assert_close(fast_jit(partial(run_packed, together=together))(inputs), fast_jit(run_apart)(inputs))
 
 
-def test_gradients_of_packed_sequences_equal_those_apart() -> None:
+@BOTH_WAYS
+def test_gradients_of_packed_sequences_equal_those_apart(together: bool) -> None:
     inputs = draw(1, int(STARTS[-1]))
     weight = np.random.default_rng(1).standard_normal(inputs[2].shape).astype(np.float32)
     packed, alone = (
         fast_jit(jax.grad(lambda inputs, run=run: jnp.sum(run(inputs) * weight)))(inputs)
-        for run in (run_packed, run_apart)
+        for run in (partial(run_packed, together=together), run_apart)
     )
     assert_close(packed, alone)
 
 
-def test_a_packed_sequence_reads_nothing_of_another() -> None:
+@BOTH_WAYS
+def test_a_packed_sequence_reads_nothing_of_another(together: bool) -> None:
     inputs = draw(1, int(STARTS[-1]))
     start, stop = STARTS[2], STARTS[3]
     other = draw(1, int(STARTS[-1]), seed=1)
     index = np.arange(STARTS[-1])
     is_own = (index >= start) & (index < stop)
     mixed = tuple(jnp.where(is_own.reshape(-1, *[1] * (a.ndim - 2)), a, b) for a, b in zip(inputs, other, strict=True))
-    run = fast_jit(run_packed)
+    run = fast_jit(partial(run_packed, together=together))
     assert_close(run(mixed)[:, start:stop], run(inputs)[:, start:stop])
 
 

@@ -60,14 +60,18 @@ def hub_model(name: str) -> models.ModelConfig:
 )
 def test_platform_and_type_choose_the_kernels(platform, dtype, setting, kernels):
     config = JaxConfig(attention_kernel=setting, pages_kernel=setting, experts_kernel=setting)
-    assert choose_kernels(config, platform, dtype) == kernels
+    assert choose_kernels(config, platform, dtype) == replace(kernels, chunks_together=platform != "cpu")
 
 
 def test_each_kernel_has_a_setting_of_its_own():
-    assert choose_kernels(JaxConfig(pages_kernel="loops"), "tpu", BFLOAT16) == Kernels(SPLASH, None, MOSAIC_EXPERTS)
-    assert choose_kernels(JaxConfig(experts_kernel="loops"), "tpu", BFLOAT16) == Kernels(SPLASH, MOSAIC_PAGES)
+    assert choose_kernels(JaxConfig(pages_kernel="loops"), "tpu", BFLOAT16) == Kernels(
+        SPLASH, None, MOSAIC_EXPERTS, chunks_together=True
+    )
+    assert choose_kernels(JaxConfig(experts_kernel="loops"), "tpu", BFLOAT16) == Kernels(
+        SPLASH, MOSAIC_PAGES, chunks_together=True
+    )
     assert choose_kernels(JaxConfig(attention_kernel="loops"), "gpu", BFLOAT16) == Kernels(
-        None, TRITON_PAGES, TRITON_EXPERTS
+        None, TRITON_PAGES, TRITON_EXPERTS, chunks_together=True
     )
 
 
