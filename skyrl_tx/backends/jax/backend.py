@@ -85,6 +85,8 @@ class JaxBackend(AbstractBackend):
         self._compilation = compilation_monitor()
         try:
             layout = mesh.make_layout(config.mesh)
+            if (warning := mesh.warning_of_unused(jax.devices(), config.mesh)) is not None:
+                log.warning(warning)
             config = config.for_platform(mesh.platform_of(layout))
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)

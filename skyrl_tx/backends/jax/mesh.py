@@ -65,6 +65,15 @@ def make_layout(config: MeshConfig) -> Layout:
     return layout_over(devices, config)
 
 
+def warning_of_unused(devices: Sequence[Any], config: MeshConfig) -> str | None:
+    """Return a warning if a mesh leaves accelerators of this process unused; None if there are none."""
+    if config.num_devices >= len(devices) or devices[0].platform == "cpu":
+        return None
+    number, flag = len(devices), "--backend-config.mesh.dp"
+    used = f"{number} devices are visible, and {config.num_devices} is used: {flag} {number} uses all of them"
+    return f"{used}, and `skyrl-tx plan` names the best mesh for a model"
+
+
 def layout_over(devices: Sequence[Any], config: MeshConfig) -> Layout:
     """Return a layout over the first devices of a list, as many as the mesh has.
 

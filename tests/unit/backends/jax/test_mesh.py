@@ -1,5 +1,7 @@
 """The mesh: errors that name the flag and the size, and the sharding of arrays."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 from jax.sharding import PartitionSpec
@@ -7,7 +9,14 @@ from jax.sharding import PartitionSpec
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.mesh import MeshError, check_divides, make_layout, num_copies, training_layout
+from skyrl_tx.backends.jax.mesh import (
+    MeshError,
+    check_divides,
+    make_layout,
+    num_copies,
+    training_layout,
+    warning_of_unused,
+)
 from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.sharding import Layout
@@ -127,6 +136,14 @@ def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():
     backend = JaxBackend("no-such-directory/either", JaxConfig(compile_cache_dir=None, mesh=MeshConfig(tp=wanted)))
     with pytest.raises(UserError, match=rf"mesh: fsdp=1,tp={wanted},ep=1 needs {wanted} devices"):
         backend.start()
+
+
+def test_accelerators_that_a_mesh_leaves_unused_are_a_warning():
+    gpus = [SimpleNamespace(platform="gpu")] * 8
+    warning = warning_of_unused(gpus, MeshConfig())
+    assert warning is not None and "8 devices are visible, and 1 is used: --backend-config.mesh.dp 8 uses" in warning
+    assert warning_of_unused(gpus, MeshConfig(dp=4, tp=2)) is None and warning_of_unused(gpus[:1], MeshConfig()) is None
+    assert warning_of_unused([SimpleNamespace(platform="cpu")] * 8, MeshConfig()) is None
 
 
 def test_the_default_mesh_has_one_device():
