@@ -133,6 +133,17 @@ def test_rows_use_the_adapters_of_their_slots(shares: bool, kernel: ExpertsKerne
 
 
 @BOTH
+def test_no_token_changes_a_bit_of_another(kernel: ExpertsKernel):
+    """Other tokens move a token to another tile, or to another place of its tile."""
+    x, others, router, weights = normal(3, 300, D), normal(5, 300, D), normal(9, E, D), experts()
+    others[::7] = x[::7]
+    run = fast_jit(lambda x: mixture(x, router, weights, one_adapter(20), ROUTING, kernels=kernels_with(kernel)))
+    one, two = run(x), run(others)
+    np.testing.assert_array_equal(one[::7], two[::7])
+    assert np.all(np.any(np.asarray(one)[1:7] != np.asarray(two)[1:7], axis=1))
+
+
+@BOTH
 def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_xla(kernel: ExpertsKernel):
     x, router, slope, adapters = normal(3, 300, D), normal(9, E, D), normal(4, 300, D), one_adapter(20, shares=True)
     exact = value_and_gradient(x, router, experts(), adapters, slope, Kernels())
