@@ -50,7 +50,7 @@ def differing(found: Numbers, wanted: Numbers) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.exhaustive)])
 def test_two_hosts_give_the_bits_of_one(tmp_path: Path, mesh: str) -> None:
     """Every sum over devices is one of two numbers, which has no order."""
     directory = write_model(tmp_path, "Qwen3ForCausalLM", tied_embeddings=False, num_layers=1, **SIZES)

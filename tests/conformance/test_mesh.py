@@ -93,7 +93,7 @@ def test_a_row_of_16k_tokens_on_eight_devices(tmp_path: Path, mesh: str) -> None
         pytest.param("Gemma3ForCausalLM", {"tp=4,cp=2": 8}, "shared", marks=EXHAUSTIVE),
         pytest.param("DeepseekV3ForCausalLM", {"ep=2,cp=4": 4}, "shared", marks=EXHAUSTIVE),
         ("Qwen3MoeForCausalLM", {"fsdp=2,tp=2,ep=2": 4}, "own"),
-        ("Qwen3MoeForCausalLM", {"dp=8": 1, "dp=2,tp=2,ep=2": 2}, "shared"),
+        pytest.param("Qwen3MoeForCausalLM", {"dp=8": 1, "dp=2,tp=2,ep=2": 2}, "shared", marks=EXHAUSTIVE),
         pytest.param("Qwen3ForCausalLM", {"dp=4,cp=2": 2}, "shared", marks=EXHAUSTIVE),
         pytest.param("Qwen3_5MoeForCausalLM", {"dp=2,tp=2,ep=2": 2}, "shared", marks=EXHAUSTIVE),
         pytest.param("NemotronHForCausalLM", {"dp=4,tp=2": 2}, "shared", marks=EXHAUSTIVE),

@@ -94,7 +94,10 @@ def test_weights_that_devices_gather_are_not_copied(tmp_path: Path, client_envir
         ("Qwen3MoeForCausalLM", ("--device", "v5e:2x4", "--mesh", EIGHT), SPLASH, "gradient,decode"),
         ("Qwen3ForCausalLM", ("--device", "h200:1"), TRITON, "gradient,decode"),
         ("Qwen3ForCausalLM", ("--device", "h200:8", "--mesh", "fsdp=4,tp=2"), TRITON, "gradient,decode"),
-        ("Qwen3ForCausalLM", ("--device", "h200:2", "--mesh", "tp=2"), TRITON, "gradient,decode"),
+        pytest.param(
+            *("Qwen3ForCausalLM", ("--device", "h200:2", "--mesh", "tp=2"), TRITON, "gradient,decode"),
+            marks=pytest.mark.exhaustive,
+        ),
         *(
             pytest.param("Qwen3MoeForCausalLM", (*flags, "--mesh", EIGHT), kernels, "", marks=pytest.mark.exhaustive)
             for flags, kernels in ((("--device", "v5e:2x4"), SPLASH), (("--device", "h100:8"), TRITON))

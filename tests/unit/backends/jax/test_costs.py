@@ -132,10 +132,11 @@ def test_what_mixers_return_is_kept_whole_on_each_device(platform, sizes, num_to
 @pytest.mark.parametrize(
     ("platform", "sizes", "num_tokens", "compiled_gib"),
     [
-        ("gpu", {}, 16384, 22.1),
-        pytest.param("gpu", {}, 4096, 7.0, marks=pytest.mark.slow),
-        pytest.param("gpu", {"tp": 4}, 8192, 5.5, marks=pytest.mark.slow),
-        pytest.param("tpu", {}, 8192, 12.2, marks=pytest.mark.slow),
+        pytest.param("gpu", {}, 16384, 22.1, marks=pytest.mark.slow),
+        *(
+            pytest.param(*each, marks=(pytest.mark.slow, pytest.mark.exhaustive))
+            for each in (("gpu", {}, 4096, 7.0), ("gpu", {"tp": 4}, 8192, 5.5), ("tpu", {}, 8192, 12.2))
+        ),
     ],
     ids=["h200-16k", "h200-4k", "h200-4", "v5p"],
 )
