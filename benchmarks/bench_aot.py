@@ -80,11 +80,13 @@ def save(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the newest record of each cell as rows of a table."""
+    """Yield the newest record of each cell as rows of a table, in the order of models and devices."""
     newest = {(each["options"]["model"], each["options"]["device"]): each["results"] for each in records}
+    models, devices = [*OWN, *FAMILIES], list(DEVICES)
     yield "| model | devices | mesh | micro-batch | gradient | decode slice | steps | kernels | collectives a layer |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for (model, device), found in newest.items():
+    for model, device in sorted(newest, key=lambda cell: (models.index(cell[0]), devices.index(cell[1]))):
+        found = newest[model, device]
         if "problem" in found:
             yield f"| {model} | {device} | {found['problem']} | | | | | | |"
             continue
@@ -96,7 +98,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         steps = kernels = sent = "unknown"
         if text is not None:
             steps = f"{text['num_steps']:,}" + (f" and {text['num_open_loops']} loops" * bool(text["num_open_loops"]))
-            kernels = ", ".join(text["kernels"]) or "none"
+            kernels = ", ".join(dict.fromkeys(map(_kind, text["kernels"]))) or "none"
             in_layers = text["in_layers"].items()
             sent = ", ".join(f"{each['calls'] / layers:.3g} {kind}" for kind, each in in_layers) or "none"
         size = f"{found['limits']['micro_batch_tokens']:,}{remat}"
@@ -104,6 +106,12 @@ def table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"| {model} | {device} | {mesh} | {size} | {_memory(gradient)} | {_memory(decode)} | {steps} | {kernels} "
             f"| {sent} |"
         )
+
+
+def _kind(kernel: str) -> str:
+    """Return what kernels of both directions have in common: `mha` of mha_forward, mha_d_query and mha_d_key."""
+    kernel = kernel.removeprefix("d_")
+    return next((kind for kind in ("splash", "mha") if kernel.startswith(kind)), kernel)
 
 
 def _memory(program: Mapping[str, Any]) -> str:

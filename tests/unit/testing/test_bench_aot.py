@@ -15,7 +15,7 @@ PROGRAM = {
     "text": {
         "num_steps": 1234,
         "num_open_loops": 2,
-        "kernels": {"mha_forward": 28},
+        "kernels": {"d_rotate_normed": 56, "mha_d_key": 28, "mha_forward": 28, "rotate_normed": 112},
         "in_layers": {"all-gather": {"calls": 56, "bytes": 8}},
     },
 }
@@ -52,7 +52,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monke
         bench_aot.BEGIN,
         *page.read_text().splitlines()[2:4],
         "| Qwen3-0.6B | h200:8 | fsdp=8 | 4,096, rematerialized | 4.0 GiB (1.25) | too much | 1,234 and 2 loops "
-        "| mha_forward | 2 all-gather |",
+        "| rotate_normed, mha | 2 all-gather |",
         "| Qwen3-0.6B | v5e:1x1 | does not fit | | | | | | |",
         bench_aot.END,
         "after",
