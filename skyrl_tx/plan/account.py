@@ -10,7 +10,7 @@ from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.ahead import CompiledProgram, compile_programs
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
-from skyrl_tx.backends.jax.kernel_choice import KernelError
+from skyrl_tx.backends.jax.kernel_choice import KernelError, fit_cache
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
 from skyrl_tx.backends.jax.topology import described_layout
@@ -85,6 +85,7 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     try:
         content = hf.read_json(hf.resolve(base_model, with_weights=False), "config.json")
         model = replace(models.find_family(content).config_from_hf(content), expert_lora=config.expert_lora)
+        model = fit_cache(model, devices.kind.family)
     except (models.UnsupportedModel, hf.CheckpointError) as error:
         raise UserError(f"--base-model: {error}") from error
     dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)

@@ -17,7 +17,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.exhaustion import capacity_errors
-from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, num_mixtures
+from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, fit_cache, num_mixtures
 from skyrl_tx.backends.jax.memory import (
     Memory,
     device_memory,
@@ -90,7 +90,8 @@ class JaxBackend(AbstractBackend):
             config = config.for_platform(mesh.platform_of(layout))
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)
-            self._model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
+            model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
+            self._model = fit_cache(model, mesh.platform_of(layout))
             mesh.check_divides(layout, self._model)
             self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
             self._dtype = mesh.choose_dtype(config, layout)

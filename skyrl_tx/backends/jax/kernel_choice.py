@@ -1,6 +1,7 @@
 """The choice of kernels at the start of the backend: by the platform of the devices and the type of base weights."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -17,7 +18,12 @@ from skyrl_tx.layers.kernels.choice import (
     Kernels,
     PagesKernel,
 )
+from skyrl_tx.models.config import Block
+from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.mixture import Mixture
+
+TPU_DIMS = 128
+"""The width of a register of TPUs, to which the last dim of an array is padded in memory."""
 
 _Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel, ExpertsKernel)
 
@@ -52,18 +58,41 @@ def _chosen(
     return found
 
 
+def fit_cache(model: models.ModelConfig, platform: str) -> models.ModelConfig:
+    """Return the model with keys and values in the cache as the devices of a platform hold them.
+
+    On TPU their dims are a multiple of 128: less takes as much memory there, and the compiler would copy the whole
+    cache for the programs that read it.
+    """
+    if platform != "tpu":
+        return model
+
+    def fitted(block: Block) -> Block:
+        mixer = block.mixer
+        if not isinstance(mixer, Attention) or mixer.head_dim % TPU_DIMS == 0:
+            return block
+        return replace(block, mixer=replace(mixer, cached_dim=-(-mixer.head_dim // TPU_DIMS) * TPU_DIMS))
+
+    groups = (
+        replace(group, stacks=tuple(replace(stack, block=fitted(stack.block)) for stack in group.stacks))
+        for group in model.groups
+    )
+    return replace(model, groups=tuple(groups))
+
+
 def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str]:
     """Yield how the layers of a model attend in training and in sampling, and how their experts are computed.
 
     By which kernel, or why by loops.
     """
     attention, pages = kernels.attention, kernels.pages
-    heads = [block.mixer.heads for block in model.blocks if block.mixer is not None]
-    of_layers = [each for each in heads if each is not None]
+    mixers = [block.mixer for block in model.blocks if block.mixer is not None]
+    of_layers = [each.heads for each in mixers if each.heads is not None]
+    cached = [each.cached_heads for each in mixers if each.cached_heads is not None]
     in_training = [
         _how(kernels.attention_name, None if attention is None else attention.refusal(each)) for each in of_layers
     ]
-    in_sampling = [_how(kernels.pages_name, None if pages is None else pages.refusal(each)) for each in of_layers]
+    in_sampling = [_how(kernels.pages_name, None if pages is None else pages.refusal(each)) for each in cached]
     for where, found in (("training", in_training), ("sampling", in_sampling)):
         for how in dict.fromkeys(found):
             yield f"attention of {found.count(how)} layers in {where}: {how}"

@@ -57,6 +57,8 @@ class Attention:
     has_output_bias: bool = False
     has_sinks: bool = False
     """Whether each head has a sink: the score of one more key, whose value is 0."""
+    cached_dim: int | None = None
+    """The dims with which keys and values are in the cache, more than those of a head with zeros; None if as many."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -75,6 +77,12 @@ class Attention:
     def heads(self) -> Heads:
         """See Mixer."""
         return Heads(self.head_dim, self.head_dim, self.window, self.has_sinks)
+
+    @property
+    def cached_heads(self) -> Heads:
+        """See Mixer."""
+        dim = self.cached_dim or self.head_dim
+        return Heads(dim, dim, self.window, self.has_sinks)
 
     def targets(self) -> dict[str, Target]:
         """See Part."""
@@ -110,7 +118,7 @@ class Attention:
 
     def room(self) -> Room:
         """See Mixer."""
-        each = Parameter((self.num_kv_heads, self.head_dim), ("kv_heads", "head_dim"), "zeros")
+        each = Parameter((self.num_kv_heads, self.cached_dim or self.head_dim), ("kv_heads", "head_dim"), "zeros")
         return Room(positions=KeyValues(k=each, v=each))  # type: ignore[arg-type]
 
     def prepare(self, start_BT: jax.Array | None) -> None:
@@ -132,7 +140,7 @@ class Attention:
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
     ) -> tuple[jax.Array, Held]:
         """See Mixer."""
-        attend = partial(held.attend, step=at.kernels.step(self.heads, at.layout))
+        attend = partial(held.attend, step=at.kernels.step(self.cached_heads, at.layout))
         return self._over_cache(x, params, adapters, attend, at)
 
     def _over_cache(
@@ -145,10 +153,14 @@ class Attention:
     ) -> tuple[jax.Array, Held]:
         """How keys and values are kept, and how many tokens each row has, are the cache's business."""
         q, k, v, gate = self._project(x, params, adapters, at)
-        kernel = at.kernels.past(self.heads, at.layout)
+        kernel = at.kernels.past(self.cached_heads, at.layout)
+        if (dim := self.cached_dim or self.head_dim) > self.head_dim:
+            # Attention divides by the root of the dims that it sees.
+            q = (q.astype(jnp.float32) * math.sqrt(dim / self.head_dim)).astype(q.dtype)
+            q, k, v = (jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, dim - self.head_dim)]) for z in (q, k, v))
         mixed, kept = attend(q, k, v, params.get("sinks"), window=self.window, kernel=kernel)
         mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
-        return _output(mixed, gate, params, adapters), Held(positions=kept)
+        return _output(mixed[..., : self.head_dim], gate, params, adapters), Held(positions=kept)
 
     def _project(
         self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place

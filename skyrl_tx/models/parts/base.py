@@ -124,6 +124,11 @@ class Mixer(Part, Protocol):
         """The heads of a mixer with softmax attention, by which its kernels are chosen."""
         ...
 
+    @property
+    def cached_heads(self) -> Heads | None:
+        """The same heads as they are in the cache, by which the kernel that reads its pages is chosen."""
+        ...
+
     def room(self) -> Room:
         """Return what the cache keeps of one layer."""
         ...

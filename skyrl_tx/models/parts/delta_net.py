@@ -72,6 +72,10 @@ class DeltaNet:
     def heads(self) -> None:
         """See Mixer."""
 
+    @property
+    def cached_heads(self) -> None:
+        """See Mixer."""
+
     def targets(self) -> dict[str, Target]:
         """See Part. Decays and learning rates have no adapters, as on the hosted service."""
         D, sizes = self.hidden_size, self._channels()

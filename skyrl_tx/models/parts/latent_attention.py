@@ -71,6 +71,11 @@ class LatentAttention:
         """See Mixer."""
         return Heads(self.plain_dim + self.rotary_dim, self.value_dim, is_latent=True)
 
+    @property
+    def cached_heads(self) -> Heads:
+        """See Mixer."""
+        return self.heads
+
     def targets(self) -> dict[str, Target]:
         """See Part. The maps from latents are not among them, as on the hosted service."""
         D, latents = self.hidden_size, self.latent_dim + self.rotary_dim

@@ -73,6 +73,10 @@ class Mamba:
     def heads(self) -> None:
         """See Mixer."""
 
+    @property
+    def cached_heads(self) -> None:
+        """See Mixer."""
+
     def targets(self) -> dict[str, Target]:
         """See Part. What groups write and read, and steps, have no adapters, as on the hosted service."""
         D, channels = self.hidden_size, self.num_heads * self.head_dim

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.kernel_choice import fit_cache
 from skyrl_tx.layers import held
 from skyrl_tx.layers.attention import DENSE_LENGTH
-from skyrl_tx.layers.kernels.choice import NO_KERNELS, TRITON_PAGES, Kernels
+from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, NO_KERNELS, TRITON_PAGES, Kernels
 from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import WHOLE
@@ -227,6 +228,22 @@ def test_samples_decode_at_separate_positions(loaded, kernels):
     heads = [mixer.heads for mixer in config.mixers]
     assert all((kernels.past(each, WHOLE) is None) == (kernels is NO_KERNELS) for each in heads)
     _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a sample's position must not be seen
+    cache = started(prefilled, range(3))
+    rows, positions = np.arange(3), np.array([3, 7, 9])
+    params = replace(loaded.params, kernels=kernels)
+    hidden, cache = decode_step(params, config, x[rows, positions], positions, cache)
+    np.testing.assert_allclose(hidden, whole[rows, positions], atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [NO_KERNELS, Kernels(pages=MOSAIC_PAGES, interpret=True)], ids=["loop", "kernel"])
+def test_heads_of_few_dims_have_more_in_the_cache_of_a_tpu(loaded, kernels):
+    """With zeros, which change nothing, and with which the kernel reads them."""
+    config, x = fit_cache(loaded.config, "tpu"), tokens()
+    assert fit_cache(loaded.config, "gpu") is loaded.config
+    assert all(mixer.heads.key_dim < 128 and mixer.cached_heads.key_dim == 128 for mixer in config.mixers)
+    whole = evaluate(loaded.params, loaded.config, x)
+    _, prefilled = prefill(loaded.params, config, x[:, :10])
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(prefilled)} == {128}
     cache = started(prefilled, range(3))
     rows, positions = np.arange(3), np.array([3, 7, 9])
     params = replace(loaded.params, kernels=kernels)

@@ -14,7 +14,7 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels
+from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, fit_cache
 from skyrl_tx.backends.jax.mesh import make_layout, parameter_sharding
 from skyrl_tx.backends.jax.train.adapters import fresh_training_state
 from skyrl_tx.contract.errors import UserError
@@ -105,6 +105,7 @@ def test_what_a_kernel_lacks_is_named():
         "attention of 24 layers in sampling: loops, as mosaic has no heads of 64 dims",
         "experts of 24 layers: loops",
     ]
+    assert "attention of 24 layers in sampling: mosaic" in list(explain_kernels(tpu, fit_cache(mixed, "tpu")))
     linear = hub_model("Qwen3.5-9B")
     assert list(explain_kernels(gpu, linear)) == [
         "attention of 8 layers in training: triton",
