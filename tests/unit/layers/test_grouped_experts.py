@@ -82,17 +82,17 @@ def value_and_gradient(x, router, weights, adapters, slope, kernels):
 
 
 @BOTH
-@pytest.mark.parametrize("num_tokens", [1, 300])
 @pytest.mark.parametrize(
-    ("weights", "form"),
+    ("weights", "form", "num_tokens"),
     [
-        (experts(), None),
-        (experts(), "own"),
-        (experts(), "shared"),
-        (experts(is_gated=False), "shared"),
-        (experts(has_bias=True), "shared"),
+        (experts(), None, 300),
+        (experts(), "own", 300),
+        (experts(), "shared", 300),
+        (experts(), "shared", 1),
+        (experts(is_gated=False), "shared", 300),
+        (experts(has_bias=True), "shared", 300),
     ],
-    ids=["base", "own", "shared", "squared", "biased"],
+    ids=["base", "own", "shared", "one-token", "squared", "biased"],
 )
 def test_values_and_gradients_are_those_of_xla(
     weights: ExpertWeights, form: str | None, num_tokens: int, kernel: ExpertsKernel
