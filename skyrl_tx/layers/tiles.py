@@ -55,8 +55,10 @@ def arrange(group_MK: jax.Array, num_groups: int, fewest: int | None = None) -> 
     first_tile_G, first_visit_G = until_G - tiles_G, jnp.cumsum(count_G) - count_G
     place_J = first_tile_G[sorted_J] * places + jnp.arange(num_visits) - first_visit_G[sorted_J]
     place_J = jnp.where(sorted_J < num_groups, place_J, num_tiles * places)
-    # Compared with all: a search in steps is a loop of small kernels, which take the time of their starts.
-    group_W = jnp.searchsorted(until_G, jnp.arange(num_tiles), side="right", method="compare_all")
+    # On accelerators compared with all: a search in steps is a loop of small kernels, which take the time of their
+    # starts. On CPU it stays a loop, as XLA fuses what follows otherwise, and rounds it otherwise.
+    method = "scan" if fewest is None else "compare_all"
+    group_W = jnp.searchsorted(until_G, jnp.arange(num_tiles), side="right", method=method)
     return Tiling(
         place_MK=jnp.zeros(num_visits, place_J.dtype).at[order_J].set(place_J).reshape(group_MK.shape),
         visit_WP=jnp.full(num_tiles * places, num_visits, order_J.dtype)
