@@ -393,12 +393,6 @@ def _experts_forward(
 ):
     dtype = weights.down_proj.dtype
     rows = jax.tree.map(tiling.gather, tokens)
-    if (multiply := kernels.multiply_tiles()) is not None:
-        maps = _tiled_maps(multiply, weights, pairs, indices, tiling)
-        add, activate = partial(_biases_added, weights.biases, indices.expert_W), partial(_gate, weights.clamp)
-        outputs_W, mapped_WPF = grouped_experts.forward(maps, add, activate, *rows)
-        outputs = jax.tree.map(tiling.take_back, outputs_W)
-        return outputs, (tokens, weights, pairs, indices, tiling, mapped_WPF)
 
     def one(tile: tuple[_Tokens, _TileIndices]):
         (x_PD, inner), of = tile
@@ -411,7 +405,12 @@ def _experts_forward(
         y_PD = _biased(y_PD, weights.down_bias, of.expert_W).astype(dtype)
         return (y_PD, outer_PR), tuple(each.astype(dtype) for each in mapped)
 
-    outputs_W, mapped_WPF = each_tile(one, tiling, (rows, indices))
+    if (multiply := kernels.multiply_tiles()) is not None:
+        maps = _tiled_maps(multiply, weights, pairs, indices, tiling)
+        add, activate = partial(_biases_added, weights.biases, indices.expert_W), partial(_gate, weights.clamp)
+        outputs_W, mapped_WPF = grouped_experts.forward(maps, add, activate, *rows)
+    else:
+        outputs_W, mapped_WPF = each_tile(one, tiling, (rows, indices))
     outputs = jax.tree.map(tiling.take_back, outputs_W)
     return outputs, (tokens, weights, pairs, indices, tiling, mapped_WPF)
 

@@ -11,6 +11,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.layers.kernels.choice import (
     EXPERTS_TABLE,
     LOOPS,
+    MOSAIC_PAGES,
     PAGES_TABLE,
     TABLE,
     AttentionKernel,
@@ -21,9 +22,6 @@ from skyrl_tx.layers.kernels.choice import (
 from skyrl_tx.models.config import Block
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.mixture import Mixture
-
-TPU_DIMS = 128
-"""The width of a register of TPUs, to which the last dim of an array is padded in memory."""
 
 _Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel, ExpertsKernel)
 
@@ -61,17 +59,18 @@ def _chosen(
 def fit_cache(model: models.ModelConfig, platform: str) -> models.ModelConfig:
     """Return the model with keys and values in the cache as the devices of a platform hold them.
 
-    On TPU their dims are a multiple of 128: less takes as much memory there, and the compiler would copy the whole
-    cache for the programs that read it.
+    On TPU their dims are a multiple of 128, as the kernel for pages needs them. Fewer would take as much memory there,
+    and the compiler would copy the whole cache for the programs that read it.
     """
     if platform != "tpu":
         return model
 
     def fitted(block: Block) -> Block:
         mixer = block.mixer
-        if not isinstance(mixer, Attention) or mixer.head_dim % TPU_DIMS == 0:
+        if not isinstance(mixer, Attention) or mixer.head_dim % MOSAIC_PAGES.multiple == 0:
             return block
-        return replace(block, mixer=replace(mixer, cached_dim=-(-mixer.head_dim // TPU_DIMS) * TPU_DIMS))
+        padding = -mixer.head_dim % MOSAIC_PAGES.multiple
+        return replace(block, mixer=replace(mixer, cached_dim=mixer.head_dim + padding))
 
     groups = (
         replace(group, stacks=tuple(replace(stack, block=fitted(stack.block)) for stack in group.stacks))

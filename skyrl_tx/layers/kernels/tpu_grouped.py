@@ -41,12 +41,15 @@ def multiply_tiles(
     size = _block(inputs * matrix_X.dtype.itemsize, outputs)
 
     # Tiles that are not used fetch what the last one has fetched. The outer loop is over blocks of outputs.
+    def fetched(w: Any, used: Any) -> Any:
+        return jnp.minimum(w, jnp.maximum(used[0] - 1, 0))
+
     def of_tile(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda o, w, *numbers: (jnp.minimum(w, numbers[2][0]), 0, 0))
+        return pl.BlockSpec((None, *x.shape[1:]), lambda o, w, index, own, used: (fetched(w, used), 0, 0))
 
     def of_matrix(x: jax.Array, place: int) -> pl.BlockSpec:
         def where(o: Any, w: Any, *numbers: Any) -> tuple[Any, ...]:
-            number = numbers[place][jnp.minimum(w, numbers[2][0])]
+            number = numbers[place][fetched(w, numbers[-1])]
             return (number, o, 0) if transposed else (number, 0, o)
 
         block = (None, size, x.shape[2]) if transposed else (None, x.shape[1], size)
@@ -58,11 +61,10 @@ def multiply_tiles(
         own_W = added.index_W
         arrays += [added.x_WPR, added.matrix_Y]
         specs += [of_tile(added.x_WPR), of_matrix(added.matrix_Y, 1)]
-    last = jnp.maximum(jnp.reshape(num_used, 1) - 1, 0)
     found: jax.Array = pl.pallas_call(
         partial(_kernel, transposed=transposed, dtype=dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=3,
             grid=(pl.cdiv(outputs, size), W),
             in_specs=specs,
             out_specs=pl.BlockSpec((None, P, size), lambda o, w, *_: (w, 0, o)),
@@ -70,7 +72,7 @@ def multiply_tiles(
         out_shape=jax.ShapeDtypeStruct((W, P, outputs), result),
         interpret=interpret,
         name="multiply_tiles",
-    )(*(each.astype(jnp.int32) for each in (index_W, own_W, last, jnp.reshape(num_used, 1))), *arrays)
+    )(*(each.astype(jnp.int32) for each in (index_W, own_W, jnp.reshape(num_used, 1))), *arrays)
     return found
 
 
@@ -83,7 +85,6 @@ def _block(row_bytes: int, outputs: int) -> int:
 def _kernel(
     index_ref: Any,
     own_ref: Any,
-    last_ref: Any,
     used_ref: Any,
     x_ref: Any,
     matrix_ref: Any,
