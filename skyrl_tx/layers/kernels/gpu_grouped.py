@@ -41,7 +41,7 @@ def multiply_tiles(
     """See `choice.MultiplyTiles`."""
     W, P, inputs = x_WPI.shape
     outputs = matrix_X.shape[1 if transposed else 2]
-    of_outputs = _block(outputs, MOST_OUTPUTS)
+    of_outputs = min(_block(outputs), MOST_OUTPUTS)
 
     def whole(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda o, w: (0,) * x.ndim)
@@ -73,8 +73,9 @@ def multiply_tiles(
     return found
 
 
-def _block(size: int, most: int) -> int:
-    return min(max(pl.next_power_of_2(size), FEWEST), most)
+def _block(size: int) -> int:
+    """Return the least block of a product that holds a dim."""
+    return max(pl.next_power_of_2(size), FEWEST)
 
 
 def _kernel(
@@ -89,7 +90,7 @@ def _kernel(
 ) -> None:
     """Compute some outputs of a tile; zeros where it is not used."""
     *added, out_ref = others
-    size, span = out_ref.shape[1], _block(inputs, MOST_INPUTS)
+    size, span = out_ref.shape[1], min(_block(inputs), MOST_INPUTS)
     begin = pl.program_id(0) * size
     is_used = pl.program_id(1) < used_ref[0]
     index = index_ref[0]
@@ -104,7 +105,7 @@ def _kernel(
     if added:
         narrow_ref, other_ref, own_ref = added
         rank = narrow_ref.shape[1]
-        whole = (0, _block(rank, rank), rank)
+        whole = (0, _block(rank), rank)
 
         def add(_: Any, out: jax.Array) -> jax.Array:
             narrow = _load(narrow_ref, (), (0, narrow_ref.shape[0], None), whole).astype(x_ref.dtype)
