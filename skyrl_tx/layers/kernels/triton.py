@@ -304,13 +304,14 @@ def _d_key_kernel(
             d_k, d_v = carry
             span = pl.ds(index * blocks.queries, blocks.queries)
             q, d_out = load(q_ref, span, head), load_values(d_out_ref, span, head)
-            scores = _dot(q, k.T) * (_LOG2_E / math.sqrt(dim))
+            # Keys by queries: weights are then multiplied as they are, not transposed through shared memory.
+            scores = _dot(k, q.T) * (_LOG2_E / math.sqrt(dim))
             if is_masked:
-                seen = _is_seen(index * blocks.queries, first_ref[span], number, blocks)
+                seen = _is_seen(index * blocks.queries, first_ref[span], number, blocks, by_key=True)
                 scores = jnp.where(seen, scores, LOWEST)
-            weights = jnp.exp2(scores - logsumexp_ref[head, span][:, None])
-            d_scores = weights * (_dot(d_out, v.T) - delta_ref[head, span][:, None])
-            return d_k + _dot(d_scores.astype(q.dtype).T, q), d_v + _dot(weights.astype(d_out.dtype).T, d_out)
+            weights = jnp.exp2(scores - logsumexp_ref[head, span][None, :])
+            d_scores = weights * (_dot(v, d_out.T) - delta_ref[head, span][None, :])
+            return d_k + _dot(d_scores.astype(q.dtype), q), d_v + _dot(weights.astype(d_out.dtype), d_out)
 
         return _in_three(step, (lowest, all_from, all_to, upper), carry)
 
@@ -345,11 +346,16 @@ def _blocks_of(num_positions: Any, size: int) -> Any:
     return lax.div(num_positions + (size - 1), size)
 
 
-def _is_seen(begin: Any, first: jax.Array, key_block: Any, blocks: Blocks) -> jax.Array:
-    """Return which keys of a block are seen by each query of the block that begins there."""
+def _is_seen(begin: Any, first: jax.Array, key_block: Any, blocks: Blocks, *, by_key: bool = False) -> jax.Array:
+    """Return which keys of a block are seen by each query of the block that begins there: [queries, keys].
+
+    With `by_key`, [keys, queries].
+    """
     query = begin + jnp.arange(blocks.queries, dtype=jnp.int32)
     key = key_block * blocks.keys + jnp.arange(blocks.keys, dtype=jnp.int32)
-    return (key[None, :] <= query[:, None]) & (key[None, :] >= first[:, None])
+    of_query, of_key = (0, 1) if by_key else (1, 0)
+    query, first, key = jnp.expand_dims(query, of_query), jnp.expand_dims(first, of_query), jnp.expand_dims(key, of_key)
+    return (key <= query) & (key >= first)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
