@@ -47,7 +47,7 @@ from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatc
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.plan.hardware import KINDS, Kind
-from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_600M
+from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -65,8 +65,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": QWEN3_600M,
     "Qwen3-4B": QWEN3_4B,
     "Qwen3-8B": QWEN3_8B,
+    "Qwen3-30B-A3B-8": {**QWEN3_30B_A3B, "num_hidden_layers": 8},
     "tiny": TINY,
 }
+"""By name; of Qwen3-30B-A3B eight of its 48 layers, as a measure of experts that compiles soon."""
 TESTS = {
     "parity": ("-m", "gpu", "tests/gpu"),
     "suites": (
@@ -85,6 +87,7 @@ EXPECTED_S = {
     "Qwen3-0.6B": 100.0,
     "Qwen3-4B": 120.0,
     "Qwen3-8B": 130.0,
+    "Qwen3-30B-A3B-8": 100.0,
     "tiny": 5.0,
 }
 """How long a part may take; a run starts none for which less is left."""

@@ -40,6 +40,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
+from skyrl_tx.models.arithmetic import adapter_macs, expert_parameters, experts_read, frozen_macs
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.process_setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
@@ -151,18 +152,23 @@ def make_request(name: str, prompt: np.ndarray, sampler: SamplerId | None, sampl
 
 def least_work(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
     """Return the least FLOPs and float32 bytes of a decode step of all samples, averaged over the steps."""
-    frozen, lora = 0, 0
-    for name, target in models.targets(shape).items():
-        repeats = 1 if name == "unembed" else shape.num_layers
-        frozen += repeats * target.inputs * target.outputs
-        lora += repeats * rank * (target.inputs + target.outputs)
+    frozen, lora = frozen_macs(shape), adapter_macs(shape, rank)
+    # Of experts, a step reads those that any of its tokens goes to.
+    more = experts_read(shape, work.rows) - experts_read(shape, 1)
+    read = frozen + more * expert_parameters(shape)
+    factors = lora + more * sum(
+        rank * target.num_experts * size * len(models.target_layers(shape, name))
+        for name, target in models.targets(shape).items()
+        for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True)
+        if target.num_experts and not (shape.expert_lora == "shared" and axis == "embed")
+    )
     cached = work.length + work.tokens / 2
     mixer = shape.blocks[0].mixer
     assert isinstance(mixer, Attention)
     attention = 4 * shape.num_layers * mixer.num_heads * mixer.head_dim * cached
     cache = 2 * shape.num_layers * mixer.num_kv_heads * mixer.head_dim * cached * work.rows
     used = num_adapters if rank else 0
-    return work.rows * (2 * (frozen + lora) + attention), 4 * (frozen + used * lora + cache)
+    return work.rows * (2 * (frozen + lora) + attention), 4 * (read + used * factors + cache)
 
 
 def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCounter) -> dict[str, Any]:
