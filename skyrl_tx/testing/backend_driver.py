@@ -240,3 +240,17 @@ def scoring(model_id: ModelId, rows: Sequence[NDArray[np.int32]]) -> PreparedMod
 def same_bits(left: PassResult, right: PassResult) -> bool:
     """Return whether two results are equal to the last bit."""
     return left.logprobs.tobytes() == right.logprobs.tobytes() and dict(left.sums) == dict(right.sums)
+
+
+def nearly_equal(left: PassResult, right: PassResult, tolerance: float) -> bool:
+    """Return whether log-probabilities of two results differ by at most `tolerance`; of 0, whether all bits are equal.
+
+    Sums may differ by ten times what differences of that size add up to.
+    """
+    if tolerance == 0:
+        return same_bits(left, right)
+    if left.logprobs.shape != right.logprobs.shape or left.sums.keys() != right.sums.keys():
+        return False
+    near = 10 * tolerance * max(1, left.logprobs.size)
+    is_near = np.allclose(left.logprobs, right.logprobs, rtol=0, atol=tolerance)
+    return bool(is_near) and all(abs(value - right.sums[name]) <= near for name, value in left.sums.items())

@@ -22,7 +22,8 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     """Tests of a backend with a tiny base model, see `skyrl_tx.contract.backend`.
 
     The backend must support three models in training, two samplers, a context of 64 tokens, and "cross_entropy". It is
-    started once per class. Override `make_backend`, and `tolerance` if it computes in less than float32.
+    started once per class. Override `make_backend`; `tolerance` if it computes in less than float32, and
+    `pass_tolerance` if `forward` and `forward_backward` are programs whose products differ.
     """
 
     @classmethod

@@ -11,7 +11,7 @@ from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.contract.results import REDUCTIONS, PassResult
-from skyrl_tx.testing.backend_driver import BackendDriver, Floats, read_only, same_bits
+from skyrl_tx.testing.backend_driver import BackendDriver, Floats, nearly_equal, read_only
 
 CONFIG = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "beta": 0.3, "kl_coeff": 0.3}
 """Values with which every part of every loss acts on `_near`, where a loss has a key of the name."""
@@ -22,6 +22,11 @@ class LossChecks:
 
     tolerance = 1e-5
     """The largest difference between log-probabilities of trainer and sampler; sums may differ by a multiple."""
+    pass_tolerance = 0.0
+    """That between `forward` and `forward_backward`; 0 if their bits are equal.
+
+    A compiler that chooses products by their time may choose others for the two programs, as XLA does for GPUs.
+    """
 
     def test_logprobs_of_every_loss_have_the_shape_of_its_targets(self, driver: BackendDriver) -> None:
         """Forward and backward agree, logprobs do not depend on the loss, and all is finite."""
@@ -29,7 +34,8 @@ class LossChecks:
         for loss in driver.capabilities.losses:
             batch = driver.batch(driver.request(model_id, (6, 11), loss=loss))
             before, after = driver.backend.forward(batch), driver.backend.forward_backward(batch)
-            assert all(same_bits(left, right) for left, right in zip(before, after, strict=True)), loss
+            for left, right in zip(before, after, strict=True):
+                assert nearly_equal(left, right, self.pass_tolerance), loss
             for example, result in zip(batch.examples, after, strict=True):
                 assert result.logprobs.dtype == np.float32
                 assert result.logprobs.shape == example.loss_inputs["target_tokens"].shape

@@ -9,6 +9,7 @@ import pytest
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.testing.backend_suite import BackendSuite
+from tests.support.fast_jit import IS_ON_CPU
 from tests.support.lost_jax_device import lost_jax_device
 from tests.support.tiny import (
     BY_HEAD,
@@ -31,6 +32,7 @@ from tests.support.tiny import (
 class TestJax(BackendSuite):
     architecture = DENSE
     config = TINY_CONFIG
+    pass_tolerance = 0.0 if IS_ON_CPU else 1e-5  # 1.9e-6 on an H200
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:

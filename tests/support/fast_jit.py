@@ -20,10 +20,10 @@ _OPTIONS = {
 FAST_COMPILE_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _OPTIONS.items())
 """The value of XLA_FLAGS for a process that compiles all its programs with little optimization."""
 
-_is_on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not entry_points(group="jax_plugins")
+IS_ON_CPU = os.environ.get("JAX_PLATFORMS") == "cpu" or not entry_points(group="jax_plugins")
 """Whether programs are for CPUs; the options are theirs. To ask JAX would start its backends."""
 
-fast_jit = partial(jax.jit, compiler_options=_OPTIONS if _is_on_cpu else None)
+fast_jit = partial(jax.jit, compiler_options=_OPTIONS if IS_ON_CPU else None)
 
 if __name__ == "__main__":
     print(FAST_COMPILE_FLAGS)
