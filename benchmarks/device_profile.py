@@ -15,7 +15,8 @@ def profile(work: Callable[[], object], most: int = 16) -> dict[str, Any]:
 
     `span_ms` is from the begin of the first kernel to the end of the last, `busy_ms` the sum of all. `kernels` are
     triples of a name, its milliseconds and its calls, of those that took most. Kernels of one name without the numbers
-    at its end count together. Empty without a GPU.
+    at its end count together. Of a loop that is a part of a CUDA graph the kernels of one step are seen. Empty without
+    a GPU.
     """
     with TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

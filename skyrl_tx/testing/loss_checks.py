@@ -23,7 +23,7 @@ class LossChecks:
     tolerance = 1e-5
     """The largest difference between log-probabilities of trainer and sampler; sums may differ by a multiple."""
     pass_tolerance = 0.0
-    """That between `forward` and `forward_backward`; 0 if their bits are equal.
+    """The largest difference between those of `forward` and of `forward_backward`; 0 if their bits are equal.
 
     A compiler that chooses products by their time may choose others for the two programs, as XLA does for GPUs.
     """
