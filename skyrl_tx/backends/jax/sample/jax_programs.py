@@ -38,7 +38,6 @@ from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.layers import held
 from skyrl_tx.layers.held import Cache, SliceCache, Table
 from skyrl_tx.layers.kv_cache import SEGMENT
 from skyrl_tx.layers.lora import Adapter
@@ -264,17 +263,14 @@ class JaxPrograms:
         """Return what a slice computes of random rows, whose numbers depend on the row alone: leaves [count, ...]."""
         max_steps = self._config.decode_slice_tokens
         position_S = np.arange(count, dtype=np.int32) * 37 % SEGMENT
-        open_rows = partial(held.open_rows, read_length=SEGMENT, max_tokens=max_steps)
-        shapes = jax.eval_shape(open_rows, self.cache, self._table([None] * count), position_S)
-        opened = replace(
-            shapes, past=noise(shapes.past), live=noise(shapes.live), start_S=position_S, num_recent=np.int32(0)
+        opened = programs.open_rows(
+            self.cache, self._table([None] * count), position_S, read_length=SEGMENT, max_tokens=max_steps
         )
+        opened = replace(opened, past=noise(opened.past), live=noise(opened.live))
         adapters, pool = [BASE] * len(tiles(count)), None
         if any_adapter:
             pool = self.pool.gathered(adapters)
-            one = noise(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), pool.rows))
-            same = jax.tree.map(lambda leaf, own: np.broadcast_to(own, leaf.shape), pool.rows, one)
-            pool = pool.replace(rows=same)  # type: ignore[attr-defined]
+            pool = pool.replace(rows=noise(pool.rows, is_same=True))  # type: ignore[attr-defined]
         batch = self._inputs.of(Rows((None,) * count, tuple(adapters)))
         token_S, num_left_S = position_S % self._model.vocab_size, np.full(count, max_steps, np.int32)
         batch = replace(batch, position_S=position_S, token_S=token_S, num_left_S=num_left_S)
@@ -393,15 +389,18 @@ def _slice_key(rows: Rows) -> tuple[Hashable, ...]:
     return "decode", len(rows.samples), len(rows.adapters), rows.groups is not None, rows.any_adapter
 
 
-def noise(shapes: Any) -> Any:
-    """Return numbers of deviation 1 in the shapes. They depend on the leaf and their index in it, not on its rows.
+def noise(arrays: Any, *, is_same: bool = False) -> Any:
+    """Return numbers of deviation 1 in the shapes of arrays. They depend on the leaf and on their index, not on rows.
 
-    NumPy draws them: on the device each shape would be some ten programs to compile.
+    With `is_same` all rows have the numbers of the first. NumPy draws them: on the device each shape would be some ten
+    programs to compile. They are placed as the arrays are: a program for others would be compiled again.
     """
-    leaves, tree = jax.tree.flatten(shapes)
+    leaves, tree = jax.tree.flatten(arrays)
 
-    def drawn(leaf: Any, seed: int) -> np.ndarray:
-        uniform = np.random.default_rng(seed).random(leaf.shape, np.float32)
-        return ((2 * uniform - 1) * np.float32(3**0.5)).astype(leaf.dtype)  # a uniform on [-a, a] has a / sqrt(3)
+    def drawn(leaf: jax.Array, seed: int) -> jax.Array:
+        shape = (1, *leaf.shape[1:]) if is_same else leaf.shape
+        uniform = np.random.default_rng(seed).random(shape, np.float32)
+        scaled = ((2 * uniform - 1) * np.float32(3**0.5)).astype(leaf.dtype)  # a uniform on [-a, a] has a / sqrt(3)
+        return jax.device_put(np.broadcast_to(scaled, leaf.shape), leaf.sharding if leaf.committed else None)
 
     return jax.tree.unflatten(tree, [drawn(leaf, seed) for seed, leaf in enumerate(leaves)])

@@ -201,6 +201,15 @@ def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
             np.testing.assert_array_equal(part.logprobs[:, : end - first], whole.logprobs[:, first:end])
 
 
+def test_the_programs_that_are_compared_are_those_of_slices(tiny):
+    """A first slice of one sample has those of the fewest and of the most rows, and compiles none of them twice."""
+    scheduler = start(tiny, decode_slice_tokens=7)  # no other test has programs of this shape
+    before = programs.run_rows._cache_size()
+    begin(scheduler, ask("a", prompt_of(9), sampler=RED, max_tokens=20))
+    run(scheduler)
+    assert programs.run_rows._cache_size() == before + 2
+
+
 @pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), RED])
 def test_prefix_cache_hits_change_no_bit(tiny, adapter):
     prefix = prompt_of(96)
