@@ -25,6 +25,8 @@ NUM_SHOWN = 2  # questions whose answers are printed
 NUM_REWARDED = 32  # held-out questions whose answers are rewarded, four each
 NUM_HELD_OUT = 64  # questions of the held-out loss
 PRINT_EVERY = 20  # supervised steps
+SAMPLE_SLOTS = 8
+"""With more the server would compile a program for each of several numbers of rows, which takes longer than it saves."""
 
 
 def run(settings: QuickstartSettings) -> int:
@@ -69,6 +71,7 @@ def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> No
     print(f"Questions: {len(questions.train)} to train on, {len(questions.held_out)} held out")
     data_dir, log, curves = (settings.output / name for name in ("server", "server.log", "curves.png"))
     flags = ("--base-model", str(model.resolve()), "--served-model-name", name)
+    flags += ("--backend-config.sample-slots", str(SAMPLE_SLOTS))
     with serve(data_dir.resolve(), log, *flags) as url:
         print(f"Server: {url}, ready after {time.monotonic() - started:.1f} s", flush=True)
         with ServiceClient(base_url=url, api_key=ANY_KEY, display_name="quickstart") as service:
