@@ -3,12 +3,13 @@
 Legend: B rows, T positions, K targets per position, C config columns.
 
 A micro-batch is one row on one device, and on a mesh one row per shard of the batch axis. A row holds examples one
-after another, so that their lengths are data and only the last row of a request has much padding. A micro-batch never
-holds examples of two requests, and its shape follows from the lengths of the request's own examples. So the same
-programs compute a request on the same shapes, whatever other requests there are: results are batch-invariant.
+after another, so that their lengths are data and only the last row of a request has much padding: if there are others,
+its length is one of a few. A micro-batch never holds examples of two requests, and its shape follows from the lengths
+of the request's own examples. So the same programs compute a request on the same shapes, whatever other requests there
+are: results are batch-invariant.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,13 @@ MIN_ROW_LENGTH = 32
 _STEPS = ((1024, 8), (128, 4))
 """(length, steps): above that length, an octave of row lengths has this number of steps. Shorter octaves have two.
 
-Nearly all micro-batches of a large request are full, so coarser steps would cost up to an eighth of its time.
+Coarser steps would cost a request of one micro-batch up to an eighth of its time.
+"""
+REMAINDERS = 4
+"""The number of lengths that the last row of a request of several micro-batches may have.
+
+The totals of large requests are all different. With the lengths of other rows nearly every step of a run would compile
+a program of its own at first.
 """
 
 
@@ -79,6 +86,12 @@ def micro_batch_length(size: int, budget: int) -> int:
     return min(row_length(size), budget) if size <= budget else row_length(size)
 
 
+def remainder_length(size: int, budget: int) -> int:
+    """Return the length of the last of several micro-batches, if they are rows of at most `budget` tokens."""
+    part = -(-budget // REMAINDERS)
+    return micro_batch_length(min(-(-size // part) * part, budget), budget) if size <= budget else row_length(size)
+
+
 def plan_micro_batches(
     examples: Sequence[PassExample], budget: int, num_rows: int = 1, multiple: int = 1
 ) -> list[MicroBatchPlan]:
@@ -97,7 +110,15 @@ def plan_micro_batches(
         kind = (next_power(_num_targets(example)), *sorted(example.loss_config.items()))
         kinds.setdefault(kind, []).append(index)
     return [
-        _plan_of(rows[first : first + num_rows], sizes, own_budget, num_rows, kind[0], multiple)
+        _plan_of(
+            rows[first : first + num_rows],
+            sizes,
+            own_budget,
+            num_rows,
+            kind[0],
+            multiple,
+            remainder_length if num_rows == 1 and 0 < first == len(rows) - 1 else micro_batch_length,
+        )
         for kind, order in kinds.items()
         for own_budget in [max(1, min(row_budget, MAX_CELLS // (kind[0] * num_rows)))]
         for rows in [_balance(_first_fit(order, sizes, own_budget), order, sizes, own_budget, num_rows)]
@@ -140,7 +161,13 @@ def _balance(rows: list[list[int]], order: list[int], sizes: list[int], budget: 
 
 
 def _plan_of(
-    rows: list[list[int]], sizes: list[int], budget: int, num_rows: int, num_targets: int, multiple: int
+    rows: list[list[int]],
+    sizes: list[int],
+    budget: int,
+    num_rows: int,
+    num_targets: int,
+    multiple: int,
+    length_of: Callable[[int, int], int],
 ) -> MicroBatchPlan:
     members = [(index, row) for row, own in enumerate(rows) for index in own]
     starts = [sum(sizes[each] for each in own[:position]) for own in rows for position in range(len(own))]
@@ -150,7 +177,7 @@ def _plan_of(
         rows=tuple(row for _, row in members),
         starts=tuple(starts),
         num_rows=num_rows,
-        length=-(-micro_batch_length(fullest, budget) // multiple) * multiple,
+        length=-(-length_of(fullest, budget) // multiple) * multiple,
         num_targets=num_targets,
     )
 

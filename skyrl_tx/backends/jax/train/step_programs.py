@@ -55,13 +55,19 @@ class StepShapes:
     remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
 
     def likely(self, popular: Iterator[str]) -> Iterator[StepShape]:
-        """Yield the shapes of popular programs, then full micro-batches, then shorter ones in ascending order."""
+        """Yield the shapes of popular programs, then full micro-batches, then those that are the last of several.
+
+        Then all others in ascending order.
+        """
         for name in popular:
             fields = name.split()
             if len(fields) == 4 and all(each.isdigit() for each in fields):
                 yield self._shape(*map(int, fields))
         lengths = list(ascending(lambda size: packing.micro_batch_length(size, self.budget), self.budget))
-        for length in (lengths[-1], *lengths[:-1]):
+        parts = range(packing.REMAINDERS, 0, -1) if self.num_rows == 1 else ()
+        sizes = (max(1, part * self.budget // packing.REMAINDERS) for part in parts)
+        remainders = (packing.remainder_length(size, self.budget) for size in sizes)
+        for length in dict.fromkeys((lengths[-1], *remainders, *lengths)):
             rounded = -(-length // self.multiple) * self.multiple
             yield self._shape(self.num_rows, rounded, 1, self.rank)
 

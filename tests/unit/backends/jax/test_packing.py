@@ -82,8 +82,31 @@ def test_plans_hold_every_example_once_within_the_budget(sizes):
     for plan in plans:
         lengths = [examples[index].tokens.size for index in plan.members]
         assert plan.starts == tuple(np.cumsum([0, *lengths[:-1]]))
-        assert plan.length == packing.micro_batch_length(sum(lengths), BUDGET) >= sum(lengths)
+        allowed = {each(sum(lengths), BUDGET) for each in (packing.micro_batch_length, packing.remainder_length)}
+        assert plan.length in allowed and plan.length >= sum(lengths)
         assert len(lengths) == 1 or plan.length <= BUDGET
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_the_last_of_several_rows_has_one_of_four_lengths(size, budget):
+    """Which are among the lengths of other rows, so that a server which is warm has their programs."""
+    length = packing.remainder_length(size, budget)
+    assert length >= size
+    if size <= budget:
+        parts = {packing.remainder_length(max(1, part * budget // 4), budget) for part in range(1, 5)}
+        assert length in parts and length <= budget
+        assert length == packing.micro_batch_length(length, budget)
+    else:
+        assert length == packing.row_length(size)
+
+
+def test_requests_of_several_micro_batches_have_few_shapes():
+    """As those of a training run do, whose steps have other totals."""
+    draw, found = np.random.default_rng(0), set[int]()
+    for _ in range(64):
+        lengths = draw.integers(60, 150, draw.integers(20, 64)).tolist()
+        found |= {plan.length for plan in packing.plan_micro_batches([example(length) for length in lengths], BUDGET)}
+    assert found == {256, 512, 768, 1024}
 
 
 @given(SIZES)

@@ -31,6 +31,8 @@ def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() 
     found = list(shapes.likely(iter(["1 500 3 8", "no shape", "2 32 1 x"])))
     assert found[0] == StepShape(1, 500, 3, 8, RematPolicy.FULL)
     assert [each.length for each in found[1:]] == [104, 32, 48, 64, 96]
+    of_one_row = StepShapes(budget=256, num_rows=1, multiple=1, rank=32, remat=remat)
+    assert [each.length for each in of_one_row.likely(iter(()))][:6] == [256, 192, 128, 64, 32, 48]
     assert found[1:3] == [StepShape(2, 104, 1, 32, RematPolicy.FULL), StepShape(2, 32, 1, 32, RematPolicy.SAVE_MATMULS)]
 
 
@@ -83,6 +85,6 @@ def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Pat
             compiler.ready[shape] = Ready(print, num_calls=3 if shape.length == 48 else 0)
         programs.close()
         programs.close()  # counts once
-    assert orders == [[64, 32, 48], [48, 64, 32]]
+    assert orders == [[64, 48, 32], [48, 64, 32]]
     (popular,) = (tmp_path / "popular").iterdir()
     assert json.loads(popular.read_text()) == {"1 48 1 8": 6}
