@@ -26,7 +26,7 @@ NUM_REWARDED = 32  # held-out questions whose answers are rewarded, four each
 NUM_HELD_OUT = 64  # questions of the held-out loss
 PRINT_EVERY = 20  # supervised steps
 SAMPLE_SLOTS = 8
-"""With more the server would compile a program for each of several numbers of rows, which takes longer than it saves."""
+"""With more the server compiles a program for each of several numbers of rows, which takes longer than it saves."""
 
 
 def run(settings: QuickstartSettings) -> int:
