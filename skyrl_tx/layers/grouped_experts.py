@@ -114,20 +114,28 @@ def backward(
     x_WPD: jax.Array,
     inner: Mapping[str, jax.Array],
     mapped: tuple[jax.Array, ...],
+    share_WP: jax.Array,
     d_y_WPD: jax.Array,
     d_outer_WPR: jax.Array | None,
-) -> tuple[tuple[jax.Array, dict[str, jax.Array]], dict[str, LoraPair]]:
-    """Return the gradients of the tokens of all tiles, of `inner`, and of the factors of each tile by map."""
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], jax.Array, dict[str, LoraPair]]:
+    """Return the gradients of the tokens of all tiles and of `inner`, of the shares, and of each tile's factors by map.
+
+    `d_y` and `d_outer` are those of the weighted sums of a token's experts. With z, which down reads, and g, the
+    gradient of z for a share of 1, the gradient of the share is the sum of z g over F, but for biases.
+    """
     *others, (last, down) = maps.items()
     z_WPF, pull = jax.vjp(activate, *_in_float32(mapped))
-    d_z_WPF, _, d_down = down.gradient(z_WPF.astype(x_WPD.dtype), None, d_y_WPD, d_outer_WPR)
+    weighted_WPF = (share_WP[..., None] * z_WPF).astype(x_WPD.dtype)
+    g_WPF, _, d_down = down.gradient(weighted_WPF, None, d_y_WPD, d_outer_WPR)
+    g_WPF = g_WPF.astype(jnp.float32)
+    d_share_WP = (z_WPF * g_WPF).sum(axis=-1)
     d_x, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
-    for (name, each), d_WPF in zip(others, pull(d_z_WPF.astype(jnp.float32)), strict=True):
+    for (name, each), d_WPF in zip(others, pull(share_WP[..., None] * g_WPF), strict=True):
         by_map_WPD, d_WPR, d_pairs[name] = each.gradient(x_WPD, inner.get(name), d_WPF.astype(x_WPD.dtype), None)
         d_x.append(by_map_WPD.astype(jnp.float32))
         if d_WPR is not None:
             d_inner[name] = d_WPR
-    return (reduce(jnp.add, d_x).astype(x_WPD.dtype), d_inner), {**d_pairs, last: d_down}
+    return (reduce(jnp.add, d_x).astype(x_WPD.dtype), d_inner), d_share_WP, {**d_pairs, last: d_down}
 
 
 def _in_float32(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -269,17 +269,7 @@ def _sum(
     fewest = None if kernels.experts is None else kernels.experts.fewest
     tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups, fewest)
     pairs, indices = _adapters_of_tiles(weights, adapters, tiling, num_experts)
-    outputs = _experts(kernels, (visits.x_MD, visits.inner), weights, pairs, indices, tiling)
-
-    def weighted_sum(y_MKO: jax.Array) -> jax.Array:
-        return steady(
-            lambda share_MK, y_MKO: (share_MK[..., None] * y_MKO).sum(axis=1),
-            visits.share_MK,
-            y_MKO,
-            width=y_MKO.shape[2],
-        )
-
-    return jax.tree.map(weighted_sum, outputs)
+    return _experts(kernels, (visits.x_MD, visits.inner), visits.share_MK, weights, pairs, indices, tiling)
 
 
 @struct.dataclass
@@ -342,6 +332,13 @@ def _biased(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> ja
     return y_PO if bias_EO is None else y_PO + bias_EO[expert].astype(jnp.float32)
 
 
+def _times_bias(d_y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array | float:
+    """Return the product of each row with the bias of its expert: of one tile, or of all with `expert_W`."""
+    if bias_EO is None:
+        return 0.0
+    return (d_y_PO.astype(jnp.float32) * bias_EO[expert].astype(jnp.float32)[..., None, :]).sum(axis=-1)
+
+
 def _biases_added(
     biases: Mapping[str, jax.Array | None], expert_W: jax.Array, name: str, y_WPO: jax.Array
 ) -> jax.Array:
@@ -371,21 +368,25 @@ def _tiled_maps(
 def _experts(
     kernels: Kernels,
     tokens: _Tokens,
+    share_MK: jax.Array,
     weights: ExpertWeights,
     pairs: dict[str, LoraPair],
     indices: _TileIndices,
     tiling: Tiling,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the output of each chosen expert for each token, [M, K, D].
+    """Return the sum of the outputs of each token's experts, weighted by their shares: float32 [M, D].
 
-    If the experts share B of down, it is left out, and what it has to be multiplied with is returned too, [M, K, R].
+    If the experts share B of down, it is left out, and the sum of what it has to be multiplied with is returned too,
+    [M, R]. The gradient of a share is a product of what down reads, as `grouped_experts.backward` says, so that the
+    outputs of single experts are not kept.
     """
-    return _experts_forward(kernels, tokens, weights, pairs, indices, tiling)[0]
+    return _experts_forward(kernels, tokens, share_MK, weights, pairs, indices, tiling)[0]
 
 
 def _experts_forward(
     kernels: Kernels,
     tokens: _Tokens,
+    share_MK: jax.Array,
     weights: ExpertWeights,
     pairs: dict[str, LoraPair],
     indices: _TileIndices,
@@ -411,44 +412,58 @@ def _experts_forward(
         outputs_W, mapped_WPF = grouped_experts.forward(maps, add, activate, *rows)
     else:
         outputs_W, mapped_WPF = each_tile(one, tiling, (rows, indices))
-    outputs = jax.tree.map(tiling.take_back, outputs_W)
-    return outputs, (tokens, weights, pairs, indices, tiling, mapped_WPF)
+
+    def weighted_sum(y_MKO: jax.Array) -> jax.Array:
+        return steady(
+            lambda share_MK, y_MKO: (share_MK[..., None] * y_MKO).sum(axis=1), share_MK, y_MKO, width=y_MKO.shape[2]
+        )
+
+    outputs = jax.tree.map(weighted_sum, jax.tree.map(tiling.take_back, outputs_W))
+    return outputs, (tokens, share_MK, weights, pairs, indices, tiling, mapped_WPF)
 
 
 def _experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
-    """The gradient by tokens and by the adapters' factors; weights, biases and scales are constants."""
-    tokens, weights, pairs, indices, tiling, mapped_WPF = kept
+    """The gradient by tokens, shares and the adapters' factors; weights, biases and scales are constants."""
+    tokens, share_MK, weights, pairs, indices, tiling, mapped_WPF = kept
+    activate = partial(_gate, weights.clamp)
 
-    def one(tile: Any) -> tuple[_Tokens, dict[str, LoraPair]]:
-        (x_PD, inner), (d_y_PD, d_outer_PR), mapped, of = tile
+    def one(tile: Any) -> tuple[_Tokens, jax.Array, dict[str, LoraPair]]:
+        (x_PD, inner), (d_y_PD, d_outer_PR), share_P, mapped, of = tile
         maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
         down = maps.pop("down_proj")
-        inner_PF, pull = jax.vjp(partial(_gate, weights.clamp), *(each.astype(jnp.float32) for each in mapped))
-        d_inner_PF, _, d_down = down.gradient(inner_PF, None, d_y_PD, d_outer_PR)
+        z_PF, pull = jax.vjp(activate, *(each.astype(jnp.float32) for each in mapped))
+        unweighted_PF, _, d_down = down.gradient(share_P[:, None] * z_PF, None, d_y_PD, d_outer_PR)
+        d_share_P = (z_PF * unweighted_PF).sum(axis=-1) + _times_bias(d_y_PD, weights.down_bias, of.expert_W)
         d_x_PD, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
-        for (name, each), d_PF in zip(maps.items(), pull(d_inner_PF), strict=True):
+        for (name, each), d_PF in zip(maps.items(), pull(share_P[:, None] * unweighted_PF), strict=True):
             by_map_PD, d_PR, d_pairs[name] = each.gradient(x_PD, inner.get(name), d_PF)
             d_x_PD.append(by_map_PD)
             if d_PR is not None:
                 d_inner[name] = d_PR
-        return (reduce(jnp.add, d_x_PD).astype(x_PD.dtype), d_inner), {**d_pairs, "down_proj": d_down}
+        return (reduce(jnp.add, d_x_PD).astype(x_PD.dtype), d_inner), d_share_P, {**d_pairs, "down_proj": d_down}
 
     def sum_visits(d_W: jax.Array) -> jax.Array:
         return tiling.take_back(d_W).astype(jnp.float32).sum(axis=1).astype(d_W.dtype)
 
-    rows = jax.tree.map(tiling.gather, tokens), jax.tree.map(tiling.gather_visits, d_outputs)
+    # Rows are gathered without their shares, so that the same product tells the gradient of those.
+    d_y_MD, d_outer_MR = d_outputs
+    rows, d_rows = jax.tree.map(tiling.gather, (tokens, (d_y_MD.astype(tokens[0].dtype), d_outer_MR)))
+    share_WP = tiling.gather_visits(share_MK[..., None])[..., 0]
     if (multiply := kernels.multiply_tiles()) is not None:
         maps = _tiled_maps(multiply, weights, pairs, indices, tiling)
-        (x_WPD, inner), (d_y_WPD, d_outer_WPR) = rows
-        tiles = x_WPD, inner, mapped_WPF, d_y_WPD, d_outer_WPR
-        d_tokens_W, d_pairs_W = grouped_experts.backward(maps, partial(_gate, weights.clamp), *tiles)
+        (x_WPD, inner), (d_y_WPD, d_outer_WPR) = rows, d_rows
+        tiles = x_WPD, inner, mapped_WPF, share_WP, d_y_WPD, d_outer_WPR
+        d_tokens_W, d_share_WP, d_pairs_W = grouped_experts.backward(maps, activate, *tiles)
+        d_share_WP += _times_bias(d_y_WPD, weights.down_bias, indices.expert_W)
     else:
-        d_tokens_W, d_pairs_W = each_tile(one, tiling, (*rows, mapped_WPF, indices))
+        tiles = rows, d_rows, share_WP, mapped_WPF, indices
+        d_tokens_W, d_share_WP, d_pairs_W = each_tile(one, tiling, tiles)
     d_tokens = jax.tree.map(sum_visits, d_tokens_W)
+    d_share_MK = tiling.take_back(d_share_WP[..., None])[..., 0]
     d_pairs = jax.tree.map(
         lambda d, leaf: sum_by_index(d, indices.adapter_W, tiling.num_used, leaf.shape[0]), d_pairs_W, pairs
     )
-    return d_tokens, None, d_pairs, None, None
+    return d_tokens, d_share_MK, None, d_pairs, None, None
 
 
 _experts.defvjp(_experts_forward, _experts_backward)
