@@ -56,6 +56,8 @@ class LatentAttention:
     rope: Rope
     has_paired_rope: bool = True
     """Whether neighbouring dims are rotated together, not those of two halves."""
+    cached_dim: int | None = None
+    """The dims of a position in the cache, zeros after the latent and the rotated dims; None for no zeros."""
 
     def __post_init__(self) -> None:
         if self.rotary_dim % 2:
@@ -65,6 +67,11 @@ class LatentAttention:
     def rotation(self) -> Rotation:
         """See Mixer."""
         return self.rope, self.rotary_dim
+
+    @property
+    def kept_dim(self) -> int:
+        """The dims of what is kept of a position: the latent and the rotated key."""
+        return self.latent_dim + self.rotary_dim
 
     @property
     def heads(self) -> Heads:
@@ -78,7 +85,7 @@ class LatentAttention:
 
     def targets(self) -> dict[str, Target]:
         """See Part. The maps from latents are not among them, as on the hosted service."""
-        D, latents = self.hidden_size, self.latent_dim + self.rotary_dim
+        D, latents = self.hidden_size, self.kept_dim
         query, size, axis = "q_proj", self._query_size, "heads"
         if self.query_latent_dim is not None:
             query, size, axis = "q_a_proj", self.query_latent_dim, "head_dim"
@@ -106,7 +113,7 @@ class LatentAttention:
 
     def room(self) -> Room:
         """See Mixer. The rotated dims of the key follow the latent. Both are the value, of which the latent counts."""
-        each = Parameter((1, self.latent_dim + self.rotary_dim), ("head_dim", "head_dim"), "zeros")
+        each = Parameter((1, self.cached_dim or self.kept_dim), ("head_dim", "head_dim"), "zeros")
         return Room(positions=KeyValues(k=each, v=None))  # type: ignore[arg-type]
 
     def prepare(self, start_BT: jax.Array | None) -> None:
@@ -132,9 +139,11 @@ class LatentAttention:
         plain, rotated = self._queries(x, params, adapters, at)
         latent, shared = self._latents(x, params, adapters, at)
         q = jnp.concatenate([_by_head("...np,npc->...nc", plain, params["k_b"], self.num_heads), rotated], axis=-1)
+        k = jnp.concatenate([latent[..., None, :], shared], axis=-1)
+        if (missing := (self.cached_dim or self.kept_dim) - self.kept_dim) > 0:
+            q, k = (jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)]) for z in (q, k))
         # Attention divides by the root of the dims that it sees, and those are the latent's here.
         stretch = math.sqrt(q.shape[-1] / (self.plain_dim + self.rotary_dim))
-        k = jnp.concatenate([latent[..., None, :], shared], axis=-1)
         q, past = q * (self.rope.score_factor * stretch), at.kernels.past(self.heads, at.layout)
         mixed, kept = held.attend(q.astype(dtype), k.astype(dtype), None, kernel=past)
         mixed = at.layout.constrain(mixed[..., : self.latent_dim], "batch", *[None] * (mixed.ndim - 3), "heads", None)

@@ -21,6 +21,7 @@ from skyrl_tx.models.config import Group, Stack, group_blocks
 from skyrl_tx.models.params import separate
 from tests.support.fast_jit import fast_jit
 from tests.support.paged import positions_of, table_of
+from tests.unit.models.conftest import LATENTS, read_back
 
 # Tests share the shapes of these programs: three rows of 40 tokens, three adapters, and two pages of each row.
 LENGTH, ROWS, PAGES = 40, 3, 2
@@ -248,6 +249,17 @@ def test_heads_of_few_dims_have_more_in_the_cache_of_a_tpu(loaded, kernels):
     rows, positions = np.arange(3), np.array([3, 7, 9])
     params = replace(loaded.params, kernels=kernels)
     hidden, cache = decode_step(params, config, x[rows, positions], positions, cache)
+    np.testing.assert_allclose(hidden, whole[rows, positions], atol=1e-5)
+
+
+def test_latents_have_zeros_after_them_in_the_cache_of_a_tpu(tmp_path):
+    loaded = read_back(tmp_path, LATENTS)
+    config, x = fit_cache(loaded.config, "tpu"), tokens()
+    whole = evaluate(loaded.params, loaded.config, x)
+    _, prefilled = prefill(loaded.params, config, x[:, :10])
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(prefilled)} == {128}
+    rows, positions = np.arange(3), np.array([3, 7, 9])
+    hidden, _ = decode_step(loaded.params, config, x[rows, positions], positions, started(prefilled, range(3)))
     np.testing.assert_allclose(hidden, whole[rows, positions], atol=1e-5)
 
 
