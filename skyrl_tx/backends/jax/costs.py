@@ -26,6 +26,8 @@ from skyrl_tx.models.parts.mixture import Mixture
 
 _LENGTHS = 512, 1024
 """Tokens of the rows that are traced."""
+TPU_DIM = 128
+"""Along its last dim an array of a TPU has a multiple of this number of elements in memory."""
 _EXPERT_LENGTHS = 2048, 4096
 """Tokens of a device between which the memory of experts is taken to be linear; tiles have their full size there."""
 _RULE_ARRAYS = 12
@@ -100,11 +102,12 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     gradient = adapter_bytes(config, RANK, layout)  # of this micro-batch, before it is added
     if platform == "tpu":  # XLA for TPUs rounds the factors of all layers before the loop over them
         gradient += gradient * itemsize // 4
-    head = _head_bytes(params, config, platform)
+    copied = copied_bytes(params, config, platform)
+    head = _head_bytes(params, config, platform) + copied
     # The arrays of experts are large, and compilers leave gaps between them: about what three arrays of logits take.
     gaps = 3 * CHUNK * config.vocab_size * 4 // tp + _unembedding_bytes(params, platform) if has_experts else 0
     return Costs(
-        fixed=gradient + experts_fixed + _gathered_bytes(params, platform) + gaps,
+        fixed=gradient + experts_fixed + _gathered_bytes(params, platform) + gaps + copied,
         head=head,
         token=inputs + kept + one_layer,
         token_with_remat=inputs + one_layer,
@@ -215,6 +218,30 @@ def _gathered_bytes(params: models.DecoderParams, platform: str) -> int:
         for stack in params.layers
     ]
     return (2 if platform == "gpu" else 1) * max(layers) // shards * params.embed.dtype.itemsize
+
+
+def copied_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
+    """Return the bytes of the maps of experts that the compiler of TPUs copies for the kernel, of all layers at once.
+
+    A TPU stores a multiple of TPU_DIM along the last dim of an array, and the compiler has the dim last that wastes less.
+    The kernel reads outputs last. `tp` may cut these to a number for which that is a copy.
+    """
+    if platform != "tpu" or params.kernels.experts is None:
+        return 0
+    layout, found = params.layout, 0
+
+    def stored(size: int) -> int:
+        return -(-size // TPU_DIM) * TPU_DIM
+
+    for block in config.blocks:
+        for target in block.targets().values():
+            inputs, outputs = (
+                size // (layout.num_shards("mlp") if axis == "mlp" else 1)
+                for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True)
+            )
+            if target.num_experts and stored(outputs) * inputs > stored(inputs) * outputs:
+                found += target.num_experts // layout.num_shards("expert") * inputs * stored(outputs)
+    return found * params.embed.dtype.itemsize
 
 
 def _costs_of_experts(layout: Layout, config: models.ModelConfig, itemsize: int) -> tuple[int, int]:

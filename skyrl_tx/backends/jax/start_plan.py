@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import Costs, adapter_bytes, costs_of
+from skyrl_tx.backends.jax.costs import Costs, adapter_bytes, copied_bytes, costs_of
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     MemoryPlan,
@@ -54,7 +54,7 @@ class StartPlan:
     kv_bytes: int
     """The KV cache: pages and states."""
     slice_bytes: int
-    """Temporary memory for the states of a decode slice, which it changes in copies."""
+    """Temporary memory of a decode slice: for states, which it changes in copies, and for copies of experts' maps."""
     costs: Costs | None
     """None if devices do not report their memory."""
     passes: MemoryPlan
@@ -137,7 +137,7 @@ def plan_start(
         pool_bytes=pool_bytes,
         samples=samples,
         kv_bytes=kv_bytes,
-        slice_bytes=samples.num_rows * room.state // layout.num_shards("batch"),
+        slice_bytes=samples.num_rows * room.state // layout.num_shards("batch") + copied_bytes(params, model, platform),
         costs=costs,
         passes=passes,
         pass_bytes=pass_bytes,

@@ -61,6 +61,18 @@ def test_experts_on_a_mesh() -> None:
     assert plan.kv_bytes == plan.samples.num_pages // 4 * 64 * 48 * 2 * 4 * 128 * 2 // 2
 
 
+@pytest.mark.parametrize(("platform", "sizes", "dim"), [("tpu", {"tp": 4, "ep": 2}, 256), ("tpu", {"ep": 8}, 0)])
+def test_maps_of_experts_that_a_tpu_stores_in_another_order_are_copied(
+    platform: str, sizes: dict[str, int], dim: int
+) -> None:
+    """With 192 dims of gate and up, in place of 768, libtpu 0.0.52 took 4.7 to 6.3 GiB more of each of eight v6e."""
+    layout, model = layout_without_devices(MeshConfig(**sizes)), model_of(QWEN3_30B_A3B)
+    plan = plan_start(JaxConfig(), layout, model, BFLOAT16, platform=platform, limit_bytes=32 * GIB)
+    copied = 48 * 128 // sizes["ep"] * 2 * 2048 * dim * 2  # layers, experts, maps, inputs, outputs, bytes
+    assert plan.slice_bytes == copied
+    assert plan.pass_bytes > copied
+
+
 def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     content = json.loads((Path(__file__).parents[2] / "models" / "hub_configs" / "Qwen3.5-9B.json").read_text())
     config = JaxConfig(max_lora_rank=8, sample_slots=16)
