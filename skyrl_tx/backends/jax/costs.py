@@ -223,8 +223,8 @@ def _gathered_bytes(params: models.DecoderParams, platform: str) -> int:
 def copied_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
     """Return the bytes of the maps of experts that the compiler of TPUs copies for the kernel, of all layers at once.
 
-    A TPU stores a multiple of TPU_DIM along the last dim of an array, and the compiler has the dim last that wastes less.
-    The kernel reads outputs last. `tp` may cut these to a number for which that is a copy.
+    A TPU stores a multiple of TPU_DIM along the last dim of an array, and the compiler has the dim last that wastes
+    less. The kernel reads outputs last. `tp` may cut these to a number for which that is a copy.
     """
     if platform != "tpu" or params.kernels.experts is None:
         return 0
