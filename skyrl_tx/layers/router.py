@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import multiply
-from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.steady import steady, sum_last
 
 
@@ -38,14 +37,16 @@ def route(
 
     The correction is added to scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); shares lack it.
     """
-    score_ME = mark_matmul(multiply(x_MD, router_ED.T))
+    score_ME = multiply(x_MD, router_ED.T)
     if bias_E is not None:
         score_ME += bias_E.astype(jnp.float32)
     share_ME = steady(jax.nn.softmax, score_ME) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)
-    choice_ME = jax.lax.stop_gradient(share_ME if correction_E is None else share_ME + correction_E)
-    _, expert_MK = jax.lax.top_k(_in_best_groups(choice_ME, routing), routing.num_chosen)
-    expert_MK = mark_matmul(expert_MK)  # lest the backward pass chooses again
-    share_MK = jnp.take_along_axis(share_ME, expert_MK, axis=-1)
+    if correction_E is None and routing.num_groups == 1:
+        share_MK, expert_MK = jax.lax.top_k(share_ME, routing.num_chosen)
+    else:
+        choice_ME = jax.lax.stop_gradient(share_ME if correction_E is None else share_ME + correction_E)
+        _, expert_MK = jax.lax.top_k(_in_best_groups(choice_ME, routing), routing.num_chosen)
+        share_MK = jnp.take_along_axis(share_ME, expert_MK, axis=-1)
     if routing.renormalizes:
         share_MK = share_MK / sum_last(share_MK)[..., None]
     return share_MK if routing.factor == 1 else share_MK * routing.factor, expert_MK

@@ -151,7 +151,10 @@ def adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) -> int:
 
 def _bytes_of_mixed(config: models.ModelConfig, itemsize: int) -> int:
     """Return the bytes of a token's results of mixers that are kept for the feed-forwards after them, of all layers."""
-    number = sum(block.mixer is not None and block.feed_forward is not None for block in config.blocks)
+    number = sum(
+        block.mixer is not None and block.feed_forward is not None and block.feed_forward.marks_matmuls
+        for block in config.blocks
+    )
     return number * config.hidden_size * itemsize
 
 
