@@ -26,7 +26,7 @@ from skyrl_tx.models.parts.mixture import Mixture
 
 _LENGTHS = 512, 1024
 """Tokens of the rows that are traced."""
-TPU_DIM = 128
+_TPU_DIM = 128
 """Along its last dim an array of a TPU has a multiple of this number of elements in memory."""
 _EXPERT_LENGTHS = 2048, 4096
 """Tokens of a device between which the memory of experts is taken to be linear; tiles have their full size there."""
@@ -226,7 +226,7 @@ def _gathered_bytes(params: models.DecoderParams, platform: str) -> int:
 def copied_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
     """Return the bytes of the maps of experts that the compiler of TPUs copies for the kernel, of all layers at once.
 
-    A TPU stores a multiple of TPU_DIM along the last dim of an array, and the compiler has the dim last that wastes
+    A TPU stores a multiple of _TPU_DIM along the last dim of an array, and the compiler has the dim last that wastes
     less. The kernel reads outputs last. `tp` may cut these to a number for which that is a copy.
     """
     if platform != "tpu" or params.kernels.experts is None:
@@ -234,7 +234,7 @@ def copied_bytes(params: models.DecoderParams, config: models.ModelConfig, platf
     layout, found = params.layout, 0
 
     def stored(size: int) -> int:
-        return -(-size // TPU_DIM) * TPU_DIM
+        return -(-size // _TPU_DIM) * _TPU_DIM
 
     for block in config.blocks:
         for target in block.targets().values():

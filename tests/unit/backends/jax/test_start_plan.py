@@ -61,7 +61,10 @@ def test_experts_on_a_mesh() -> None:
     assert plan.kv_bytes == plan.samples.num_pages // 4 * 64 * 48 * 2 * 4 * 128 * 2 // 2
 
 
-@pytest.mark.parametrize(("platform", "sizes", "dim"), [("tpu", {"tp": 4, "ep": 2}, 256), ("tpu", {"ep": 8}, 0)])
+@pytest.mark.parametrize(
+    ("platform", "sizes", "dim"),
+    [("tpu", {"tp": 4, "ep": 2}, 256), ("tpu", {"ep": 8}, 0), ("gpu", {"tp": 4, "ep": 2}, 0)],
+)
 def test_maps_of_experts_that_a_tpu_stores_in_another_order_are_copied(
     platform: str, sizes: dict[str, int], dim: int
 ) -> None:
