@@ -22,6 +22,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Artifacts that another or a later database may refer to; garbage collection keeps them."""
 
 
+IDENTITIES = msgspec.json.Decoder(Identity)
+"""Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
+
+
 def artifact_id_for(name: str) -> ArtifactId:
     """Return the artifact id for a name: always the same, so that a repeated request creates the same artifact."""
     return ArtifactId(f"art-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}")

@@ -96,6 +96,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return Artifact(artifact_id=artifact_id, path=path, files=files, metadata=self.metadata)
 
 
+MANIFESTS = msgspec.json.Decoder(Manifest)
+"""Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
+
+
 def check_free_space(folder: Path, reserved: int) -> None:
     """Raise CapacityError if less than `reserved` bytes are free on the disk of a folder."""
     free = shutil.disk_usage(folder).free
@@ -138,7 +142,7 @@ def recorded_files(path: Path) -> dict[str, FileHash]:
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of an artifact. Raises ArtifactCorrupt."""
     try:
-        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        return MANIFESTS.decode((path / MANIFEST).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
         raise ArtifactCorrupt(f"artifact {path.name}: {MANIFEST} cannot be read ({reason})") from error

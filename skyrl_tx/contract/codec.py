@@ -18,7 +18,6 @@ VERSION = 1
 _RECORDS: tuple[type, ...] = (*get_args(requests.Request), requests.ModelSpec, *get_args(results.Result))
 _NAMES = {record: re.sub(r"\B[A-Z]", r"_\g<0>", record.__name__).lower() for record in _RECORDS}
 """The kind of each record: its type's name in snake case, such as "model_pass". Kinds are stored: a test pins them."""
-_KINDS = {kind: record for record, kind in _NAMES.items()}
 _DTYPES = frozenset({"int32", "int64", "float32", "float64"})
 
 
@@ -46,13 +45,12 @@ def encode(record: requests.Request | results.Result | requests.ModelSpec) -> by
 def decode(data: bytes) -> requests.Request | results.Result | requests.ModelSpec:
     """Return the record. Raises CodecError for another version, an unknown kind or malformed bytes."""
     try:
-        envelope = msgspec.msgpack.decode(data, type=_Envelope)
+        envelope = _ENVELOPES.decode(data)
         if envelope.version != VERSION:
             raise CodecError(f"record of format version {envelope.version}; this release reads version {VERSION}")
-        if envelope.kind not in _KINDS:
+        if envelope.kind not in _BODIES:
             raise CodecError(f"record of unknown kind {envelope.kind!r}")
-        kind = cast(type[requests.Request], _KINDS[envelope.kind])
-        return msgspec.msgpack.decode(envelope.body, type=kind, dec_hook=decode_array)
+        return _BODIES[envelope.kind].decode(envelope.body)
     except (msgspec.DecodeError, ValueError) as error:
         raise CodecError(f"unreadable record: {error}") from error
 
@@ -88,3 +86,11 @@ def _dtype_of(kind: type) -> str | None:
     """Return the dtype that `NDArray[...]` names; None for any."""
     scalar = cast(Any, get_args(get_args(kind)[1])[0] if get_args(kind) else Any)
     return None if scalar is Any else np.dtype(scalar).name
+
+
+# msgspec collects the fields of a class when a decoder for it is made, and not safely: where two threads did that at
+# once, in the first results that a server sent, the process ended with a segmentation fault (msgspec 0.22).
+_ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
+_BODIES: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(record, dec_hook=decode_array) for record, kind in _NAMES.items()
+}

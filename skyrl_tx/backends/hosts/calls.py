@@ -277,14 +277,20 @@ def name_of(call: Call) -> str:
     return "".join(f"_{each.lower()}" if each.isupper() else each for each in name).lstrip("_")
 
 
+_DECODERS = {
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=decode_array) for kind in (Frame, Hello, Reply, Welcome | Refusal)
+}
+"""Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Return the bytes of a message."""
     return msgspec.msgpack.encode(message, enc_hook=encode_array)
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """Return a message of that kind. Raises msgspec.DecodeError for other bytes."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=decode_array)
+    """Return a message of a kind of `_DECODERS`. Raises msgspec.DecodeError for other bytes."""
+    return _DECODERS[kind].decode(data)
 
 
 def is_inside(path: str) -> bool:

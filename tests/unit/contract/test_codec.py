@@ -1,5 +1,8 @@
 """Records survive the trip through bytes, and nothing else does."""
 
+import subprocess
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -121,3 +124,35 @@ def test_an_array_of_the_wrong_dtype_is_refused() -> None:
     )
     with pytest.raises(codec.CodecError, match="float32"):
         codec.decode(codec.encode(sample))
+
+
+_FIRST_IN_ALL_THREADS = """
+import gc, sys, threading
+import msgspec
+from skyrl_tx.contract import codec
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(5)
+empty = [msgspec.msgpack.encode([codec.VERSION, kind, {}]) for kind in sys.argv[1:]]
+barrier, outcomes = threading.Barrier(8), []
+
+def decode():
+    barrier.wait()
+    for data in empty:
+        try:
+            outcomes.append(codec.decode(data))
+        except codec.CodecError as error:
+            outcomes.append(error)
+
+threads = [threading.Thread(target=decode) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(outcomes) == 8 * len(empty)
+"""
+
+
+def test_threads_may_decode_the_first_records_at_once() -> None:
+    """Unless decoders are made beforehand, msgspec 0.22 ends most such processes with a segmentation fault."""
+    subprocess.run([sys.executable, "-c", _FIRST_IN_ALL_THREADS, *STORED_KINDS], check=True, timeout=60)
