@@ -46,6 +46,12 @@ def test_clients_on_old_python_use_httpx(server: Server, python: str | None, use
     assert flags["use_pyqwest_transport"] is uses_pyqwest
 
 
+def test_the_connection_of_client_flags_ends(server: Server) -> None:
+    """The SDK leaves it to the garbage collector, which could end another connection in its place; see the route."""
+    answers = [server.post("client/config"), server.post("client/dynamic_config")]
+    assert [answer.headers.get("connection") for answer in answers] == ["close", None]
+
+
 def test_session_is_open_until_finished(server: Server) -> None:
     session_id = server.session()
     assert server.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}

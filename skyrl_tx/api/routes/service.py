@@ -26,9 +26,17 @@ short programs.
 
 @router.post("/client/config")
 def client_config(
-    call: Incoming, python: Annotated[str, Header(alias="x-stainless-runtime-version")] = ""
+    call: Incoming, response: Response, python: Annotated[str, Header(alias="x-stainless-runtime-version")] = ""
 ) -> schemas.ClientConfigResponse:
-    """Return the client flags, which are equal for all SDK releases, but not for all versions of Python."""
+    """Return the client flags, which are equal for all SDK releases, but not for all versions of Python.
+
+    The connection ends with the response, because the SDK never closes it (0.38,
+    `InternalClientHolder._fetch_client_config`). Where Python's garbage collector runs on another event loop of the
+    process, it closes the socket, and `AsyncHttpxClientWrapper.__del__` then ends the connection on that loop. A new
+    connection may have got the same file descriptor by then, and the SDK's loop would watch it no more: its request
+    waits forever.
+    """
+    response.headers["Connection"] = "close"
     return schemas.ClientConfigResponse(
         custom_loss_server_side=custom_losses.are_offered(call),
         use_pyqwest_transport=not python.startswith(_WITHOUT_PYQWEST),
