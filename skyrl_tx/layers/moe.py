@@ -33,6 +33,7 @@ from skyrl_tx.layers.lora import (
     multiply_groups,
 )
 from skyrl_tx.layers.parameter import Axis
+from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.router import Routing, route
 from skyrl_tx.layers.sharding import WHOLE, Layout
 from skyrl_tx.layers.steady import steady
@@ -155,7 +156,7 @@ def mixture(
         if (slots := adapters.slots) is not None:
             place_M, group_M = slots.of_each(x_MD.shape[0]), slots.group_M
             adapters = adapters.replace(slots=None)  # type: ignore[attr-defined]
-    inner = {name: _multiply_rows(read_MD, factor, group_M, dtype) for name, factor in shared_a.items()}
+    inner = {name: mark_matmul(_multiply_rows(read_MD, factor, group_M, dtype)) for name, factor in shared_a.items()}
     # Experts read and return the type of their weights, in which tokens and outputs are moved; sums are float32.
     visits = _Visits(
         read_MD.astype(dtype), *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner
@@ -267,7 +268,8 @@ def _sum(
         num_groups *= adapters.scale.shape[0]
     is_here_MK = (visits.expert_MK >= 0) & (visits.expert_MK < num_experts)
     fewest = None if kernels.experts is None else kernels.experts.fewest
-    tiling = arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups, fewest)
+    # Kept as products are, lest the backward pass sorts again.
+    tiling = jax.tree.map(mark_matmul, arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups, fewest))
     pairs, indices = _adapters_of_tiles(weights, adapters, tiling, num_experts)
     return _experts(kernels, (visits.x_MD, visits.inner), visits.share_MK, weights, pairs, indices, tiling)
 
@@ -418,7 +420,9 @@ def _experts_forward(
             lambda share_MK, y_MKO: (share_MK[..., None] * y_MKO).sum(axis=1), share_MK, y_MKO, width=y_MKO.shape[2]
         )
 
-    outputs = jax.tree.map(weighted_sum, jax.tree.map(tiling.take_back, outputs_W))
+    mapped_WPF = jax.tree.map(mark_matmul, mapped_WPF)
+    y_MD, outer_MR = jax.tree.map(weighted_sum, jax.tree.map(tiling.take_back, outputs_W))
+    outputs = y_MD, None if outer_MR is None else mark_matmul(outer_MR)
     return outputs, (tokens, share_MK, weights, pairs, indices, tiling, mapped_WPF)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import multiply
+from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.steady import steady, sum_last
 
 
@@ -37,7 +38,7 @@ def route(
 
     The correction is added to scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); shares lack it.
     """
-    score_ME = multiply(x_MD, router_ED.T)
+    score_ME = mark_matmul(multiply(x_MD, router_ED.T))
     if bias_E is not None:
         score_ME += bias_E.astype(jnp.float32)
     share_ME = steady(jax.nn.softmax, score_ME) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)

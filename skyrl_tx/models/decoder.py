@@ -285,17 +285,13 @@ def _apply_group(
     def one_layer(place: int):
         block = group.stacks[place].block
 
-        is_marked = block.feed_forward is None or block.feed_forward.marks_matmuls
-        keeps_all = mode.remat is RematPolicy.SAVE_MATMULS and not is_marked
-
         def run(x: jax.Array, own: LayerParams, pairs: dict[str, LoraPair], state: Any, repeat: Any):
             held = mode.held(first + place, repeat, state)
-            # What is gathered would be kept, of all layers at once.
-            own = own if keeps_all else _gathered(block, own, mode.at.layout)
+            own = _gathered(block, own, mode.at.layout)
             own = {**own, **{name: InStack(stacked[place][name], repeat) for name in whole[place]}}
             return mode.block(block, x, own, adapters.of_layer(place, repeat, pairs), held)
 
-        return with_remat(RematPolicy.NONE if keeps_all else mode.remat, run)
+        return with_remat(mode.remat, run)
 
     run_layer = [one_layer(place) for place in range(len(group.stacks))]
 

@@ -28,8 +28,8 @@ _LENGTHS = 512, 1024
 """Tokens of the rows that are traced."""
 _TPU_DIM = 128
 """Along its last dim an array of a TPU has a multiple of this number of elements in memory."""
-_EXPERT_LENGTHS = 2048, 4096
-"""Tokens of a device between which the memory of experts is taken to be linear; tiles have their full size there."""
+_EXPERT_LENGTHS = 16384, 32768
+"""The same with experts, whose tiles have their full size there: the memory of smaller ones grows with their size."""
 _RULE_ARRAYS = 12
 """Arrays of values of all value heads, float32, that a delta net has next to what it passes on.
 
@@ -83,9 +83,11 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     layout = params.layout
     tp = layout.num_shards("mlp")
 
+    lengths = _lengths(config)
+
     def of_token(policy: RematPolicy) -> int:
-        short, long = (bytes_kept(params, config, length, policy) for length in _LENGTHS)
-        return (long - short) // (_LENGTHS[1] - _LENGTHS[0]) // layout.num_shards("batch")
+        short, long = (bytes_kept(params, config, length, policy) for length in lengths)
+        return (long - short) // (lengths[1] - lengths[0]) // layout.num_shards("batch")
 
     itemsize = params.embed.dtype.itemsize
     stream = config.hidden_size * 4  # the input of one layer
@@ -116,6 +118,11 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
         # The head has its own arrays instead, and the gradient of the last hidden states.
         layer_token=max(one_layer - (with_head - inputs) - stream, 0),
     )
+
+
+def _lengths(config: models.ModelConfig) -> tuple[int, int]:
+    """Return the numbers of tokens of a device between which memory is taken to be linear."""
+    return _EXPERT_LENGTHS if num_mixtures(config) else _LENGTHS
 
 
 def _head_bytes(params: models.DecoderParams, config: models.ModelConfig, platform: str) -> int:
@@ -151,10 +158,7 @@ def adapter_bytes(model: models.ModelConfig, rank: int, layout: Layout) -> int:
 
 def _bytes_of_mixed(config: models.ModelConfig, itemsize: int) -> int:
     """Return the bytes of a token's results of mixers that are kept for the feed-forwards after them, of all layers."""
-    number = sum(
-        block.mixer is not None and block.feed_forward is not None and block.feed_forward.marks_matmuls
-        for block in config.blocks
-    )
+    number = sum(block.mixer is not None and block.feed_forward is not None for block in config.blocks)
     return number * config.hidden_size * itemsize
 
 
@@ -177,10 +181,11 @@ def _bytes_of_layer(params: models.DecoderParams, config: models.ModelConfig) ->
         ]
         return sum(whole), sum(cut)
 
-    of_short, of_long = map(sizes, _LENGTHS)
+    lengths = _lengths(config)
+    of_short, of_long = map(sizes, lengths)
     # A layer of one part may hold twice what such layers do on average, as a mixture does next to a mixer.
     num_layers = max(sum(len(block.parts) for block in config.blocks) // 2, 1)
-    num_tokens = (_LENGTHS[1] - _LENGTHS[0]) * layout.num_shards("batch") * num_layers
+    num_tokens = (lengths[1] - lengths[0]) * layout.num_shards("batch") * num_layers
     whole, cut = ((long - short) // num_tokens for short, long in zip(of_short, of_long, strict=True))
     if params.kernels.attention is TRITON:  # has keys, values and their gradients for each query head
         heads = (b.mixer.num_heads * b.mixer.head_dim for b in config.blocks if isinstance(b.mixer, Attention))

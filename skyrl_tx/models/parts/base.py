@@ -161,11 +161,6 @@ class Mixer(Part, Protocol):
 class FeedForward(Part, Protocol):
     """A part that maps each position by itself."""
 
-    @property
-    def marks_matmuls(self) -> bool:
-        """Whether `mark_matmul` marks its products for the remat policy."""
-        ...
-
     def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
         """Return the output for positions [..., D]."""
         ...

@@ -34,11 +34,6 @@ class Dense:
     is_gated: bool = True
     """Whether the map up is multiplied by the activation of a gate, or else squared where it is above 0."""
 
-    @property
-    def marks_matmuls(self) -> bool:
-        """See FeedForward."""
-        return True
-
     def targets(self) -> dict[str, Target]:
         """See Part."""
         D, F = self.hidden_size, self.mlp_size

@@ -56,11 +56,6 @@ class Mixture:
         if not 1 <= chosen_groups <= groups or chosen > experts // groups * chosen_groups:
             raise UnsupportedModel(f"a token cannot go to {chosen} experts in {chosen_groups!r} of {groups!r} groups")
 
-    @property
-    def marks_matmuls(self) -> bool:
-        """See FeedForward."""
-        return False
-
     def targets(self) -> dict[str, Target]:
         """See Part."""
         D, F, E = self.latent_size or self.hidden_size, self.mlp_size, self.routing.num_experts
