@@ -226,7 +226,7 @@ def test_a_model_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "GPT2LMHeadModel" in capsys.readouterr().err
 
 
-TOO_LARGE = {"DeepSeek-V3.1", "GLM-4.5", "Kimi-K2-Thinking", "Qwen3.5-397B-A17B"}
+TOO_LARGE = {"DeepSeek-V3.1", "GLM-4.5", "Kimi-K2-Thinking", "Kimi-K2.5", "Qwen3.5-397B-A17B"}
 
 
 def published(name: str) -> Any:
