@@ -22,7 +22,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Artifacts that another or a later database may refer to; garbage collection keeps them."""
 
 
-IDENTITIES = msgspec.json.Decoder(Identity)
+IDENTITY_DECODER = msgspec.json.Decoder(Identity)
 """Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
 
 

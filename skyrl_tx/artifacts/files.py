@@ -96,7 +96,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return Artifact(artifact_id=artifact_id, path=path, files=files, metadata=self.metadata)
 
 
-MANIFESTS = msgspec.json.Decoder(Manifest)
+MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
 """Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
 
 
@@ -142,7 +142,7 @@ def recorded_files(path: Path) -> dict[str, FileHash]:
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of an artifact. Raises ArtifactCorrupt."""
     try:
-        return MANIFESTS.decode((path / MANIFEST).read_bytes())
+        return MANIFEST_DECODER.decode((path / MANIFEST).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
         raise ArtifactCorrupt(f"artifact {path.name}: {MANIFEST} cannot be read ({reason})") from error

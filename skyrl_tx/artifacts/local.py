@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from skyrl_tx.artifacts.base import IDENTITIES, ArtifactStore, Identity
+from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.files import (
     ID,
     Artifact,
@@ -188,7 +188,7 @@ class LocalArtifacts(ArtifactStore):
     def identity(self) -> Identity | None:
         """Return the recorded database; None if there is none or it cannot be read."""
         try:
-            return IDENTITIES.decode((self._root / _IDENTITY).read_bytes())
+            return IDENTITY_DECODER.decode((self._root / _IDENTITY).read_bytes())
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 

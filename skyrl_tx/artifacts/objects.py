@@ -22,13 +22,13 @@ from typing import Literal
 
 import msgspec
 
-from skyrl_tx.artifacts.base import IDENTITIES, ArtifactStore, Identity
+from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.bucket import Bucket, Stored
 from skyrl_tx.artifacts.cache import ArtifactCache
 from skyrl_tx.artifacts.files import (
     ID,
     MANIFEST,
-    MANIFESTS,
+    MANIFEST_DECODER,
     Artifact,
     ArtifactCorrupt,
     ArtifactMissing,
@@ -226,7 +226,7 @@ class ObjectArtifacts(ArtifactStore):
         """Return the recorded database; None if there is none or it cannot be read."""
         content = self._bucket.get(_IDENTITY)
         try:
-            return None if content is None else IDENTITIES.decode(content)
+            return None if content is None else IDENTITY_DECODER.decode(content)
         except msgspec.DecodeError:
             return None
 
@@ -285,7 +285,7 @@ class ObjectArtifacts(ArtifactStore):
         if content is None:
             raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
         try:
-            manifest = MANIFESTS.decode(content)
+            manifest = MANIFEST_DECODER.decode(content)
         except msgspec.DecodeError as error:
             raise ArtifactCorrupt(f"artifact {artifact_id}: {MANIFEST} cannot be read ({error})") from error
         for name in (manifest.upload, *manifest.files):

@@ -45,12 +45,12 @@ def encode(record: requests.Request | results.Result | requests.ModelSpec) -> by
 def decode(data: bytes) -> requests.Request | results.Result | requests.ModelSpec:
     """Return the record. Raises CodecError for another version, an unknown kind or malformed bytes."""
     try:
-        envelope = _ENVELOPES.decode(data)
+        envelope = _ENVELOPE_DECODER.decode(data)
         if envelope.version != VERSION:
             raise CodecError(f"record of format version {envelope.version}; this release reads version {VERSION}")
-        if envelope.kind not in _BODIES:
+        if envelope.kind not in _DECODERS:
             raise CodecError(f"record of unknown kind {envelope.kind!r}")
-        return _BODIES[envelope.kind].decode(envelope.body)
+        return _DECODERS[envelope.kind].decode(envelope.body)
     except (msgspec.DecodeError, ValueError) as error:
         raise CodecError(f"unreadable record: {error}") from error
 
@@ -90,7 +90,7 @@ def _dtype_of(kind: type) -> str | None:
 
 # msgspec collects the fields of a class when a decoder for it is made, and not safely: where two threads did that at
 # once, in the first results that a server sent, the process ended with a segmentation fault (msgspec 0.22).
-_ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
-_BODIES: dict[str, msgspec.msgpack.Decoder[Any]] = {
+_ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
+_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(record, dec_hook=decode_array) for record, kind in _NAMES.items()
 }

@@ -27,7 +27,7 @@ _GROUPS = {
     "train_unembed": {"lm_head", "unembed_tokens", "embed_tokens"},
 }
 """Modules of each part of `LoraSpec`, to read early artifacts, which lack the spec."""
-_SPECS = msgspec.json.Decoder(ModelSpec)
+_SPEC_DECODER = msgspec.json.Decoder(ModelSpec)
 
 
 class Unrecoverable(Exception):
@@ -174,7 +174,7 @@ def _adapter_config(artifact: Artifact) -> dict[str, Any]:
 
 def _spec(metadata: Mapping[str, str], config: Mapping[str, Any]) -> ModelSpec:
     if "spec" in metadata:
-        return _SPECS.decode(metadata["spec"])
+        return _SPEC_DECODER.decode(metadata["spec"])
     rank, modules = config.get("r"), config.get("target_modules")
     if not isinstance(rank, int) or not isinstance(modules, list):
         raise Unrecoverable("neither its manifest nor its files describe the LoRA adapter")

@@ -29,7 +29,7 @@ _LENGTHS = 512, 1024
 _TPU_DIM = 128
 """Along its last dim an array of a TPU has a multiple of this number of elements in memory."""
 _EXPERT_LENGTHS = 16384, 32768
-"""The same with experts, whose tiles have their full size there: the memory of smaller ones grows with their size."""
+"""The same for models with experts. Rows of fewer tokens have smaller tiles, so memory is not linear below."""
 _RULE_ARRAYS = 12
 """Arrays of values of all value heads, float32, that a delta net has next to what it passes on.
 
