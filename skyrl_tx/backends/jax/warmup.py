@@ -4,8 +4,8 @@ In training these are passes with one target per position, the SDK's default ran
 In sampling these are every prefill chunk, row count and KV read length, from the base model, from an adapter and from
 both together, with every score of prompts.
 
-Three cases are still compiled on first use: the first sampler of a rank above the default, the first sampler beyond the
-adapter pool's initial slots, and more than 31 targets per position of a prompt.
+Four cases are still compiled on first use: losses that are not local (gspo), the first sampler of a rank above the
+default, the first sampler beyond the adapter pool's initial slots, and more than 31 targets per position of a prompt.
 """
 
 import itertools

@@ -10,14 +10,14 @@ are: results are batch-invariant.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from flax import struct
 
 from skyrl_tx.backends.jax.shapes import bucket, next_power
-from skyrl_tx.backends.jax.train.loss_switch import INPUTS, NUM_COLUMNS, number_of
+from skyrl_tx.backends.jax.train.loss_selection import INPUTS, NUM_COLUMNS, number_of
 from skyrl_tx.contract.arrays import MAX_CELLS, Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.losses import TARGET_TOKENS
@@ -43,12 +43,13 @@ a program of its own at first.
 class MicroBatch:
     """The input of one compiled call, as host arrays. Padding is zero everywhere, so that it has no weight."""
 
-    loss: Any  # int32 scalar: the loss's number, see loss_switch
+    loss: Any  # int32 scalar: the loss's number, see loss_selection
     tokens_BT: Any  # int32
     start_BT: Any  # int32: the position in the row at which the example of each position starts; padding is one more
     targets: Any  # int32 [B, T], or [B, T, K] if examples have several targets per position
     inputs: dict[str, Any]  # float32 in the shape of `targets`: the inputs of all losses
     config_BC: Any  # float32
+    is_local: bool = struct.field(pytree_node=False)  # whether the loss is local, see losses.base.Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +183,18 @@ def _plan_of(
     )
 
 
-def empty(num_rows: int, length: int, num_targets: int, loss: str = "cross_entropy") -> MicroBatch:
-    """Return the arrays of a micro-batch that holds nothing."""
+def empty(num_rows: int, length: int, num_targets: int, *, is_local: bool) -> MicroBatch:
+    """Return the arrays of a micro-batch that holds nothing, with the first loss."""
     B, T, K = num_rows, length, num_targets
     shape = (B, T) if K == 1 else (B, T, K)
     return MicroBatch(
-        loss=number_of(loss, len(shape)),
+        loss=np.int32(0),
         tokens_BT=np.zeros((B, T), np.int32),
         start_BT=np.zeros((B, T), np.int32),
         targets=np.zeros(shape, np.int32),
         inputs={name: np.zeros(shape, np.float32) for name in INPUTS},
         config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
+        is_local=is_local,
     )
 
 
@@ -200,7 +202,7 @@ def fill(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
     """Copy the planned examples of a request into the arrays of a micro-batch."""
     first = examples[plan.members[0]]
     loss = LOSSES[first.loss]
-    batch = empty(plan.num_rows, plan.length, plan.num_targets, loss.spec.name)
+    batch = empty(plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local)
     for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
         example = examples[index]
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
@@ -212,7 +214,7 @@ def fill(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
         for name in loss.spec.inputs.keys() - {TARGET_TOKENS}:
             _put(batch.inputs[name][row, start:end], example.loss_inputs[name])
     batch.config_BC[:, : len(loss.columns)] = [first.loss_config[column] for column in loss.columns]
-    return batch
+    return replace(batch, loss=number_of(loss.spec.name, batch.targets.ndim))
 
 
 def read_results(

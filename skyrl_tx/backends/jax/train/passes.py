@@ -29,6 +29,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.results import PassResult
 from skyrl_tx.layers.lora import AdapterWeights
 from skyrl_tx.layers.remat import RematPolicy
+from skyrl_tx.losses import LOSSES
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +242,8 @@ class JaxPass(Pass):
         plan, weights = step.plan, self._before[step.request.model_id].adapter.weights
         rank = next(iter(weights.values())).a.shape[-1]
         remat = self._remat(self._memory_plan, plan.num_tokens)
-        return StepShape(plan.num_rows, plan.length, plan.num_targets, rank, remat)
+        is_local = LOSSES[step.request.examples[0].loss].is_local
+        return StepShape(plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local)
 
     def _dispatch(self, step: _Step) -> training.Outputs:
         request = step.request

@@ -1,7 +1,7 @@
 """The compiled functions of training: one micro-batch of one adapter, with or without its gradient.
 
-Legend: B rows, T positions. Only shapes are static. Everything that differs between requests, their loss included, is
-data.
+Legend: B rows, T positions. Only shapes are static, and whether the loss is local. Everything else that differs
+between requests is data, their loss included.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from flax import struct
 from skyrl_tx import models
 from skyrl_tx.backends.jax import xla_options
 from skyrl_tx.backends.jax.mesh import constrain_adapter
-from skyrl_tx.backends.jax.train import loss_switch
+from skyrl_tx.backends.jax.train import loss_selection
 from skyrl_tx.backends.jax.train.packing import MicroBatch
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.layers.remat import RematPolicy
@@ -35,7 +35,7 @@ def forward(
     """Compute one micro-batch without a gradient."""
     hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, start_BT=batch.start_BT)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-    return Outputs(logprobs, loss_switch.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT))
+    return _outputs(logprobs, batch)
 
 
 @partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=xla_options.TRAINING)
@@ -57,10 +57,8 @@ def accumulate(
     hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
     logprobs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)
     (d_blocks,) = backward(d_hidden_BTD)
-    loss = loss_switch.evaluate(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
-    outputs = Outputs(logprobs, loss)
     total = jax.tree.map(jnp.add, total, d_blocks | d_unembed)
-    return constrain_adapter(params.layout, config, total), outputs
+    return constrain_adapter(params.layout, config, total), _outputs(logprobs, batch)
 
 
 def _head(
@@ -71,24 +69,29 @@ def _head(
     For a local loss, d loss / d logprob follows from the chunk of logits that is in memory, so the logits are computed
     once. For any other loss they are computed twice, the first time to get d loss / d logprob of whole rows.
     """
-    is_local = loss_switch.is_local(batch.loss, batch.targets.ndim)
     config_BC, layout = batch.config_BC, params.layout
-    if layout.splits_rows:  # chunks have the shards of a row as rows
-        config_BC = jnp.repeat(config_BC, layout.num_shards("tokens"), axis=0)
+    if batch.is_local:
+        if layout.splits_rows:  # chunks have the shards of a row as rows
+            config_BC = jnp.repeat(config_BC, layout.num_shards("tokens"), axis=0)
 
-    def gradient_of_rows() -> jax.Array:
-        logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-        return loss_switch.row_gradient(batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT)
+        def gradient_of_chunk(logprobs: jax.Array, inputs: dict[str, jax.Array]) -> jax.Array:
+            return loss_selection.gradient(batch.loss, logprobs, inputs, config_BC, is_local=True)
 
-    def gradient_of_chunk(logprobs: jax.Array, pieces: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
-        of_rows, inputs = pieces
-        own = loss_switch.local_gradient(batch.loss, logprobs, inputs, config_BC)
-        return jnp.where(is_local, own, of_rows)
-
-    of_rows = jax.lax.cond(is_local, lambda: jnp.zeros(batch.targets.shape), gradient_of_rows)
+        return models.target_logprobs_and_gradient(
+            params, hidden_BTD, batch.targets, adapter, gradient_of_chunk, batch.inputs
+        )
+    logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
+    of_rows = loss_selection.gradient(batch.loss, logprobs, batch.inputs, config_BC, batch.start_BT, is_local=False)
     return models.target_logprobs_and_gradient(
-        params, hidden_BTD, batch.targets, adapter, gradient_of_chunk, (of_rows, batch.inputs)
+        params, hidden_BTD, batch.targets, adapter, lambda _, of_chunk: of_chunk, of_rows
     )
+
+
+def _outputs(logprobs: jax.Array, batch: MicroBatch) -> Outputs:
+    loss = loss_selection.evaluate(
+        batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT, is_local=batch.is_local
+    )
+    return Outputs(logprobs, loss)
 
 
 @jax.jit

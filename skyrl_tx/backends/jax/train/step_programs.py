@@ -27,18 +27,23 @@ from skyrl_tx.layers.sharding import Layout
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The shape that a program of `step.accumulate` is compiled for. `length` is that of each row, `rank` is padded."""
+    """The shape and the kind of loss that a program of `step.accumulate` is compiled for.
+
+    `length` is that of each row, `rank` is padded.
+    """
 
     num_rows: int
     length: int
     num_targets: int
     rank: int
     remat: RematPolicy
+    is_local: bool = True
+    """Whether the program is that of local losses, see `losses.base.Loss`."""
 
     @property
     def name(self) -> str:
         """The name in the file of popular programs. The remat policy follows from the memory plan."""
-        return f"{self.num_rows} {self.length} {self.num_targets} {self.rank}"
+        return f"{self.num_rows} {self.length} {self.num_targets} {self.rank} {int(self.is_local)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +62,23 @@ class StepShapes:
     def likely(self, popular: Iterator[str]) -> Iterator[StepShape]:
         """Yield the shapes of popular programs, then full micro-batches, then those that are the last of several.
 
-        Then all others in ascending order.
+        Then all others in ascending order. Only popular ones have losses that are not local.
         """
         for name in popular:
             fields = name.split()
-            if len(fields) == 4 and all(each.isdigit() for each in fields):
-                yield self._shape(*map(int, fields))
+            if len(fields) == 5 and all(each.isdigit() for each in fields):
+                *sizes, is_local = map(int, fields)
+                yield self._shape(*sizes, is_local=bool(is_local))
         lengths = list(ascending(lambda size: packing.micro_batch_length(size, self.budget), self.budget))
         parts = range(packing.REMAINDERS, 0, -1) if self.num_rows == 1 else ()
-        sizes = (max(1, part * self.budget // packing.REMAINDERS) for part in parts)
-        remainders = (packing.remainder_length(size, self.budget) for size in sizes)
+        totals = (max(1, part * self.budget // packing.REMAINDERS) for part in parts)
+        remainders = (packing.remainder_length(total, self.budget) for total in totals)
         for length in dict.fromkeys((lengths[-1], *remainders, *lengths)):
             rounded = -(-length // self.multiple) * self.multiple
             yield self._shape(self.num_rows, rounded, 1, self.rank)
 
-    def _shape(self, num_rows: int, length: int, num_targets: int, rank: int) -> StepShape:
-        return StepShape(num_rows, length, num_targets, rank, self.remat(num_rows * length))
+    def _shape(self, num_rows: int, length: int, num_targets: int, rank: int, is_local: bool = True) -> StepShape:
+        return StepShape(num_rows, length, num_targets, rank, self.remat(num_rows * length), is_local)
 
 
 class StepPrograms:
@@ -117,7 +123,7 @@ class StepPrograms:
 
     def _program(self, shape: StepShape) -> Program:
         adapter = placed_adapter_shapes(self._params.layout, self._config, shape.rank)
-        batch = packing.empty(shape.num_rows, shape.length, shape.num_targets)
+        batch = packing.empty(shape.num_rows, shape.length, shape.num_targets, is_local=shape.is_local)
         static = {"config": self._config, "remat": shape.remat}
         return Program(step.accumulate, (self._params, adapter, adapter.weights, batch), static)
 

@@ -3,11 +3,10 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.train import loss_switch
+from skyrl_tx.backends.jax.train import loss_selection
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.losses import LOSSES
 from tests.support.fast_jit import fast_jit
@@ -16,22 +15,20 @@ CASES = [(name, 2) for name in LOSSES] + [("cross_entropy", 3)]
 LENGTH = 6
 
 
-@jax.jit
-def by_number(number, logprobs, inputs, config_BC):
+@partial(jax.jit, static_argnames="is_local")
+def by_number(number, logprobs, inputs, config_BC, is_local):
     """Return the output and the gradient of the whole sequence, and the gradients of its halves by themselves."""
     halves = [
-        gradient(number, *jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)), config_BC)
+        loss_selection.gradient(
+            number,
+            *jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)),
+            config_BC,
+            is_local=is_local,
+        )
         for part in (slice(LENGTH // 2), slice(LENGTH // 2, LENGTH))
     ]
-    output = loss_switch.evaluate(number, logprobs, inputs, config_BC)
-    return output, gradient(number, logprobs, inputs, config_BC), halves
-
-
-def gradient(number, logprobs, inputs, config_BC):
-    """Return the gradient, as the training step chooses it."""
-    is_local = loss_switch.is_local(number, logprobs.ndim)
-    local = loss_switch.local_gradient(number, logprobs, inputs, config_BC)
-    return jnp.where(is_local, local, loss_switch.row_gradient(number, logprobs, inputs, config_BC))
+    output = loss_selection.evaluate(number, logprobs, inputs, config_BC, is_local=is_local)
+    return output, loss_selection.gradient(number, logprobs, inputs, config_BC, is_local=is_local), halves
 
 
 @partial(fast_jit, static_argnames="name")
@@ -53,9 +50,9 @@ def drawn(name: str, ndim: int, seed: int, low: float):
     draw = np.random.default_rng(seed)
     shape = (2, LENGTH, 3)[:ndim]
     logprobs = -draw.random(shape, np.float32)
-    inputs = {each: draw.random(shape, np.float32) + np.float32(low) for each in loss_switch.INPUTS}
+    inputs = {each: draw.random(shape, np.float32) + np.float32(low) for each in loss_selection.INPUTS}
     columns = [LOSSES[name].spec.config[column] for column in LOSSES[name].columns]
-    config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : loss_switch.NUM_COLUMNS]
+    config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : loss_selection.NUM_COLUMNS]
     return logprobs, inputs, config_BC
 
 
@@ -63,7 +60,7 @@ def drawn(name: str, ndim: int, seed: int, low: float):
 def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
     arguments = drawn(name, ndim, seed=0, low=-0.5)
     expected, wanted = by_name(name, *arguments)
-    got, gradient, _ = by_number(loss_switch.number_of(name, ndim), *arguments)
+    got, gradient, _ = by_number(loss_selection.number_of(name, ndim), *arguments, is_local=LOSSES[name].is_local)
     np.testing.assert_allclose(got.loss_BT, expected.loss_BT, rtol=1e-6)
     np.testing.assert_array_equal(got.count_BT, expected.count_BT)
     for each, total_BT in expected.totals.items():
@@ -73,11 +70,11 @@ def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
 
 @pytest.mark.parametrize(("name", "ndim"), CASES)
 def test_the_gradient_of_a_local_loss_depends_on_each_position_alone(name, ndim):
-    number = loss_switch.number_of(name, ndim)
-    _, whole, halves = by_number(number, *drawn(name, ndim, seed=1, low=0))
-    is_same = np.array_equal(whole, np.concatenate(halves, axis=1))
-    assert is_same == loss_switch.is_local(number, ndim) == LOSSES[name].is_local
+    number, is_local = loss_selection.number_of(name, ndim), LOSSES[name].is_local
+    _, whole, halves = by_number(number, *drawn(name, ndim, seed=1, low=0), is_local=is_local)
+    assert np.array_equal(whole, np.concatenate(halves, axis=1)) == is_local
 
 
 def test_only_cross_entropy_accepts_several_targets():
-    assert [loss.spec.name for loss in loss_switch.losses_for(3)] == ["cross_entropy"]
+    assert [loss.spec.name for loss in loss_selection.losses_for(3, is_local=True)] == ["cross_entropy"]
+    assert loss_selection.losses_for(3, is_local=False) == ()

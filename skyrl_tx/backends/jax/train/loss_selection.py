@@ -1,0 +1,89 @@
+"""All losses of a program as one traced function of a loss number.
+
+So the loss of a request is data, and one compiled program serves all local losses, another all that are not.
+Compilation takes long, because it includes the model. Every loss of a program is computed at each position, and one is
+selected: that takes little time compared with the model, and fewer kernels to compile than a branch for each loss.
+
+Legend: B rows, T positions, K targets per position, C config columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from skyrl_tx.contract.losses import TARGET_TOKENS
+from skyrl_tx.losses import LOSSES, Loss, LossOutput
+
+Tree = TypeVar("Tree")
+
+INPUTS: tuple[str, ...] = tuple(
+    sorted({name for loss in LOSSES.values() for name in loss.spec.inputs} - {TARGET_TOKENS})
+)
+"""The inputs of all losses, without targets. A loss ignores those that it does not have; they are zero."""
+NUM_COLUMNS = max(len(loss.columns) for loss in LOSSES.values())
+"""The width of `config_BC`. A loss with fewer columns ignores the rest."""
+
+
+@cache
+def losses_for(ndim: int, *, is_local: bool) -> tuple[Loss, ...]:
+    """Return the losses of one program, for targets [B, T] (`ndim` 2) or [B, T, K] (3), see `Loss.is_local`.
+
+    A loss's number is its index here.
+    """
+    return tuple(
+        loss
+        for loss in LOSSES.values()
+        if loss.is_local == is_local and loss.spec.inputs[TARGET_TOKENS].max_ndim >= ndim - 1
+    )
+
+
+@cache
+def number_of(name: str, ndim: int) -> np.int32:
+    """Return a loss's number."""
+    losses = losses_for(ndim, is_local=LOSSES[name].is_local)
+    return np.int32([loss.spec.name for loss in losses].index(name))
+
+
+def evaluate(
+    number: jax.Array,
+    target_logprobs: jax.Array,
+    inputs: Mapping[str, jax.Array],
+    config_BC: jax.Array,
+    start_BT: jax.Array | None = None,
+    *,
+    is_local: bool,
+) -> LossOutput:
+    """Return each position's loss and metrics."""
+    losses = losses_for(target_logprobs.ndim, is_local=is_local)
+    return _select(number, [loss.evaluate(target_logprobs, inputs, config_BC, start_BT) for loss in losses])
+
+
+def gradient(
+    number: jax.Array,
+    target_logprobs: jax.Array,
+    inputs: Mapping[str, jax.Array],
+    config_BC: jax.Array,
+    start_BT: jax.Array | None = None,
+    *,
+    is_local: bool,
+) -> jax.Array:
+    """Return d loss / d logprob at each target, for the summed loss, in the shape of `target_logprobs`.
+
+    If `is_local`, the positions may be any part of the rows.
+    """
+
+    def of(loss: Loss) -> jax.Array:
+        return jax.grad(lambda x: loss.evaluate(x, inputs, config_BC, start_BT).loss_BT.sum())(target_logprobs)
+
+    # Each gradient by itself, and then a selection: the derivative of a selection is NaN where that of another loss is.
+    return _select(number, [of(loss) for loss in losses_for(target_logprobs.ndim, is_local=is_local)])
+
+
+def _select(number: jax.Array, results: Sequence[Tree]) -> Tree:
+    """Return one of several results, all of the same shapes."""
+    if len(results) == 1:
+        return results[0]
+    return jax.tree.map(lambda *leaves: jax.lax.select_n(number, *leaves), *results)
