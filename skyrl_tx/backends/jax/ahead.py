@@ -86,7 +86,8 @@ def compile_programs(
     layer_steps = {each.num_repeats for each in model.groups} - {1}
     for name in names:
         started = time.monotonic()
-        with jax.default_matmul_precision("highest"):  # as `configure_jax` sets it
+        # Kernels for GPUs follow from the GPU of the mesh, and the precision is that of `configure_jax`.
+        with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), jax.default_matmul_precision("highest"):
             lowered, detail, planned = getattr(shapes, name)()
         try:
             compiled, text = _compile(lowered, layout)

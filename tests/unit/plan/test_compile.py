@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 from jax.experimental import topologies
 
+from skyrl_tx.backends.jax import ahead
 from skyrl_tx.cli import main
 from skyrl_tx.plan.command import PROGRAMS
 from skyrl_tx.testing.tiny_models import write_model
@@ -32,6 +35,25 @@ def test_a_missing_compiler_ends_the_command(
     write_model(tmp_path)
     assert main(["plan", "--base-model", str(tmp_path), "--device", "v5e:1x1", "--compile"]) == 2
     assert "--compile: no compiler for v5e:1x1: pip install 'skyrl_tx[tpu]'" in capsys.readouterr().err
+
+
+def test_programs_are_lowered_for_devices_that_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX 0.11 reads the GPU that a kernel is for from the mesh of the context, or from the GPU of the host."""
+    described = SimpleNamespace(devices=jax.devices("cpu")[:1])
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: described)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    meshes, lower = [], ahead._Shapes.optimizer
+
+    def recorded(shapes: ahead._Shapes):
+        meshes.append(jax.sharding.get_abstract_mesh())
+        return lower(shapes)
+
+    monkeypatch.setattr(ahead._Shapes, "optimizer", recorded)
+    write_model(tmp_path)
+    assert main(["plan", "--base-model", str(tmp_path), "--device", "v5e:1x1", "--compile", "optimizer"]) == 0
+    [mesh] = meshes
+    assert mesh.abstract_device.device_kind == described.devices[0].device_kind
 
 
 def compiled(client_environment, model: Path, names: str, *flags: str) -> tuple[dict, dict]:
