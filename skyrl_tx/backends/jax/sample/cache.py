@@ -5,7 +5,6 @@ copied for each sample, which writes to them. What is taken is cleared. Cached p
 """
 
 from collections.abc import Collection, Sequence
-from itertools import islice
 
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
@@ -47,20 +46,14 @@ class KVCache:
         has_states = self.memory.state_tokens == 0 or num_states <= self.states.num_free
         return has_states or num_states <= self.states.num_free + len(self.prefixes.spare_states())
 
-    def missing(self, table: KVTable, num_tokens: int) -> int:
-        """Return how many pages a table lacks for a number of tokens."""
-        return max(self.memory.pages_for(num_tokens) - len(table.pages), 0)
-
-    def grow(self, wanted: Sequence[tuple[KVTable, int]]) -> None:
-        """Take the pages that tables lack for their numbers of tokens. They must fit."""
-        counts = [self.missing(*each) for each in wanted]
-        taken = iter(self._take_pages(sum(counts)))
-        copies: list[tuple[int, int]] = []
-        for (table, _), count in zip(wanted, counts, strict=True):
-            pages = list(islice(taken, count))
-            copies += [(EMPTY, page) for page in pages]
-            table.pages += pages
-        self._programs.copy(copies, (), self._shard)
+    def grow(self, missing: Sequence[tuple[KVTable, int]]) -> None:
+        """Take pages for tables, each with the number that it lacks. They must fit."""
+        taken = self._take_pages(sum(num_pages for _, num_pages in missing))
+        first = 0
+        for table, num_pages in missing:
+            table.pages += taken[first : first + num_pages]
+            first += num_pages
+        self._programs.copy([(EMPTY, page) for page in taken], (), self._shard)
 
     def begin(self, num_tokens: int) -> KVTable:
         """Return a table for a prompt of which nothing is computed. It must fit."""

@@ -4,7 +4,7 @@ Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 """
 
 from collections import Counter
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,8 +43,8 @@ from skyrl_tx.layers.kv_cache import SEGMENT
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
 
-COPIES = 64
-"""Pages, and states, that one call copies at most."""
+COPIES = 256
+"""Pages, and states, that one call copies at most: all samples of a full cache may take a page for the same slice."""
 
 FIRST_ROWS = 8
 """First tokens that one call draws."""
@@ -113,16 +113,9 @@ class JaxPrograms:
 
     def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
         """Copy pages and states of a shard, from the first of each pair. Raises BackendLost if the cache is lost."""
-        for first in range(0, max(len(pages), len(states)), COPIES):
-            lists: list[Any] = []
-            for pairs in (pages[first : first + COPIES], states[first : first + COPIES]):
-                pair_RN2 = np.zeros((self._num_shards, COPIES, 2), np.int32)
-                num_R = np.zeros(self._num_shards, np.int32)
-                pair_RN2[shard, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2)
-                num_R[shard] = len(pairs)
-                lists += [pair_RN2, num_R]
+        for arguments in copy_arguments(pages, states, shard, self._num_shards):
             with self._detect_loss():
-                self._cache = programs.copy(self.cache, *lists, layout=self._params.layout)
+                self._cache = programs.copy(self.cache, *arguments, layout=self._params.layout)
 
     def _table(self, tables: list[KVTable | None]) -> Table:
         return block_table(tables, self.memory.table_pages)
@@ -404,3 +397,17 @@ def noise(arrays: Any, *, is_same: bool = False) -> Any:
         return jax.device_put(np.broadcast_to(scaled, leaf.shape), leaf.sharding if leaf.committed else None)
 
     return jax.tree.unflatten(tree, [drawn(leaf, seed) for seed, leaf in enumerate(leaves)])
+
+
+def copy_arguments(
+    pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int, num_shards: int
+) -> Iterator[list[Any]]:
+    """Yield the arguments of each call of `programs.copy` after the cache, for pairs of pages and of states."""
+    for first in range(0, max(len(pages), len(states)), COPIES):
+        arguments: list[Any] = []
+        for pairs in (pages[first : first + COPIES], states[first : first + COPIES]):
+            pair_RN2, num_R = np.zeros((num_shards, COPIES, 2), np.int32), np.zeros(num_shards, np.int32)
+            pair_RN2[shard, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2)
+            num_R[shard] = len(pairs)
+            arguments += [pair_RN2, num_R]
+        yield arguments

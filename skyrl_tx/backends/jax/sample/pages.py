@@ -28,8 +28,11 @@ class FreeList:
     def take(self, count: int) -> list[int]:
         """Return `count` free numbers, each with one holder now. There must be as many."""
         assert count <= len(self._free), f"{count} of {len(self._free)} free ones"
-        taken = [self._free.pop() for _ in range(count)]
-        self.hold(taken)
+        first = len(self._free) - count
+        taken = self._free[first:][::-1]
+        del self._free[first:]
+        for number in taken:
+            self._holders[number] = 1
         return taken
 
     def hold(self, numbers: Iterable[int]) -> None:

@@ -73,7 +73,7 @@ class SampleShard:
     def may_run_ahead(self) -> bool:
         """Return whether the next slice has its pages for certain, and no sample waits."""
         most = len(self.running) * (self._slice // self._memory.page + 2)
-        has_pages = self.cache.pages.num_free >= most or self.cache.fits(self._num_missing(self._wanted()))
+        has_pages = self.cache.pages.num_free >= most or self.cache.fits(_total(self._missing()))
         return has_pages and not self.prefilled
 
     def remove(self, key: SampleKey) -> None:
@@ -101,9 +101,9 @@ class SampleShard:
     def take_pages_for_next_slice(self) -> None:
         """Take the pages of running samples, of which the one with the fewest tokens is preempted until they fit."""
         while True:
-            wanted = self._wanted()
-            if self.cache.fits(self._num_missing(wanted)):
-                return self.cache.grow(wanted)
+            missing = self._missing()
+            if self.cache.fits(_total(missing)):
+                return self.cache.grow(missing)
             self._preempt()
 
     def insert(self) -> None:
@@ -139,20 +139,20 @@ class SampleShard:
 
     def _pages_soon(self) -> int:
         """Return how many pages the running samples take within some slices."""
-        return self._num_missing(self._wanted(SPARE_SLICES))
+        return _total(self._missing(SPARE_SLICES))
 
-    def _wanted(self, num_slices: int = 1) -> list[tuple[KVTable, int]]:
-        """Return the tables of running samples that lack pages for their next slices, with the positions for these."""
+    def _missing(self, num_slices: int = 1) -> list[tuple[KVTable, int]]:
+        """Return the tables of running samples that lack pages for their next slices, with the numbers of these.
+
+        It is asked for each slice and all samples, so it calls nothing.
+        """
         num_steps, page = num_slices * self._slice, self._memory.page
         return [
-            (sample.table, min(position, sample.end))
+            (sample.table, -(-min(position, sample.end) // page) - num_pages)
             for sample in self.running.values()
-            if (position := sample.position + num_steps) > (size := len(sample.table.pages) * page)
-            and sample.end > size
+            if (position := sample.position + num_steps) > (num_pages := len(sample.table.pages)) * page
+            and sample.end > num_pages * page
         ]
-
-    def _num_missing(self, wanted: Iterable[tuple[KVTable, int]]) -> int:
-        return sum(self.cache.missing(*each) for each in wanted)
 
     def _preempt(self, keep: Prefill | None = None) -> None:
         """Let what has the fewest tokens wait and free what it has of the cache: a partly computed prompt first.
@@ -177,3 +177,7 @@ class SampleShard:
 
     def _is_here(self, prefill: Prefill | None) -> bool:
         return prefill is not None and prefill.table is not None and prefill.table.shard == self._number
+
+
+def _total(missing: Iterable[tuple[KVTable, int]]) -> int:
+    return sum(num_pages for _, num_pages in missing)

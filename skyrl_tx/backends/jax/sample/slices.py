@@ -56,8 +56,11 @@ class DispatchedSlice:
         for row, (sample, start, num, is_stopped) in enumerate(rows):
             if sample is None:
                 continue
+            tokens_N, logprobs_N = tokens_SN[row], logprobs_SN[row]
+            if num < len(tokens_N):
+                tokens_N, logprobs_N = tokens_N[:num], logprobs_N[:num]
             # Copies, so that a delta does not keep all rows in memory.
-            tokens_N, logprobs_N = tokens_SN[row][:num].copy(), logprobs_SN[row][:num].copy()
+            tokens_N, logprobs_N = tokens_N.copy(), logprobs_N.copy()
             own = None
             if topk is not None and (k := sample.request.options.sample_topk):
                 own = TopK(token_ids=topk[0][:num, row, :k].copy(), logprobs=topk[1][:num, row, :k].copy())
