@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,7 +14,9 @@ from skyrl_tx.backends.jax.compiler import Compiler, Program, Ready
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
 from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShape, StepShapes
+from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.testing.backend_driver import scoring
@@ -37,13 +40,22 @@ def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() 
     assert found[2:4] == [StepShape(2, 104, 1, 32, RematPolicy.FULL), StepShape(2, 32, 1, 32, RematPolicy.SAVE_MATMULS)]
 
 
+def by_sequences(batch: PreparedModelPassBatch) -> PreparedModelPassBatch:
+    """Return a batch of the same tokens with a loss that is not local."""
+    ones = np.ones(batch.examples[0].tokens.size, np.float32)
+    inputs = {"logprobs": -ones, "advantages": ones, "sequence_ratio_mask": ones, "weights": ones}
+    changed = {"loss": "gspo", "loss_config": LOSS_SPECS["gspo"].config}
+    return PreparedModelPassBatch(
+        examples=tuple(replace(each, **changed, loss_inputs={**each.loss_inputs, **inputs}) for each in batch.examples)
+    )
+
+
 def trained(backend: JaxBackend) -> list[np.ndarray]:
-    """Return the results of two passes and the gradient."""
+    """Return the results of three passes and the gradient."""
     backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+    short, long = (scoring(MODEL, [np.arange(length, dtype=np.int32)]) for length in (12, 30))
     results = [
-        result.logprobs
-        for length in (12, 30)
-        for result in backend.forward_backward(scoring(MODEL, [np.arange(length, dtype=np.int32)]))
+        result.logprobs for batch in (short, long, by_sequences(short)) for result in backend.forward_backward(batch)
     ]
     return [*results, *map(np.asarray, jax.tree.leaves(backend._pool.get(MODEL).gradient))]
 
@@ -54,7 +66,7 @@ def test_a_program_that_is_compiled_in_the_background_gives_the_same_bits() -> N
         assert programs is not None
         found = trained(backend)
         assert backend.meters().progress is None and not backend.is_compiling()
-        assert [each.num_calls for each in programs.ready.values()] == [2]
+        assert {shape.is_local: each.num_calls for shape, each in programs.ready.items()} == {True: 2, False: 1}
     with tiny_backend(micro_batch_tokens=32) as backend:
         assert backend._step_programs is None
         for one, other in zip(trained(backend), found, strict=True):
