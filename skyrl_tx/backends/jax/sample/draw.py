@@ -12,6 +12,7 @@ from flax import struct
 
 from skyrl_tx.backends.jax.sample.blocks import Blocks, scale
 from skyrl_tx.backends.jax.sample.filters import redraw
+from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
 
 PROMPT_INDEX = np.uint32(0xFFFFFFFF)
 """The sample index, counted down, of tokens drawn at prompt positions."""
@@ -56,12 +57,12 @@ def draw(
     """
     blocks = Blocks.of(logits_SV, params.temperature_S)
 
-    key_S = keys(params.seed_S2, params.index_S, position_S)
+    key_S2 = keys(params.seed_S2, params.index_S, position_S)
 
     def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
-        return uniform(jax.vmap(jax.random.fold_in)(key_S[row_Z], round_Z))
+        return uniform(fold_in(key_S2[row_Z], round_Z))
 
-    drawn_S = redraw(blocks, params.top_k_S, params.top_p_S, numbers, blocks.pick(uniform(key_S)))
+    drawn_S = redraw(blocks, params.top_k_S, params.top_p_S, numbers, blocks.pick(uniform(key_S2)))
     token_S = jnp.where(params.temperature_S > 0, drawn_S, blocks.most_likely())
     token_SK, logprob_SK = top(blocks, logits_SV.shape[1], max_topk, wants_topk)
     return Drawn(token_S, blocks.logprob(token_S), token_SK, logprob_SK)
@@ -73,18 +74,8 @@ def seed_words(seed: int) -> np.ndarray:
 
 
 def keys(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> jax.Array:
-    """Return a random key for each row, which depends on seed, sample index and position alone."""
-
-    def one(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-        return jax.random.fold_in(jax.random.fold_in(key, index), position)
-
-    return jax.vmap(one)(seed_S2, index_S, position_S)
-
-
-def uniform(key_S: jax.Array) -> jax.Array:
-    """Return one uniform number in [0, 1) for each key."""
-    return jax.vmap(jax.random.uniform)(key_S)
+    """Return a random key for each row, uint32 [S, 2], which depends on seed, sample index and position alone."""
+    return fold_in(fold_in(seed_S2, index_S), position_S)
 
 
 def top(blocks: Blocks, num_tokens: int, max_topk: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:

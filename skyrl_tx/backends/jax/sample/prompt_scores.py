@@ -18,6 +18,7 @@ from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.sample import draw
 from skyrl_tx.backends.jax.sample.blocks import Blocks
 from skyrl_tx.backends.jax.sample.programs import take_adapter
+from skyrl_tx.backends.jax.sample.random_numbers import uniform
 from skyrl_tx.backends.jax.shapes import next_power
 from skyrl_tx.contract.arrays import Float32Array, Int64Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -107,7 +108,7 @@ def _draw_alternatives(
 
     def draw_one(j: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index_P = jnp.broadcast_to(draw.PROMPT_INDEX - j.astype(jnp.uint32), P)
-        number_P = draw.uniform(draw.keys(seed_P2, index_P, row_P))
+        number_P = uniform(draw.keys(seed_P2, index_P, row_P))
         token_P = jnp.where(temperature > 0, blocks.pick(number_P), blocks.most_likely())
         return drawn[0].at[j].set(token_P), drawn[1].at[j].set(blocks.logprob(token_P))
 

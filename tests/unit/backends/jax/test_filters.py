@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from skyrl_tx.backends.jax.sample import draw as drawing
 from skyrl_tx.backends.jax.sample.blocks import Blocks
 from skyrl_tx.backends.jax.sample.filters import FEW, redraw
+from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded; more than the largest of few
@@ -57,11 +58,11 @@ def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
 def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Apply the filters to tokens that were drawn from the whole distribution."""
     S = token_S.size
-    key_S = jax.random.split(jax.random.key(5), S)
+    key_S2 = jax.random.key_data(jax.random.split(jax.random.key(5), S))
     blocks = Blocks.of(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
 
     def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
-        return drawing.uniform(jax.vmap(jax.random.fold_in)(key_S[row_Z], round_Z))
+        return uniform(fold_in(key_S2[row_Z], round_Z))
 
     return redraw(blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), numbers, token_S)
 
