@@ -164,7 +164,7 @@ def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     yield Item("optimizer", models_bytes // 2, f"two moments of {training}")
     detail = f"micro-batch of {plan.passes.micro_batch_tokens} tokens, {remat}"
     if plan.slice_bytes > plan.pass_bytes:
-        detail = f"states of a decode slice of {samples.num_rows} samples"
+        detail = f"decode slice of {samples.num_rows} samples"
     yield Item("temporary", max(plan.pass_bytes, plan.slice_bytes), detail)
 
 

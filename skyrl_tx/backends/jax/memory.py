@@ -353,7 +353,7 @@ def _largest_sample_memory(
 ) -> SampleMemory:
     """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together.
 
-    A sample is on one shard, and has at most the tokens of a shard.
+    It counts what decode slices take. A sample is on one shard, and has at most the tokens of a shard.
     """
     context = min(model.max_context_length, config.max_context_length or model.max_context_length)
     most = min(most, num_slots * (config.max_context_length or context))
@@ -371,7 +371,7 @@ def _largest_sample_memory(
     if config.max_sample_tokens:
         return of(config.max_sample_tokens)
     memory = of(max(min(_rounded_down(fitting), most), 1))
-    while memory.tokens > 1 and memory.all_tokens > fitting:
+    while memory.tokens > 1 and memory.all_tokens + memory.slice_tokens > fitting:
         memory = of(_rounded_down(memory.tokens - 1))
     return memory
 

@@ -188,6 +188,11 @@ class SampleMemory:
         return self.num_pages * self.page + self.num_states * self.state_tokens
 
     @property
+    def slice_tokens(self) -> int:
+        """The positions that take as many bytes as a decode slice, which has a copy of the state of each row."""
+        return self.num_rows * self.state_tokens
+
+    @property
     def length_of_all(self) -> int:
         """The positions of each sample if as many run as may, and all are equally long."""
         return min(max(self.tokens // self.num_slots, 1), self.max_length)

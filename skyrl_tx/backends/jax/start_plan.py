@@ -36,6 +36,9 @@ from skyrl_tx.layers.parameter import Parameter, flatten, map_named
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
 
+_LOGITS = {"tpu": 4}
+"""Arrays of the logits' size that a decode step has at the same time, by the compiler; on other devices one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
@@ -54,7 +57,8 @@ class StartPlan:
     kv_bytes: int
     """The KV cache: pages and states."""
     slice_bytes: int
-    """Temporary memory of a decode slice: for states, which it changes in copies, and for copies of experts' maps."""
+    """Temporary memory of a decode slice: states, which it changes in copies, the keys of its tokens, logits, and
+    copies of experts' maps."""
     costs: Costs | None
     """None if devices do not report their memory."""
     passes: MemoryPlan
@@ -110,6 +114,8 @@ def plan_start(
     positions = samples.num_pages * samples.page
     kv_bytes = (positions * room.position + samples.num_states * room.state) // layout.num_shards("batch")
     params = params_after(weight_bytes + pool_bytes + kv_bytes)
+    num_rows, num_logits = samples.num_rows // layout.num_shards("batch"), _LOGITS.get(platform, 1) * model.vocab_size
+    of_row = room.state + config.decode_slice_tokens * room.position + num_logits * np.dtype(np.float32).itemsize
     costs, pass_bytes, longest, offloaded_bytes = None, 0, None, 0
     if (left := free_bytes(params)) is None:
         passes = plan_without_memory(config)
@@ -137,7 +143,7 @@ def plan_start(
         pool_bytes=pool_bytes,
         samples=samples,
         kv_bytes=kv_bytes,
-        slice_bytes=samples.num_rows * room.state // layout.num_shards("batch") + copied_bytes(params, model, platform),
+        slice_bytes=num_rows * of_row + copied_bytes(params, model, platform),
         costs=costs,
         passes=passes,
         pass_bytes=pass_bytes,

@@ -14,6 +14,7 @@ from skyrl_tx.backends.jax.start_plan import _PlannedArray, layout_without_devic
 from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
 
 GIB = 2**30
+CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 BFLOAT16 = jnp.dtype("bfloat16")
 
 
@@ -72,12 +73,14 @@ def test_maps_of_experts_that_a_tpu_stores_in_another_order_are_copied(
     layout, model = layout_without_devices(MeshConfig(**sizes)), model_of(QWEN3_30B_A3B)
     plan = plan_start(JaxConfig(), layout, model, BFLOAT16, platform=platform, limit_bytes=32 * GIB)
     copied = 48 * 128 // sizes["ep"] * 2 * 2048 * dim * 2  # layers, experts, maps, inputs, outputs, bytes
-    assert plan.slice_bytes == copied
+    of_position = 48 * 2 * max(4 // sizes.get("tp", 1), 1) * 128 * 2  # layers, k and v, heads, dims, bytes
+    of_row = 16 * of_position + (4 if platform == "tpu" else 1) * 151936 * 4  # keys of a slice, logits
+    assert plan.slice_bytes == copied + plan.samples.of_shard.num_slots * of_row
     assert plan.pass_bytes > copied
 
 
 def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
-    content = json.loads((Path(__file__).parents[2] / "models" / "hub_configs" / "Qwen3.5-9B.json").read_text())
+    content = json.loads((CONFIGS / "Qwen3.5-9B.json").read_text())
     config = JaxConfig(max_lora_rank=8, sample_slots=16)
     plan = plan_start(
         config, layout_without_devices(MeshConfig()), model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB
@@ -87,6 +90,24 @@ def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     assert plan.kv_bytes == plan.samples.num_pages * 64 * of_position + plan.samples.num_states * of_state
     assert plan.samples.state_tokens == -(-of_state // of_position) == 1572
     assert plan.samples.num_states > 1 + 16 + 4 + plan.samples.prefix_tokens // 2 // 1572, "with some for prefixes"
+    assert plan.slice_bytes == 16 * (of_state + 16 * of_position + 4 * 248320)
+
+
+def test_the_copies_of_states_in_a_slice_count_as_the_cache() -> None:
+    """With 256 samples the cache of Nemotron 3 Nano had 18.6 GiB of an H200, a slice took 11.7, and no model fitted."""
+    content = json.loads((CONFIGS / "Nemotron-3-Nano-30B-A3B.json").read_text())
+    plan = plan_start(
+        JaxConfig(),
+        layout_without_devices(MeshConfig()),
+        model_of(content),
+        BFLOAT16,
+        platform="gpu",
+        limit_bytes=98 * GIB,
+    )
+    assert plan.samples.num_slots == 128 and plan.free_bytes is not None
+    assert plan.kv_bytes + plan.slice_bytes < 0.51 * plan.free_bytes
+    used = plan.weight_bytes + plan.pool_bytes + plan.kv_bytes + max(plan.slice_bytes, plan.pass_bytes)
+    assert used + plan.model_bytes < 98 * GIB
 
 
 @pytest.mark.parametrize(
