@@ -57,8 +57,10 @@ class StartPlan:
     kv_bytes: int
     """The KV cache: pages and states."""
     slice_bytes: int
-    """Temporary memory of a decode slice: states, which it changes in copies, the keys of its tokens, logits, and
-    copies of experts' maps."""
+    """Temporary memory of a decode slice.
+
+    That is of states, which it changes in copies, of the keys of its tokens, of logits, and of copies of experts' maps.
+    """
     costs: Costs | None
     """None if devices do not report their memory."""
     passes: MemoryPlan

@@ -79,7 +79,7 @@ def test_api_outage_is_not_a_heartbeat_timeout(tmp_path, monkeypatch, away_s: fl
 
 @pytest.mark.parametrize("away_s", [1860.0, 8 * DAY_S])
 def test_suspend_of_a_running_engine_is_not_a_heartbeat_timeout(tmp_path, monkeypatch, away_s: float) -> None:
-    timeout_s = 1.0
+    timeout_s = 2.0  # a machine under load was seen to stop a process for more than half a second
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.01, session_timeout_s=timeout_s)
     harness.config = harness.config.model_copy(update={"slice_tokens": 1})
     model_id, _ = harness.create()
@@ -93,16 +93,16 @@ def test_suspend_of_a_running_engine_is_not_a_heartbeat_timeout(tmp_path, monkey
         def step_sample(self):
             time.sleep(0.015)
             uptime_s = time.monotonic() - started
-            if not suspended and uptime_s > 2 * timeout_s:
+            if not suspended and uptime_s > 1.1 * timeout_s:
                 suspended.append(uptime_s)
                 monkeypatch.setattr(time, "time", lambda: real() + away_s)
             if not suspended or uptime_s > suspended[0] + timeout_s / 2:
                 harness.api.write(lambda tx: sessions.heartbeat(tx, harness.session_id, time.time()))
             return super().step_sample()
 
-    waiting = harness.submit(sample(max_tokens=250, eos_stops=False))
+    waiting = harness.submit(sample(max_tokens=300, eos_stops=False))
     harness.run(waiting, backend=Suspended("tiny", harness.config))
-    assert suspended and len(harness.result(waiting).sequences[0].tokens) == 250
+    assert suspended and len(harness.result(waiting).sequences[0].tokens) == 300
     step = harness.answer(optim_step(), model_id=model_id, seq_id=2)
     assert step.metrics["unclipped_grad_l2:mean"] > 0
     harness.close()
