@@ -252,6 +252,16 @@ def copied_bytes(params: models.DecoderParams, config: models.ModelConfig, platf
     return found * params.embed.dtype.itemsize
 
 
+def copies_of_states(layout: Layout, config: models.ModelConfig, platform: str) -> int:
+    """Return how many copies of its states a decode slice has: one, which it changes.
+
+    On meshes of GPUs the compiler gives some delta nets another order of dims in the loop of the steps, and copies
+    the states of all before it.
+    """
+    has_nets = any(isinstance(block.mixer, DeltaNet) for block in config.blocks)
+    return 2 if has_nets and platform == "gpu" and layout.num_shards("batch") > 1 else 1
+
+
 def _costs_of_experts(layout: Layout, config: models.ModelConfig, itemsize: int) -> tuple[int, int]:
     """Return fixed bytes, and bytes for each token of a device, that the backward pass of one mixture takes.
 

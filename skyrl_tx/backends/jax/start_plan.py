@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import Costs, adapter_bytes, copied_bytes, costs_of
+from skyrl_tx.backends.jax.costs import Costs, adapter_bytes, copied_bytes, copies_of_states, costs_of
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     MemoryPlan,
@@ -117,7 +117,11 @@ def plan_start(
     kv_bytes = (positions * room.position + samples.num_states * room.state) // layout.num_shards("batch")
     params = params_after(weight_bytes + pool_bytes + kv_bytes)
     num_rows, num_logits = samples.num_rows // layout.num_shards("batch"), _LOGITS.get(platform, 1) * model.vocab_size
-    of_row = room.state + config.decode_slice_tokens * room.position + num_logits * np.dtype(np.float32).itemsize
+    of_row = (
+        room.state * copies_of_states(layout, model, platform)
+        + config.decode_slice_tokens * room.position
+        + num_logits * np.dtype(np.float32).itemsize
+    )
     costs, pass_bytes, longest, offloaded_bytes = None, 0, None, 0
     if (left := free_bytes(params)) is None:
         passes = plan_without_memory(config)

@@ -91,6 +91,9 @@ def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     assert plan.samples.state_tokens == -(-of_state // of_position) == 1572
     assert plan.samples.num_states > 1 + 16 + 4 + plan.samples.prefix_tokens // 2 // 1572, "with some for prefixes"
     assert plan.slice_bytes == 16 * (of_state + 16 * of_position + 4 * 248320)
+    copies = layout_without_devices(MeshConfig(dp=2))
+    plan = plan_start(config, copies, model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB)
+    assert plan.slice_bytes == 8 * (2 * of_state + 16 * of_position + 4 * 248320), "another copy on meshes of GPUs"
 
 
 def test_the_copies_of_states_in_a_slice_count_as_the_cache() -> None:
