@@ -4,8 +4,12 @@ import pytest
 
 from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
+from skyrl_tx.backends.jax.sample.prefill_queue import PrefillQueue
+from skyrl_tx.backends.jax.sample.running import RunningSample
+from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from tests.support.fake_programs import FakePrograms
+from tests.support.sample_requests import ask, prompt_of
 
 MEMORY = SampleMemory(num_slots=2, tokens=40, prefix_tokens=0, max_length=40, state_tokens=5, page=8)
 """Seven pages and six states, without the empty ones."""
@@ -88,6 +92,25 @@ def test_a_table_grows_by_what_it_lacks(cache, programs):
     programs.copied.clear()
     cache.grow([(table, 0), (table, 2)])
     assert len(table.pages) == 3 and programs.copied == [(0, page) for page in table.pages[1:]]
+
+
+def test_a_running_sample_lacks_the_pages_of_its_next_slice_up_to_its_end(programs):
+    queues = PrefillQueue(), PrefillQueue()
+    shard = SampleShard(0, programs, MEMORY, PrefillShapes(8), 1, *queues)
+    programs.allocate_cache(MEMORY)
+    sample = RunningSample(request=ask("s", prompt_of(4), max_tokens=34), index=0, adapter=0, stops=frozenset())
+    sample.table = shard.cache.begin(8)
+    shard.running[sample.key] = sample
+
+    def missing(num_tokens: int) -> list[tuple[KVTable, int]]:
+        sample.position = num_tokens - 1
+        return shard._missing()
+
+    assert sample.end == 37 and [missing(size) for size in (5, 8)] == [[], []]
+    assert [missing(size) for size in (9, 16, 33)] == [[(sample.table, number)] for number in (1, 1, 4)]
+    assert shard._missing(num_slices=20) == [(sample.table, 4)], "it ends within the fifth page"
+    shard.take_pages_for_next_slice()
+    assert len(sample.table.pages) == 5 and shard._missing(num_slices=20) == []
 
 
 def test_a_shared_table_is_free_when_both_are_released(cache):
