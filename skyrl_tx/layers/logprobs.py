@@ -13,8 +13,11 @@ import jax.numpy as jnp
 from skyrl_tx.layers.apart import exp_apart
 from skyrl_tx.layers.lora import AdaptedMap, JoinedMap, LoraPair, RowAdapter
 
-LogprobGradient = Callable[[jax.Array, Any], jax.Array]
-"""(log-probabilities of some positions, what else the loss reads there) -> the loss's derivative by each of them."""
+LossOfPositions = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+"""(log-probabilities of positions, what else the loss reads there) -> the loss's derivative by each, and other outputs.
+
+The outputs are a tree of arrays [B, T, ...], as what the loss reads is.
+"""
 
 CHUNK = 256  # positions whose logits exist at once; measured as fast as any larger, see the memory of [C, V] float32
 JOINED_CHUNKS = 4
@@ -66,7 +69,7 @@ def _target_logprobs(
         return _score(y, targets)[0]
 
     chunks = jax.lax.map(of_chunk, (_cut(hidden_BTD, chunk), _cut(targets, chunk)))
-    return _join(chunks, targets.shape)
+    return _join(chunks, *targets.shape[:2])
 
 
 def target_logprobs_and_gradient(
@@ -74,17 +77,17 @@ def target_logprobs_and_gradient(
     unembed_VD: jax.Array,
     targets: jax.Array,
     adapter: RowAdapter,
-    logprob_gradient: LogprobGradient,
+    loss: LossOfPositions,
     inputs: Any,
     *,
     chunk: int = CHUNK,
-) -> tuple[jax.Array, jax.Array, LoraPair]:
-    """Return what `target_logprobs` returns, and a loss's gradient: of the hidden states and of the adapter's pair.
+) -> tuple[jax.Array, Any, jax.Array, LoraPair]:
+    """Return what `target_logprobs` returns, outputs of a loss, and its gradient by hidden states and adapter.
 
-    The gradient is taken with the logits of each chunk, so that they are computed once. This requires that d loss /
-    d logprob of a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
+    The gradient is taken with the logits of each chunk, so that they are computed once. This requires that the loss of
+    a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
     """
-    run = partial(_gradient, adapter=adapter, logprob_gradient=logprob_gradient, chunk=chunk)
+    run = partial(_gradient, adapter=adapter, loss=loss, chunk=chunk)
     return _by_platform(run, unembed_VD, hidden_BTD, targets, inputs)
 
 
@@ -95,19 +98,20 @@ def _gradient(
     inputs: Any,
     *,
     adapter: RowAdapter,
-    logprob_gradient: LogprobGradient,
+    loss: LossOfPositions,
     chunk: int,
     is_joined: bool,
-) -> tuple[jax.Array, jax.Array, LoraPair]:
+) -> tuple[jax.Array, Any, jax.Array, LoraPair]:
     cut = partial(_cut, chunk=chunk * (JOINED_CHUNKS if is_joined else 1))
     unembed = _shared_map(hidden_BTD, unembed_VD, adapter, is_joined)
 
-    def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[jax.Array, jax.Array]]:
+    def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[jax.Array, Any, jax.Array]]:
         hidden, targets, inputs = pieces
         x_CD = hidden.reshape(-1, hidden.shape[-1])
         targets_CK = targets.reshape(x_CD.shape[0], -1)
         logprobs, exp_CV, total_C1 = _score(unembed.product(x_CD), targets)
-        d_logprobs_CK = logprob_gradient(logprobs, inputs).reshape(targets_CK.shape)
+        d_logprobs, outputs = loss(logprobs, inputs)
+        d_logprobs_CK = d_logprobs.reshape(targets_CK.shape)
         # d log p(target) / d logits = one at the target, less the softmax everywhere
         d_y_CV = exp_CV * (-d_logprobs_CK.sum(axis=-1, keepdims=True) / total_C1)
         if is_joined:  # in the loop that rounds it, where additions at indices would be one of their own in float32
@@ -116,12 +120,13 @@ def _gradient(
         else:
             d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
         d_x_CD, d_pair_of_chunk = unembed.gradient(x_CD, d_y_CV)
-        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, d_x_CD.reshape(hidden.shape))
+        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, outputs, d_x_CD.reshape(hidden.shape))
 
     nothing = jax.tree.map(jnp.zeros_like, adapter.pair)
     pieces = (cut(hidden_BTD), cut(targets), jax.tree.map(cut, inputs))
-    d_pair, (logprobs, d_hidden) = jax.lax.scan(one_chunk, nothing, pieces)
-    return _join(logprobs, targets.shape), _join(d_hidden, hidden_BTD.shape), d_pair
+    d_pair, chunks = jax.lax.scan(one_chunk, nothing, pieces)
+    num_rows, length = targets.shape[:2]
+    return *jax.tree.map(partial(_join, num_rows=num_rows, length=length), chunks), d_pair
 
 
 def _by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments: Any) -> Any:
@@ -162,7 +167,6 @@ def _cut(x: jax.Array, chunk: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(B, -1, step, *x.shape[2:]), 0, 1)
 
 
-def _join(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Undo `_cut`, for a result of `shape`."""
-    B, T = shape[:2]
-    return jnp.swapaxes(chunks, 0, 1).reshape(B, -1, *shape[2:])[:, :T]
+def _join(chunks: jax.Array, num_rows: int, length: int) -> jax.Array:
+    """Undo `_cut`, for a result [B, T, ...] of `num_rows` rows of `length` positions."""
+    return jnp.swapaxes(chunks, 0, 1).reshape(num_rows, -1, *chunks.shape[3:])[:, :length]

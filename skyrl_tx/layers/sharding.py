@@ -100,11 +100,12 @@ class Layout:
         x = self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
         return x.reshape(B * shards, T // shards, *x.shape[3:])
 
-    def rows_of_shards(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Undo `shards_as_rows`, for a result of `shape`."""
+    def rows_of_shards(self, x: jax.Array, num_rows: int) -> jax.Array:
+        """Undo `shards_as_rows`, for a result of `num_rows` rows."""
         if not self.splits_rows:
             return x
-        return self.constrain(x.reshape(shape), "batch", "tokens", *[None] * (len(shape) - 2))
+        x = x.reshape(num_rows, -1, *x.shape[2:])
+        return self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
 
 
 WHOLE = Layout()

@@ -24,6 +24,19 @@ from skyrl_tx.contract.loss_reference import MAX_DIFFERENCE, MAX_LOG_RATIO
 from skyrl_tx.contract.losses import LossSpec
 
 
+def clip(x: jax.Array, low: jax.Array | float, high: jax.Array | float) -> jax.Array:
+    """Return `x` within bounds. The gradient is 1 at the bounds too, as that of torch, and 0 outside; that of NaN is 1.
+
+    Gradients of `jnp.clip` divide by the number of equal operands, each division a kernel of its own on CPU.
+    """
+    return jnp.where(x < low, low, jnp.where(x > high, high, x))
+
+
+def minimum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the smaller of two, or NaN if one is. The gradient is that of `x` where both are equal."""
+    return jnp.where((x <= y) | jnp.isnan(x), x, y)
+
+
 @struct.dataclass
 class LossInputs:
     """The arrays of one batch, float32 [B, T]; those of cross_entropy may be [B, T, K].
@@ -56,7 +69,7 @@ class LossInputs:
     def difference(self, where: jax.Array, bound: float = MAX_DIFFERENCE) -> jax.Array:
         """Return l - q, bounded by ±`bound`, and 0 where `where` is False."""
         difference = jnp.where(where, self.target_logprobs, 0.0) - jnp.where(where, self.sampling_logprobs, 0.0)
-        return jnp.clip(difference, -bound, bound)
+        return clip(difference, -bound, bound)
 
     def sum_sequences(self, x_BT: jax.Array) -> jax.Array:
         """Return, at each position, the sum of `x_BT` over its sequence: [B, T], or [B, 1] if rows are sequences."""

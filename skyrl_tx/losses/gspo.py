@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.contract.loss_reference import MAX_LOG_RATIO
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs, clip, minimum
 
 
 def sequence_log_ratio(x: LossInputs) -> jax.Array:
@@ -20,15 +20,15 @@ def sequence_log_ratio(x: LossInputs) -> jax.Array:
     total = x.sum_sequences(x.difference(mask != 0) * mask)
     count = x.sum_sequences(mask)
     mean = jnp.where(count != 0, total / jnp.where(count != 0, count, 1.0), 0.0)
-    return jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return jax.lax.stop_gradient(clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def gspo(x: LossInputs, config: LossConfig) -> jax.Array:
     """Return -min(s * A, clip(s) * A), where s has the sequence's value and each token's own gradient."""
     target = jnp.where(x.counts, x.target_logprobs, 0.0)
     ratio = jnp.exp(sequence_log_ratio(x)) * jnp.exp(target - jax.lax.stop_gradient(target))
-    clipped = jnp.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
-    return -jnp.minimum(ratio * x.advantages, clipped * x.advantages)
+    clipped = clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    return -minimum(ratio * x.advantages, clipped * x.advantages)
 
 
 LOSS = Loss(spec=LOSS_SPECS["gspo"], function=gspo, is_local=False, clipped_log_ratio=sequence_log_ratio)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossConfig, LossInputs, clip, minimum
 
 
 def ppo(x: LossInputs, config: LossConfig) -> jax.Array:
     """Return -min(r * A, clip(r) * A)."""
     ratio = jnp.exp(x.log_ratio())
-    clipped = jnp.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
-    return -jnp.minimum(ratio * x.advantages, clipped * x.advantages)
+    clipped = clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    return -minimum(ratio * x.advantages, clipped * x.advantages)
 
 
 LOSS = Loss(spec=LOSS_SPECS["ppo"], function=ppo)

@@ -7,6 +7,7 @@ The interface is described in `skyrl_tx.models.base`.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -348,7 +349,7 @@ def target_logprobs(
     hidden, split_targets = (layout.shards_as_rows(x) for x in (hidden_BTD, targets))
     chunk = logprobs.CHUNK * layout.num_shards("tokens")
     found = logprobs.target_logprobs(hidden, _gathered_unembedding(params), split_targets, rows, chunk=chunk)
-    return layout.rows_of_shards(found, targets.shape)
+    return layout.rows_of_shards(found, targets.shape[0])
 
 
 def target_logprobs_and_gradient(
@@ -356,21 +357,21 @@ def target_logprobs_and_gradient(
     hidden_BTD: jax.Array,
     targets: jax.Array,
     adapter: Adapter,
-    logprob_gradient: logprobs.LogprobGradient,
+    loss: logprobs.LossOfPositions,
     inputs: Any,
-) -> tuple[jax.Array, jax.Array, AdapterWeights]:
-    """Return log p(target), and the gradient of a loss by the hidden states and by the adapter's unembedding pair.
+) -> tuple[jax.Array, Any, jax.Array, AdapterWeights]:
+    """Return log p(target), outputs of a loss, and its gradient by hidden states and by the unembedding's adapter.
 
-    `logprob_gradient` and `inputs` are those of `layers.logprobs.target_logprobs_and_gradient`.
+    `loss` and `inputs` are those of `layers.logprobs.target_logprobs_and_gradient`.
     """
     rows, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout
     hidden, split_targets, inputs = jax.tree.map(layout.shards_as_rows, (hidden_BTD, targets, inputs))
     chunk = logprobs.CHUNK * layout.num_shards("tokens")
-    found, d_hidden, d_pair = logprobs.target_logprobs_and_gradient(
-        hidden, _gathered_unembedding(params), split_targets, rows, logprob_gradient, inputs, chunk=chunk
+    *of_rows, d_pair = logprobs.target_logprobs_and_gradient(
+        hidden, _gathered_unembedding(params), split_targets, rows, loss, inputs, chunk=chunk
     )
-    d_hidden_BTD = layout.rows_of_shards(d_hidden, hidden_BTD.shape)
-    return layout.rows_of_shards(found, targets.shape), d_hidden_BTD, {"unembed": d_pair}
+    found, outputs, d_hidden_BTD = jax.tree.map(partial(layout.rows_of_shards, num_rows=targets.shape[0]), of_rows)
+    return found, outputs, d_hidden_BTD, {"unembed": d_pair}
 
 
 def _gathered_unembedding(params: DecoderParams) -> jax.Array:

@@ -56,12 +56,12 @@ def evaluate(
     *,
     is_local: bool,
 ) -> LossOutput:
-    """Return each position's loss and metrics."""
+    """Return each position's loss and metrics. If `is_local`, the positions may be any part of the rows."""
     losses = losses_for(target_logprobs.ndim, is_local=is_local)
     return _select(number, [loss.evaluate(target_logprobs, inputs, config_BC, start_BT) for loss in losses])
 
 
-def gradient(
+def evaluate_and_differentiate(
     number: jax.Array,
     target_logprobs: jax.Array,
     inputs: Mapping[str, jax.Array],
@@ -69,14 +69,18 @@ def gradient(
     start_BT: jax.Array | None = None,
     *,
     is_local: bool,
-) -> jax.Array:
-    """Return d loss / d logprob at each target, for the summed loss, in the shape of `target_logprobs`.
+) -> tuple[jax.Array, LossOutput]:
+    """Return d loss / d logprob at each target, for the summed loss, in the shape of `target_logprobs`, and the loss.
 
     If `is_local`, the positions may be any part of the rows.
     """
 
-    def of(loss: Loss) -> jax.Array:
-        return jax.grad(lambda x: loss.evaluate(x, inputs, config_BC, start_BT).loss_BT.sum())(target_logprobs)
+    def of(loss: Loss) -> tuple[jax.Array, LossOutput]:
+        def total(logprobs: jax.Array) -> tuple[jax.Array, LossOutput]:
+            output = loss.evaluate(logprobs, inputs, config_BC, start_BT)
+            return output.loss_BT.sum(), output
+
+        return jax.grad(total, has_aux=True)(target_logprobs)
 
     # Each gradient by itself, and then a selection: the derivative of a selection is NaN where that of another loss is.
     return _select(number, [of(loss) for loss in losses_for(target_logprobs.ndim, is_local=is_local)])

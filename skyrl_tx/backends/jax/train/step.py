@@ -35,7 +35,10 @@ def forward(
     """Compute one micro-batch without a gradient."""
     hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, start_BT=batch.start_BT)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-    return _outputs(logprobs, batch)
+    loss = loss_selection.evaluate(
+        batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT, is_local=batch.is_local
+    )
+    return Outputs(logprobs, loss)
 
 
 @partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=xla_options.TRAINING)
@@ -55,43 +58,40 @@ def accumulate(
         return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
 
     hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
-    logprobs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)
+    outputs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)
     (d_blocks,) = backward(d_hidden_BTD)
     total = jax.tree.map(jnp.add, total, d_blocks | d_unembed)
-    return constrain_adapter(params.layout, config, total), _outputs(logprobs, batch)
+    return constrain_adapter(params.layout, config, total), outputs
 
 
 def _head(
     params: models.DecoderParams, adapter: Adapter, hidden_BTD: jax.Array, batch: MicroBatch
-) -> tuple[jax.Array, jax.Array, AdapterWeights]:
-    """Return log-probabilities, and the loss's gradient by the hidden states and by the unembedding's adapter.
+) -> tuple[Outputs, jax.Array, AdapterWeights]:
+    """Return the outputs, and the loss's gradient by the hidden states and by the unembedding's adapter.
 
-    For a local loss, d loss / d logprob follows from the chunk of logits that is in memory, so the logits are computed
-    once. For any other loss they are computed twice, the first time to get d loss / d logprob of whole rows.
+    A local loss is computed with the chunk of logits that is in memory, so the logits are computed once. For any other
+    loss they are computed twice, the first time to get d loss / d logprob of whole rows.
     """
     config_BC, layout = batch.config_BC, params.layout
     if batch.is_local:
         if layout.splits_rows:  # chunks have the shards of a row as rows
             config_BC = jnp.repeat(config_BC, layout.num_shards("tokens"), axis=0)
 
-        def gradient_of_chunk(logprobs: jax.Array, inputs: dict[str, jax.Array]) -> jax.Array:
-            return loss_selection.gradient(batch.loss, logprobs, inputs, config_BC, is_local=True)
+        def loss_of_chunk(logprobs: jax.Array, inputs: dict[str, jax.Array]) -> tuple[jax.Array, LossOutput]:
+            return loss_selection.evaluate_and_differentiate(batch.loss, logprobs, inputs, config_BC, is_local=True)
 
-        return models.target_logprobs_and_gradient(
-            params, hidden_BTD, batch.targets, adapter, gradient_of_chunk, batch.inputs
+        logprobs, loss, d_hidden_BTD, d_unembed = models.target_logprobs_and_gradient(
+            params, hidden_BTD, batch.targets, adapter, loss_of_chunk, batch.inputs
         )
+        return Outputs(logprobs, loss), d_hidden_BTD, d_unembed
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
-    of_rows = loss_selection.gradient(batch.loss, logprobs, batch.inputs, config_BC, batch.start_BT, is_local=False)
-    return models.target_logprobs_and_gradient(
-        params, hidden_BTD, batch.targets, adapter, lambda _, of_chunk: of_chunk, of_rows
+    d_logprobs, loss = loss_selection.evaluate_and_differentiate(
+        batch.loss, logprobs, batch.inputs, config_BC, batch.start_BT, is_local=False
     )
-
-
-def _outputs(logprobs: jax.Array, batch: MicroBatch) -> Outputs:
-    loss = loss_selection.evaluate(
-        batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT, is_local=batch.is_local
+    logprobs, _, d_hidden_BTD, d_unembed = models.target_logprobs_and_gradient(
+        params, hidden_BTD, batch.targets, adapter, lambda _, of_chunk: (of_chunk, ()), d_logprobs
     )
-    return Outputs(logprobs, loss)
+    return Outputs(logprobs, loss), d_hidden_BTD, d_unembed
 
 
 @jax.jit

@@ -17,18 +17,14 @@ LENGTH = 6
 
 @partial(jax.jit, static_argnames="is_local")
 def by_number(number, logprobs, inputs, config_BC, is_local):
-    """Return the output and the gradient of the whole sequence, and the gradients of its halves by themselves."""
+    """Return the gradient and the output of the whole sequence, those of its halves, and the output by itself."""
+    evaluate = partial(loss_selection.evaluate, number, config_BC=config_BC, is_local=is_local)
+    differentiate = partial(loss_selection.evaluate_and_differentiate, number, config_BC=config_BC, is_local=is_local)
     halves = [
-        loss_selection.gradient(
-            number,
-            *jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)),
-            config_BC,
-            is_local=is_local,
-        )
+        differentiate(*jax.tree.map(lambda leaf, part=part: leaf[:, part], (logprobs, inputs)))
         for part in (slice(LENGTH // 2), slice(LENGTH // 2, LENGTH))
     ]
-    output = loss_selection.evaluate(number, logprobs, inputs, config_BC, is_local=is_local)
-    return output, loss_selection.gradient(number, logprobs, inputs, config_BC, is_local=is_local), halves
+    return differentiate(logprobs, inputs), halves, evaluate(logprobs, inputs)
 
 
 @partial(fast_jit, static_argnames="name")
@@ -60,19 +56,22 @@ def drawn(name: str, ndim: int, seed: int, low: float):
 def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
     arguments = drawn(name, ndim, seed=0, low=-0.5)
     expected, wanted = by_name(name, *arguments)
-    got, gradient, _ = by_number(loss_selection.number_of(name, ndim), *arguments, is_local=LOSSES[name].is_local)
-    np.testing.assert_allclose(got.loss_BT, expected.loss_BT, rtol=1e-6)
-    np.testing.assert_array_equal(got.count_BT, expected.count_BT)
-    for each, total_BT in expected.totals.items():
-        np.testing.assert_allclose(got.totals[each], total_BT, rtol=1e-6)
+    (gradient, *got), _, by_itself = by_number(
+        loss_selection.number_of(name, ndim), *arguments, is_local=LOSSES[name].is_local
+    )
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+    for output in (*got, by_itself):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), output, expected)
 
 
 @pytest.mark.parametrize(("name", "ndim"), CASES)
-def test_the_gradient_of_a_local_loss_depends_on_each_position_alone(name, ndim):
+def test_a_local_loss_depends_on_each_position_alone(name, ndim):
     number, is_local = loss_selection.number_of(name, ndim), LOSSES[name].is_local
-    _, whole, halves = by_number(number, *drawn(name, ndim, seed=1, low=0), is_local=is_local)
-    assert np.array_equal(whole, np.concatenate(halves, axis=1)) == is_local
+    whole, halves, _ = by_number(number, *drawn(name, ndim, seed=1, low=0), is_local=is_local)
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *halves)
+    assert np.array_equal(whole[0], joined[0]) == is_local
+    if is_local:
+        jax.tree.map(np.testing.assert_array_equal, whole, joined)
 
 
 def test_only_cross_entropy_accepts_several_targets():
