@@ -146,7 +146,7 @@ def _shared_map(
 ) -> AdaptedMap | JoinedMap:
     """Return the unembedding with the adapter of all rows, for all positions: scored alike with or without gradient."""
     num_positions = hidden_BTD.shape[0] * hidden_BTD.shape[1]
-    adapted = AdaptedMap.of(unembed_VD.T, adapter.pair, adapter.scale, num_positions)
+    adapted = AdaptedMap.of(unembed_VD, adapter.pair, adapter.scale, num_positions, is_transposed=True)
     return JoinedMap.of(adapted) if is_joined else adapted
 
 

@@ -171,22 +171,41 @@ class AdaptedMap:
     the largest term of its result, in float32. Half the size is half the time of a device that waits for its memory.
     """
 
-    weight_IO: jax.Array  # with the update, if that is merged
+    weight: jax.Array  # [I, O], or [O, I] if it is transposed; with the update, if that is merged
     pair: LoraPair  # in the weight's type
     scale: jax.Array
     is_merged: bool = struct.field(pytree_node=False)
+    is_transposed: bool = struct.field(pytree_node=False, default=False)
     result: Any = struct.field(pytree_node=False, default=jnp.float32)
 
     @classmethod
     def of(
-        cls, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, num_rows: int, result: Any = jnp.float32
+        cls,
+        weight: jax.Array,
+        pair: LoraPair,
+        scale: jax.Array,
+        num_rows: int,
+        result: Any = jnp.float32,
+        *,
+        is_transposed: bool = False,
     ) -> "AdaptedMap":
-        """Prepare the map for `num_rows` rows in all."""
-        inputs, outputs = weight_IO.shape
-        is_merged = weight_IO.dtype == jnp.float32 and num_rows * (inputs + outputs) >= inputs * outputs
-        pair = LoraPair(a=pair.a.astype(weight_IO.dtype), b=pair.b.astype(weight_IO.dtype))
-        weight = weight_IO + multiply(pair.a * scale, pair.b) if is_merged else weight_IO
-        return cls(weight_IO=weight, pair=pair, scale=scale, is_merged=is_merged, result=result)
+        """Prepare the map for `num_rows` rows in all.
+
+        A transposed weight stays [O, I], so that a loop in which the map is used reads it as it is stored: XLA on CPU
+        copies what enters a loop in another order of dims.
+        """
+        sizes = weight.shape
+        is_merged = weight.dtype == jnp.float32 and num_rows * sum(sizes) >= math.prod(sizes)
+        pair = LoraPair(a=pair.a.astype(weight.dtype), b=pair.b.astype(weight.dtype))
+        if is_merged:
+            a = pair.a * scale
+            weight = weight + (multiply(pair.b.T, a.T) if is_transposed else multiply(a, pair.b))
+        return cls(weight, pair, scale, is_merged=is_merged, is_transposed=is_transposed, result=result)
+
+    @property
+    def weight_IO(self) -> jax.Array:
+        """The weight."""
+        return self.weight.T if self.is_transposed else self.weight
 
     def inner(self, x_MI: jax.Array) -> jax.Array:
         """Return scale (x A) in the weight's type, which the second factor and its gradient read."""
@@ -209,7 +228,7 @@ class AdaptedMap:
         if not self.is_merged:
             d_x_MI = d_x_MI + multiply(d_h_MR, self.pair.a.T, self.result).astype(jnp.float32)
         inner_MR = self.inner(x_MI) if inner_MR is None else inner_MR
-        dtype = self.weight_IO.dtype
+        dtype = self.weight.dtype
         return d_x_MI, LoraPair(a=_outer_sum(d_h_MR, x_MI, dtype).T, b=_outer_sum(inner_MR, d_y_MO, dtype))
 
 

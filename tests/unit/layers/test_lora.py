@@ -55,6 +55,27 @@ def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows
         np.testing.assert_allclose(own, other, rtol=0, atol=tolerance * float(np.abs(other).max()))
 
 
+@pytest.mark.parametrize("num_rows", [2, 64])
+def test_a_weight_that_is_stored_transposed_is_the_same_map(num_rows: int) -> None:
+    draw = np.random.default_rng(0)
+    weight, x, slope, a, b = (
+        jnp.asarray(draw.normal(size=shape), jnp.float32)
+        for shape in ((OUTPUTS, INPUTS), (num_rows, INPUTS), (num_rows, OUTPUTS), (INPUTS, RANK), (RANK, OUTPUTS))
+    )
+
+    @fast_jit
+    def both() -> list[tuple[jax.Array, tuple[jax.Array, LoraPair]]]:
+        pair = LoraPair(a=a, b=b)
+        maps = [
+            AdaptedMap.of(weight.T, pair, SCALE, num_rows),
+            AdaptedMap.of(weight, pair, SCALE, num_rows, is_transposed=True),
+        ]
+        return [(each.product(x), each.gradient(x, slope)) for each in maps]
+
+    wanted, found = both()
+    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5), found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_what_leaves_a_product_is_rounded_to_the_type_of_its_weight(dtype) -> None:
     draw = np.random.default_rng(0)
