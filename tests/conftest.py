@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from skyrl_tx.backends.jax.xla_options import set_cpu_options
 from tests.support.client_environments import (
     ClientEnvironment,
     PreparedEnvironment,
@@ -75,8 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("tinker.lib.internal_client_holder").addFilter(
         lambda record: not str(record.msg).startswith("Session heartbeat failed")
     )
-    # As the JAX backend sets it: tests before and after a backend starts share their programs.
+    # As the JAX backend sets them: tests before and after a backend starts share their programs.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    set_cpu_options(os.environ)
     share_statements()
 
 

@@ -36,6 +36,7 @@ from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShapes, shapes_of_params
 from skyrl_tx.backends.jax.warmup import warm_up
+from skyrl_tx.backends.jax.xla_options import set_cpu_options
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -378,7 +379,8 @@ class JaxBackend(AbstractBackend):
 
 
 def configure_jax(config: JaxConfig) -> None:
-    """Configure JAX in this process: full float32 precision of products, and a compilation cache on disk."""
+    """Configure JAX in this process: full float32 precision of products, XLA's options, a compilation cache on disk."""
+    set_cpu_options(os.environ)
     jax.config.update("jax_default_matmul_precision", "highest")
     if config.compile_cache_dir is not None:
         config.compile_cache_dir.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,15 @@
-"""Options of XLA's compiler for GPUs, by kind of program. Compilers for other devices know them, and ignore them.
+"""Options of XLA's compilers: for GPUs by kind of program, for CPUs by process.
 
-XLA refuses options that it does not know, and drops some as it grows: these are known to exist up to JAX 0.11.
+Compilers for other devices know them, and ignore them. XLA refuses options that it does not know, but those of CPUs,
+and drops some as it grows: these are known to exist up to JAX 0.11.
 """
 
-import jax
+from collections.abc import MutableMapping
+from importlib.metadata import version
 
 _Options = dict[str, bool | int | str] | None
 
-_ARE_KNOWN = jax.__version_info__ < (0, 12)
+_ARE_KNOWN = tuple(map(int, version("jax").split(".")[:2])) < (0, 12)
 
 TRAINING: _Options = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True} if _ARE_KNOWN else None
 """The arrays in which a loop over layers keeps what the backward pass reads are not filled with zeros first.
@@ -29,3 +31,21 @@ XLA's choice has no loops and conditionals in graphs: then the host starts each 
 one more, and is busy with a slice until that has ended. With them a step of 256 samples by eight layers of
 Qwen3-0.6B takes 3.53 in place of 4.05 ms on an H200. A training step takes as long.
 """
+
+_FOR_CPU = "xla_cpu_disable_loop_unrolling=1,xla_cpu_disable_tiled_emitter=1"
+"""Loops of kernels are vectorized, but not unrolled, and all kernels are generated alike.
+
+A gradient of 30M parameters compiles in 0.7 of the CPU time, and a step and decoding take as long.
+"""
+
+_CPU_FLAG = "--xla_backend_extra_options"
+
+
+def set_cpu_options(environment: MutableMapping[str, str]) -> None:
+    """Set the options for CPUs in XLA_FLAGS, which XLA reads once: before its first use in a process.
+
+    They cannot be given by program. If the user has set this flag, it stays.
+    """
+    flags = environment.get("XLA_FLAGS", "")
+    if _CPU_FLAG not in flags:
+        environment["XLA_FLAGS"] = f"{flags} {_CPU_FLAG}={_FOR_CPU}".strip()

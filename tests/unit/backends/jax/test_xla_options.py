@@ -1,0 +1,30 @@
+"""Options of XLA that are set for a process."""
+
+import subprocess
+import sys
+
+from skyrl_tx.backends.jax.xla_options import set_cpu_options
+
+
+def test_options_for_cpus_are_added_once_to_the_flags_of_the_user() -> None:
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    set_cpu_options(environment)
+    flags = environment["XLA_FLAGS"].split()
+    assert flags[0] == "--xla_force_host_platform_device_count=2"
+    assert "xla_cpu_disable_loop_unrolling=1" in flags[1]
+    set_cpu_options(environment)
+    assert environment["XLA_FLAGS"].split() == flags
+
+
+def test_options_of_the_same_flag_by_the_user_stay() -> None:
+    environment = {"XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_optimize_for_size=1"}
+    set_cpu_options(environment)
+    assert environment == {"XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_optimize_for_size=1"}
+
+
+def test_xla_accepts_the_options_for_cpus() -> None:
+    environment: dict[str, str] = {"JAX_PLATFORMS": "cpu"}
+    set_cpu_options(environment)
+    program = "import jax.numpy as jnp; print(float(jnp.arange(4.0).sum()))"
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (run.stdout, run.returncode) == ("6.0\n", 0), run.stderr
