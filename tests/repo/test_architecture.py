@@ -31,7 +31,7 @@ NOT_OURS = frozenset(
         ),
         *("_bytes", "_s", "num_", "async", "def", "null", "healthz", "pyproject.toml"),
         *("configuration_*.py", "modeling_*.py", "lax.ragged_dot", "quick_check", "shard_map"),
-        *("transformers", "unembed_tokens", "wandb_name"),
+        *("transformers", "unembed_tokens", "wandb_name", "XLA_FLAGS"),
     }
 )
 """Names of other projects, parts of names, and names of files outside of the package."""
