@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_tx.contract import loss_reference
 from skyrl_tx.losses import LOSSES
+from skyrl_tx.losses.base import clip, minimum
 from tests.support.fast_jit import fast_jit
 
 CONFIGS = {
@@ -362,3 +363,13 @@ def test_config_per_row_does_not_recompile():
         assert float(np.asarray(mixed.loss_BT)[row].sum()) == pytest.approx(float(alone.loss_BT[row].sum()), rel=1e-6)
     evaluated(logp.astype(np.float32), given, np.array([[0.3], [0.4]], np.float32))
     assert evaluated._cache_size() == 1
+
+
+def test_bounds_keep_nan_and_pass_the_gradient_once() -> None:
+    """The gradient at a bound is that inside of it, and of equal operands it has one whole, as with torch."""
+    x, nan = jnp.array([-2.0, -1.0, 0.5, 1.0, 2.0]), jnp.float32(jnp.nan)
+    np.testing.assert_array_equal(clip(x, -1.0, 1.0), [-1.0, -1.0, 0.5, 1.0, 1.0])
+    np.testing.assert_array_equal(jax.grad(lambda x: clip(x, -1.0, 1.0).sum())(x), [0.0, 1.0, 1.0, 1.0, 0.0])
+    np.testing.assert_array_equal(jax.grad(lambda x: minimum(x, x * 1.0).sum())(x), jnp.ones(5))
+    np.testing.assert_array_equal(minimum(x, x[::-1]), [-2.0, -1.0, 0.5, -1.0, -2.0])
+    assert all(jnp.isnan(each) for each in (clip(nan, -1.0, 1.0), minimum(nan, x[0]), minimum(x[0], nan)))

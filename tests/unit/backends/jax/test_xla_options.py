@@ -1,8 +1,13 @@
 """Options of XLA that are set for a process."""
 
+import os
 import subprocess
 import sys
 
+import pytest
+
+from skyrl_tx.backends.jax.backend import configure_jax
+from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.xla_options import set_cpu_options
 
 
@@ -20,6 +25,12 @@ def test_options_of_the_same_flag_by_the_user_stay() -> None:
     environment = {"XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_optimize_for_size=1"}
     set_cpu_options(environment)
     assert environment == {"XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_optimize_for_size=1"}
+
+
+def test_the_backend_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    configure_jax(JaxConfig(compile_cache_dir=None))
+    assert "xla_cpu_disable_loop_unrolling=1" in os.environ["XLA_FLAGS"]
 
 
 def test_xla_accepts_the_options_for_cpus() -> None:
