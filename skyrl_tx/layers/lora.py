@@ -204,7 +204,7 @@ class AdaptedMap:
 
     @property
     def weight_IO(self) -> jax.Array:
-        """The weight."""
+        """The weight in the order of inputs and outputs."""
         return self.weight.T if self.is_transposed else self.weight
 
     def inner(self, x_MI: jax.Array) -> jax.Array:
