@@ -1,12 +1,12 @@
 """Logits in blocks of the vocabulary, to draw tokens and to find the best ones from one summary per block.
 
 Legend: S rows, R rows in memory, Z selected rows, V vocab, N blocks of the vocabulary, J tokens of a block, K best
-tokens, I tokens of the blocks read.
+tokens, I tokens of the blocks read, G groups of blocks, L weights.
 
-A token is drawn as the inverse of the cumulative distribution at one uniform number, in two levels: first the block,
-then the token in it. No program sorts the vocabulary or draws a random number for each token; on CPU this was measured
-13 times as fast as Gumbel noise. The logits are read twice, for the maximum and for the sum of each block, and no
-array of their size is written.
+A token is drawn as the inverse of the cumulative distribution at one uniform number, in levels of up to 128 weights:
+the group of blocks if there are several, the block, and the token in it. No program sorts the vocabulary or draws a
+random number for each token; on CPU this was measured 13 times as fast as Gumbel noise. The logits are read twice, for
+the maximum and for the sum of each block, and no array of their size is written.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Blocks:
     """
 
     logits_RNJ: jax.Array
-    row_S: jax.Array  # the index of each row in `logits_RNJ`
+    row_S: jax.Array | None  # the index of each row in `logits_RNJ`; None if the rows are all of these
     temperature_S: jax.Array
     highest_SN: jax.Array  # logits
     weight_SN: jax.Array
@@ -58,15 +58,26 @@ class Blocks:
         logits_SNJ = by_block(logits_SV)
         highest_SN = logits_SNJ.max(axis=-1)
         scaled_SNJ = scale(logits_SNJ, highest_SN.max(axis=-1), temperature_S)
-        # Without the barrier XLA computes the sum of these sums from all weights, and writes them to memory for that.
-        weight_SN = jax.lax.optimization_barrier(sum_exp(scaled_SNJ))
-        return cls(logits_SNJ, jnp.arange(logits_SV.shape[0]), temperature_S, highest_SN, weight_SN)
+        return cls(logits_SNJ, None, temperature_S, highest_SN, _summed(sum_exp(scaled_SNJ)))
 
-    def rows(self, row_Z: jax.Array) -> "Blocks":
-        """Return selected rows."""
+    def rows(self, row_Z: jax.Array | None) -> "Blocks":
+        """Return selected rows; None selects all."""
+        if row_Z is None:
+            return self
+        chosen_Z = row_Z if self.row_S is None else self.row_S[row_Z]
         return Blocks(
-            self.logits_RNJ, self.row_S[row_Z], self.temperature_S[row_Z], self.highest_SN[row_Z], self.weight_SN[row_Z]
+            self.logits_RNJ, chosen_Z, self.temperature_S[row_Z], self.highest_SN[row_Z], self.weight_SN[row_Z]
         )
+
+    @property
+    def logits(self) -> jax.Array:
+        """The logits of each row [S, N, J]."""
+        return self.logits_RNJ if self.row_S is None else self.logits_RNJ[self.row_S]
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows S."""
+        return self.temperature_S.shape[0]
 
     @property
     def total_S(self) -> jax.Array:
@@ -90,7 +101,11 @@ class Blocks:
 
     def mark(self, token_S: jax.Array) -> Mark:
         """Return the position of each row's token in the order."""
-        return Mark(self.logits_RNJ[self.row_S, token_S // BLOCK, token_S % BLOCK], token_S)
+        return Mark(self.logits_of(token_S[:, None])[:, 0], token_S)
+
+    def logits_of(self, token_SK: jax.Array) -> jax.Array:
+        """Return the logits of tokens of each row [S, K]."""
+        return self.logits_RNJ[self._index_S[:, None], token_SK // BLOCK, token_SK % BLOCK]
 
     def logprob(self, token_S: jax.Array) -> jax.Array:
         """Return the log-probability of each row's token."""
@@ -98,9 +113,9 @@ class Blocks:
 
     def before(self, mark: Mark) -> jax.Array:
         """Return the weight in each block of the tokens before the mark [S, N]. Reads the logits once."""
-        logits_SNJ = self.logits_RNJ[self.row_S]
+        logits_SNJ = self.logits
         scaled_SNJ = scale(logits_SNJ, self.highest_S, self.temperature_S)
-        return sum_exp(scaled_SNJ, mark.is_after(logits_SNJ, self.token_NJ))
+        return _summed(sum_exp(scaled_SNJ, mark.is_after(logits_SNJ, self.token_NJ)))
 
     def most_likely(self) -> jax.Array:
         """Return each row's most likely token; of equal logits, the lowest id."""
@@ -114,14 +129,14 @@ class Blocks:
         """
         S, N = self.highest_SN.shape
         block_SK = jnp.sort(jax.lax.top_k(self.highest_SN, min(K, N))[1], axis=-1)  # equal logits by ascending id
-        near_SI = self.logits_RNJ[self.row_S[:, None], block_SK].reshape(S, -1)
+        near_SI = self.logits_RNJ[self._index_S[:, None], block_SK].reshape(S, -1)
         logit_SK, place_SK = jax.lax.top_k(near_SI, K)
         token_SK = jnp.take_along_axis(block_SK, place_SK // BLOCK, axis=-1) * BLOCK + place_SK % BLOCK
         return logit_SK, token_SK.astype(jnp.int32)
 
     def pick(self, uniform_S: jax.Array) -> jax.Array:
         """Return the token at which the cumulative weight exceeds `uniform_S` of the total; its weight is not 0."""
-        return _pick(self.weight_SN, self._weight_SJ, uniform_S)
+        return _search(self.weight_SN, self._weight_SJ, lambda total_S: uniform_S * total_S)[0]
 
     def pick_before(self, mark: Mark, before_SN: jax.Array, uniform_S: jax.Array) -> jax.Array:
         """Like `pick`, among the tokens before the mark. `before_SN` is the result of `before`."""
@@ -130,24 +145,17 @@ class Blocks:
             token_SJ = block_S[:, None] * BLOCK + jnp.arange(BLOCK)
             return jnp.where(mark.is_after(self._logits_SJ(block_S), token_SJ), self._weight_SJ(block_S), 0.0)
 
-        return _pick(before_SN, weight_SJ, uniform_S)
-
-    def nth_equal(self, logit_S: jax.Array, n_S: jax.Array) -> jax.Array:
-        """Return the id of the token with this logit that has `n_S` such tokens before it, or NO_TOKEN."""
-
-        def equals(logits: jax.Array) -> jax.Array:
-            return (logits == logit_S.reshape(-1, *[1] * (logits.ndim - 1))).astype(jnp.float32)
-
-        count_SN = equals(self.logits_RNJ[self.row_S]).sum(axis=-1)
-        until_SN = jnp.cumsum(count_SN, axis=-1)
-        token_S = _search(count_SN, until_SN, lambda block_S: equals(self._logits_SJ(block_S)), n_S.astype(jnp.float32))
-        return jnp.where(n_S < until_SN[:, -1], token_S, NO_TOKEN)
+        return _search(before_SN, weight_SJ, lambda total_S: uniform_S * total_S)[0]
 
     def _weight_SJ(self, block_S: jax.Array) -> jax.Array:
         return jnp.exp(scale(self._logits_SJ(block_S), self.highest_S, self.temperature_S))
 
     def _logits_SJ(self, block_S: jax.Array) -> jax.Array:
-        return self.logits_RNJ[self.row_S, block_S]
+        return self.logits_RNJ[self._index_S, block_S]
+
+    @property
+    def _index_S(self) -> jax.Array:
+        return jnp.arange(self.num_rows) if self.row_S is None else self.row_S
 
 
 def by_block(values_SV: jax.Array) -> jax.Array:
@@ -167,30 +175,60 @@ def scale(logits: jax.Array, highest_S: jax.Array, temperature_S: jax.Array) -> 
     return (logits - highest_S.reshape(shape)) / divisor_S.reshape(shape)
 
 
-def _pick(block_SN: jax.Array, weights_of: Callable[[jax.Array], jax.Array], uniform_S: jax.Array) -> jax.Array:
-    until_SN = jnp.cumsum(block_SN, axis=-1)
-    return _search(block_SN, until_SN, weights_of, uniform_S * until_SN[:, -1])
+def _summed(weight_SN: jax.Array) -> jax.Array:
+    """Return sums of weights as they are, from which their own sum is computed.
+
+    Without the barrier XLA computes that from all weights, and writes them to memory.
+    """
+    summed_SN: jax.Array = jax.lax.optimization_barrier(weight_SN)
+    return summed_SN
 
 
 def _search(
-    block_SN: jax.Array, until_SN: jax.Array, weights_of: Callable[[jax.Array], jax.Array], target_S: jax.Array
-) -> jax.Array:
-    """Find the block where the cumulative weight exceeds the target, then the token, by the weights of that block."""
-    block_S = first_past(block_SN, until_SN, target_S)
-    before_S = jnp.where(block_S > 0, _at(until_SN, block_S - 1), 0.0)
-    weight_SJ = weights_of(block_S)
-    inside_S = first_past(weight_SJ, jnp.cumsum(weight_SJ, axis=-1), target_S - before_S)
-    return (block_S * BLOCK + inside_S).astype(jnp.int32)
+    block_SN: jax.Array,
+    weights_of: Callable[[jax.Array], jax.Array],
+    target_of: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Find the token where the cumulative weight exceeds a target; return it and the total weight.
 
-
-def first_past(weight: jax.Array, until: jax.Array, target_S: jax.Array) -> jax.Array:
-    """Return the first index with positive weight whose cumulative weight exceeds the target.
-
-    If none does, because sums of parts and of the whole round differently, return the index of the largest weight.
+    `weights_of` returns the weights in one block of each row, and `target_of` the targets, given the total weights.
     """
-    past = (until > target_S[:, None]) & (weight > 0)
-    return jnp.where(past.any(axis=-1), jnp.argmax(past, axis=-1), jnp.argmax(weight, axis=-1))
+    S, N = block_SN.shape
+    first_S: jax.Array | int = 0
+    if N > BLOCK:
+        block_SGL = jnp.pad(block_SN, ((0, 0), (0, -N % BLOCK))).reshape(S, -1, BLOCK)
+        until_SG = cumulative(sum_last(block_SGL))
+        total_S = until_SG[:, -1]
+        group_S, before_S = place(until_SG, target_of(total_S))
+        block_SL, first_S = block_SGL[jnp.arange(S), group_S], group_S * BLOCK
+        inside_S, before_inside_S = place(cumulative(block_SL), target_of(total_S) - before_S)
+        block_S, before_S = first_S + inside_S, before_S + before_inside_S
+    else:
+        until_SN = cumulative(block_SN)
+        total_S = until_SN[:, -1]
+        block_S, before_S = place(until_SN, target_of(total_S))
+    inside_S, _ = place(cumulative(weights_of(block_S)), target_of(total_S) - before_S)
+    return block_S * BLOCK + inside_S, total_S
 
 
-def _at(values: jax.Array, index_S: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(values, index_S[:, None], axis=-1)[:, 0]
+def cumulative(weight_SL: jax.Array) -> jax.Array:
+    """Return the sums of weights up to each, itself included.
+
+    As a product with ones and zeros, for which XLA on CPU calls a library: a prefix sum is a dozen kernels to compile.
+    """
+    S, L = weight_SL.shape
+    if S == 1:  # XLA on CPU adds the products of one row in another order
+        return cumulative(jnp.repeat(weight_SL, 2, axis=0))[:1]
+    return jnp.dot(weight_SL, jnp.triu(jnp.ones((L, L))), precision=jax.lax.Precision.HIGHEST)
+
+
+def place(until_SL: jax.Array, target_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the first index whose cumulative weight exceeds the target, and the cumulative weight before it.
+
+    If none does, because sums of parts and of the whole round differently, it is the last index with a weight. The
+    weight at the index is never 0, as the cumulative weight would be that of the index before.
+    """
+    is_past_SL = (until_SL > target_S[:, None]) | (until_SL == until_SL[:, -1:])
+    index_S = jnp.argmax(is_past_SL, axis=-1).astype(jnp.int32)
+    before_S = jnp.take_along_axis(until_SL, index_S[:, None] - 1, axis=-1, mode="clip")[:, 0]
+    return index_S, jnp.where(index_S > 0, before_S, 0.0)

@@ -58,11 +58,7 @@ def draw(
     blocks = Blocks.of(logits_SV, params.temperature_S)
 
     key_S2 = keys(params.seed_S2, params.index_S, position_S)
-
-    def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
-        return uniform(fold_in(key_S2[row_Z], round_Z))
-
-    drawn_S = redraw(blocks, params.top_k_S, params.top_p_S, numbers, blocks.pick(uniform(key_S2)))
+    drawn_S = redraw(blocks, params.top_k_S, params.top_p_S, key_S2, blocks.pick(uniform(key_S2)))
     token_S = jnp.where(params.temperature_S > 0, drawn_S, blocks.most_likely())
     token_SK, logprob_SK = top(blocks, logits_SV.shape[1], max_topk, wants_topk)
     return Drawn(token_S, blocks.logprob(token_S), token_SK, logprob_SK)
@@ -80,7 +76,7 @@ def keys(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> jax.A
 
 def top(blocks: Blocks, num_tokens: int, max_topk: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the `max_topk` most likely of V tokens and their log-probabilities, best first; zeros unless `wanted`."""
-    shape = (blocks.row_S.shape[0], min(max_topk, num_tokens))
+    shape = (blocks.num_rows, min(max_topk, num_tokens))
 
     def find() -> tuple[jax.Array, jax.Array]:
         logits_SK, token_SK = blocks.best(shape[1])

@@ -12,11 +12,12 @@ includes all kept tokens, by the same weights, so the accepted token follows the
 1 / top_p rounds are needed (Xing, Ye, Hou, Ceze and Chen 2025, "Sorting-Free GPU Kernels for LLM Sampling",
 flashinfer.ai/2025/03/10/sampling.html, which compares weights only; here tokens of equal weight are distinct).
 
-For a small k the best k tokens are found in order and filtered directly. For a larger k the position is found by
-bisection.
+For a small k the best k tokens are found in order and filtered directly. For a larger k the last of them is found by
+its bits, one after another.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,21 +26,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx.backends.jax.sample.blocks import NO_TOKEN, Blocks, Mark, first_past, scale
+from skyrl_tx.backends.jax.sample.blocks import NO_TOKEN, Blocks, Mark, cumulative, place, scale
+from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
 from skyrl_tx.layers.steady import sum_last
 
 FEW = (24, 64, 256)
 """A top-k up to one of these sizes is found in as many blocks."""
 
 TILE = 4
-"""Rows that are processed together."""
-_MAX = np.int32(2**31 - 1)
+"""Rows that are processed together on CPU, if there are more than `WHOLE`. Accelerators process all of them."""
+WHOLE = 8
+"""Rows that are processed together even if only one has a filter: without tiles, a program has fewer kernels."""
+_ALL, _SIGN = np.uint32(0xFFFFFFFF), np.uint32(1 << 31)
+_LOWEST = ~np.float32(-np.inf).view(np.uint32)
 _TINY = np.finfo(np.float32).tiny
 
 T = TypeVar("T")
-
-Numbers = Callable[[jax.Array, jax.Array], jax.Array]
-"""A function from rows and the round of each to uniform numbers in [0, 1)."""
+Chosen = jax.Array | None
+"""Indices of rows; None is all."""
 
 
 @struct.dataclass
@@ -47,132 +51,173 @@ class _Drawing:
     """The state of rejection sampling."""
 
     token_S: jax.Array
-    is_out_S: jax.Array  # bool: the token is not in the top-k
-    is_open_S: jax.Array  # bool: the token is not accepted yet
-    round_S: jax.Array  # uint32
+    round_S: jax.Array  # uint32: the round in which the token is judged; 0 if it is accepted
 
 
-def redraw(blocks: Blocks, top_k_S: jax.Array, top_p_S: jax.Array, numbers: Numbers, token_S: jax.Array) -> jax.Array:
+def redraw(blocks: Blocks, top_k_S: jax.Array, top_p_S: jax.Array, key_S2: jax.Array, token_S: jax.Array) -> jax.Array:
     """Return each row's token, drawn from the whole distribution, if its filters keep it, else one of a later round.
 
-    Each row has its own random numbers and is processed independently, so the result is batch-invariant.
+    Each row has random numbers of its own, by its key, and is processed independently, so the result is
+    batch-invariant.
     """
+    num_rows = token_S.shape[0]
+    arguments = blocks, top_k_S, top_p_S, key_S2, token_S
+    if num_rows <= WHOLE:
+        return redraw_by(num_rows, *arguments)
+    redrawn: jax.Array = jax.lax.platform_dependent(
+        *arguments, cpu=partial(redraw_by, TILE), default=partial(redraw_by, num_rows)
+    )
+    return redrawn
+
+
+def redraw_by(
+    size: int, blocks: Blocks, top_k_S: jax.Array, top_p_S: jax.Array, key_S2: jax.Array, token_S: jax.Array
+) -> jax.Array:
+    """Do the same with `size` rows processed together."""
     sampled_S = blocks.temperature_S > 0
     cuts_S = sampled_S & (top_k_S > 0) & (top_k_S < blocks.token_NJ.size)
     few_S, many_S = cuts_S & (top_k_S <= FEW[-1]), cuts_S & (top_k_S > FEW[-1])
-    token_S = _from_few(blocks, few_S, top_k_S, top_p_S, numbers, token_S)
-    end, total_S = _ends_of_many(blocks, many_S, top_k_S)
-    return _by_rounds(blocks, many_S | (sampled_S & ~cuts_S & (top_p_S < 1.0)), end, total_S, top_p_S, numbers, token_S)
+    token_S = _from_few(size, blocks, few_S, top_k_S, top_p_S, key_S2, token_S)
+    end, total_S = _ends_of_many(size, blocks, many_S, top_k_S)
+    requested_S = many_S | (sampled_S & ~cuts_S & (top_p_S < 1.0))
+    return _by_rounds(size, blocks, requested_S, end, _target(top_p_S, total_S), key_S2, token_S)
 
 
 def _from_few(
-    blocks: Blocks, requested_S: jax.Array, top_k_S: jax.Array, top_p_S: jax.Array, numbers: Numbers, token_S: jax.Array
+    size: int,
+    blocks: Blocks,
+    requested_S: jax.Array,
+    top_k_S: jax.Array,
+    top_p_S: jax.Array,
+    key_S2: jax.Array,
+    token_S: jax.Array,
 ) -> jax.Array:
     """Find the tokens of each small top-k in order and filter them directly."""
 
-    def best(rows: Blocks, few: int) -> tuple[jax.Array, jax.Array]:
-        logit_ZK, token_ZK = rows.best(min(few, blocks.token_NJ.size))
-        missing = ((0, 0), (0, FEW[-1] - token_ZK.shape[1]))
-        return jnp.pad(logit_ZK, missing, constant_values=-jnp.inf), jnp.pad(token_ZK, missing)
+    def best(rows: Blocks, few: int) -> jax.Array:
+        _, token_ZK = rows.best(min(few, blocks.token_NJ.size))
+        return jnp.pad(token_ZK, ((0, 0), (0, FEW[-1] - token_ZK.shape[1])))
 
-    def tile(row_Z: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        most = jnp.where(requested_S[row_Z], top_k_S[row_Z], 0).max()
-        which = jnp.searchsorted(jnp.asarray(FEW), most)
-        best_Z = jax.lax.switch(which, [partial(best, few=few) for few in FEW], blocks.rows(row_Z))
-        return jax.tree.map(lambda into_S, leaf_Z: into_S.at[row_Z].set(leaf_Z), found, best_Z)
+    def tile(row_Z: Chosen, found_SK: jax.Array) -> jax.Array:
+        most = _take(jnp.where(requested_S, top_k_S, 0), row_Z).max()
+        which = (most > np.array(FEW[:-1])).sum(dtype=jnp.int32)
+        best_ZK = jax.lax.switch(which, [partial(best, few=few) for few in FEW], blocks.rows(row_Z))
+        return _put(found_SK, row_Z, best_ZK)
 
     def draw() -> jax.Array:
-        nothing = jnp.zeros((token_S.shape[0], FEW[-1]))
-        logit_SK, token_SK = _tiles(requested_S, tile, (nothing, nothing.astype(jnp.int32)))
-        weight_SK = jnp.exp(scale(logit_SK, blocks.highest_S, blocks.temperature_S))
+        token_SK = _tiles(size, requested_S, tile, jnp.zeros((token_S.shape[0], FEW[-1]), jnp.int32))
+        weight_SK = jnp.exp(scale(blocks.logits_of(token_SK), blocks.highest_S, blocks.temperature_S))
         weight_SK = jnp.where(jnp.arange(FEW[-1]) < top_k_S[:, None], weight_SK, 0.0)
-        until_SK = jnp.cumsum(weight_SK, axis=-1)
+        until_SK = cumulative(weight_SK)
         before_SK = jnp.pad(until_SK[:, :-1], ((0, 0), (1, 0)))
         weight_SK = jnp.where(before_SK < _target(top_p_S, until_SK[:, -1])[:, None], weight_SK, 0.0)
         is_kept_S = ((token_SK == token_S[:, None]) & (weight_SK > 0)).any(axis=-1)
-        until_SK = jnp.cumsum(weight_SK, axis=-1)
-        row_S = jnp.arange(token_S.shape[0])
-        place_S = first_past(weight_SK, until_SK, numbers(row_S, jnp.ones_like(token_S)) * until_SK[:, -1])
-        return jnp.where(is_kept_S | ~requested_S, token_S, token_SK[row_S, place_S])
+        until_SK = cumulative(weight_SK)
+        place_S, _ = place(until_SK, _number(key_S2, jnp.ones_like(token_S)) * until_SK[:, -1])
+        again_S = jnp.take_along_axis(token_SK, place_S[:, None], axis=1, mode="clip")[:, 0]
+        return jnp.where(is_kept_S | ~requested_S, token_S, again_S)
 
     return jax.lax.cond(requested_S.any(), draw, lambda: token_S)
 
 
 def _by_rounds(
+    size: int,
     blocks: Blocks,
     requested_S: jax.Array,
     end: Mark,
-    total_S: jax.Array,
-    top_p_S: jax.Array,
-    numbers: Numbers,
+    target_S: jax.Array,
+    key_S2: jax.Array,
     token_S: jax.Array,
 ) -> jax.Array:
-    """Draw until each requesting row has a token of its top-p, relative to the total weight before `end`."""
-    target_S = _target(top_p_S, total_S)
+    """Draw until each requesting row has a token before `end` with less weight before it than its target."""
     mark = blocks.mark(token_S)
-    is_out_S = mark.is_after(end.logit_S, end.token_S) | (mark.token_S == end.token_S)
+    is_out_S = ~end.is_after(mark.logit_S, mark.token_S)
     # An upper bound of the weight before the token, from block sums: if it is low enough, the token is accepted.
     own_S = jnp.exp(scale(mark.logit_S, blocks.highest_S, blocks.temperature_S))
     most_S = sum_last(jnp.where(blocks.highest_SN >= mark.logit_S[:, None], blocks.weight_SN, 0.0)) - own_S
-    initial = _Drawing(
-        token_S, is_out_S, requested_S & (is_out_S | ~(most_S < target_S)), jnp.ones(token_S.shape, jnp.uint32)
-    )
+    is_open_S = requested_S & (is_out_S | ~(most_S < target_S))
 
     def one_round(drawing: _Drawing) -> _Drawing:
-        row_Z = _requested_first(drawing.is_open_S)[:TILE]
-        rows, was_out_Z = blocks.rows(row_Z), drawing.is_out_S[row_Z]
-        drawn = rows.mark(drawing.token_S[row_Z])
-        mark = jax.tree.map(lambda out, of_drawn: jnp.where(was_out_Z, out[row_Z], of_drawn), end, drawn)
+        is_open_S = drawing.round_S > 0
+        row_Z = None if is_open_S.size <= size else _requested_first(is_open_S)[:size]
+        token_Z, round_Z = _take((drawing.token_S, drawing.round_S), row_Z)
+        rows = blocks.rows(row_Z)
+        if row_Z is None:
+            # Else XLA computes scaled logits before the loop, and writes them to memory in every step.
+            maximum, round_Z = jax.lax.optimization_barrier((rows.highest_SN, round_Z))
+            rows = replace(rows, highest_SN=maximum)
+        end_Z, target_Z, is_out_Z, key_Z2 = _take((end, target_S, is_out_S, key_S2), row_Z)
+        was_out_Z = is_out_Z & (round_Z == 1)
+        mark = jax.tree.map(lambda end, drawn: jnp.where(was_out_Z, end, drawn), end_Z, rows.mark(token_Z))
         before_ZN = rows.before(mark)
-        is_refused_Z = drawing.is_open_S[row_Z] & (was_out_Z | (sum_last(before_ZN) >= target_S[row_Z]))
-        again_Z = rows.pick_before(mark, before_ZN, numbers(row_Z, drawing.round_S[row_Z]))
-        return _Drawing(
-            token_S=drawing.token_S.at[row_Z].set(jnp.where(is_refused_Z, again_Z, drawn.token_S)),
-            is_out_S=drawing.is_out_S.at[row_Z].set(False),
-            is_open_S=drawing.is_open_S.at[row_Z].set(is_refused_Z),
-            round_S=drawing.round_S.at[row_Z].add(1),
+        is_refused_Z = (round_Z > 0) & (was_out_Z | (sum_last(before_ZN) >= target_Z))
+        again_Z = rows.pick_before(mark, before_ZN, _number(key_Z2, round_Z))
+        judged = _Drawing(
+            token_S=jnp.where(is_refused_Z, again_Z, token_Z), round_S=jnp.where(is_refused_Z, round_Z + 1, 0)
         )
+        return _put(drawing, row_Z, judged)
 
-    return jax.lax.while_loop(lambda drawing: drawing.is_open_S.any(), one_round, initial).token_S
+    first = _Drawing(token_S, is_open_S.astype(jnp.uint32))
+    return jax.lax.while_loop(lambda drawing: (drawing.round_S > 0).any(), one_round, first).token_S
 
 
-def _ends_of_many(blocks: Blocks, requested_S: jax.Array, top_k_S: jax.Array) -> tuple[Mark, jax.Array]:
+def _ends_of_many(size: int, blocks: Blocks, requested_S: jax.Array, top_k_S: jax.Array) -> tuple[Mark, jax.Array]:
     """Return the position where each row's top-k ends, and the weight before it; for other rows, the last position."""
     S = requested_S.shape[0]
+    top_k_S = jnp.where(requested_S, top_k_S, blocks.token_NJ.size)
 
-    def tile(row_Z: jax.Array, ends: tuple[Mark, jax.Array]) -> tuple[Mark, jax.Array]:
+    def tile(row_Z: Chosen, ends: tuple[Mark, jax.Array]) -> tuple[Mark, jax.Array]:
         rows = blocks.rows(row_Z)
-        end = _end_of_top_k(rows, top_k_S[row_Z])
-        found = (end, sum_last(rows.before(end)))
-        return jax.tree.map(lambda s, z: s.at[row_Z].set(jnp.where(requested_S[row_Z], z, s[row_Z])), ends, found)
+        end = _end_of_top_k(rows, _take(top_k_S, row_Z))
+        found, is_requested_Z = (end, sum_last(rows.before(end))), _take(requested_S, row_Z)
+        kept = jax.tree.map(lambda new, old: jnp.where(is_requested_Z, new, old), found, _take(ends, row_Z))
+        return _put(ends, row_Z, kept)
 
     nowhere = Mark(jnp.full(S, -jnp.inf), jnp.full(S, NO_TOKEN))
-    return _tiles(requested_S, tile, (nowhere, blocks.total_S))
+    return _tiles(size, requested_S, tile, (nowhere, blocks.total_S))
 
 
 def _end_of_top_k(rows: Blocks, top_k_S: jax.Array) -> Mark:
-    """Find the k-th largest logit by bisection over its bits, then the first token of that logit beyond the top-k."""
-    logits_SJ = rows.logits_RNJ[rows.row_S].reshape(top_k_S.shape[0], -1)
+    """Find the last token of each top-k; return the position after it.
 
-    def count(mask_SJ: jax.Array) -> jax.Array:
-        return mask_SJ.sum(axis=-1, dtype=jnp.int32)
+    Tokens have keys of two words, the logit and the id, both as numbers that are the larger, the earlier in the order.
+    The key of the last token is the largest number that k tokens reach. Its bits are found from the highest on; those
+    of the id are needed only where some tokens of equal logits are in a top-k and others are not.
+    """
+    num_tokens = rows.token_NJ.size
+    num_bits = num_tokens.bit_length()  # of an id
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        taken_S, refused_S = bounds
-        middle_S = (taken_S & refused_S) + ((taken_S ^ refused_S) >> 1)  # the mean, without overflow
-        takes_S = count(logits_SJ >= _in_order(middle_S)[:, None]) >= top_k_S
-        return jnp.where(takes_S, middle_S, taken_S), jnp.where(takes_S, refused_S, middle_S)
+    def end(high_S: jax.Array, low_S: jax.Array) -> Mark:
+        return Mark(_logit_of(high_S), (low_S ^ _ALL).astype(jnp.int32) + 1)
 
-    infinity = np.float32(np.inf).view(np.int32)
-    bounds = (jnp.full_like(top_k_S, infinity ^ -1), jnp.full_like(top_k_S, infinity + 1))
-    logit_S = _in_order(jax.lax.fori_loop(0, 32, halve, bounds)[0])
-    left_S = top_k_S - count(logits_SJ > logit_S[:, None])
-    return Mark(logit_S, rows.nth_equal(logit_S, left_S))
+    def find_bit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        i, *found = state
+        high_S, low_S, _ = found
+        bit = jnp.uint32(1) << jnp.where(i < 32, 31 - i, num_bits + 31 - i).astype(jnp.uint32)
+        tried = high_S | jnp.where(i < 32, bit, 0), low_S | jnp.where(i < 32, 0, bit)
+        num_S = end(*tried).is_after(rows.logits, rows.token_NJ).sum(axis=(1, 2), dtype=jnp.int32)
+        pairs = zip((*tried, num_S), found, strict=True)
+        return i + 1, *(jnp.where(num_S >= top_k_S, new, old) for new, old in pairs)
+
+    def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
+        i, *_, num_S = state
+        return (i < 32) | ((i < 32 + num_bits) & (num_S > top_k_S).any())
+
+    nothing = jnp.zeros(top_k_S.shape, jnp.uint32)
+    initial = jnp.int32(0), nothing, nothing | _ALL << np.uint32(num_bits), jnp.full(top_k_S.shape, num_tokens)
+    _, high_S, low_S, _ = jax.lax.while_loop(goes_on, find_bit, initial)
+    return end(high_S, low_S)
 
 
-def _in_order(number: jax.Array) -> jax.Array:
-    """Map an int32 to a float32, preserving the order."""
-    return jax.lax.bitcast_convert_type(jnp.where(number < 0, number ^ _MAX, number), jnp.float32)
+def _logit_of(number: jax.Array) -> jax.Array:
+    """Map uint32 to float32, ascending from -inf; the largest numbers are mapped to NaN."""
+    number = jnp.maximum(number, _LOWEST)
+    return jax.lax.bitcast_convert_type(jnp.where(number < _SIGN, ~number, number ^ _SIGN), jnp.float32)
+
+
+def _number(key_S2: jax.Array, round_S: jax.Array) -> jax.Array:
+    """Return the random number of a round."""
+    return uniform(fold_in(key_S2, round_S))
 
 
 def _target(top_p: jax.Array, total: jax.Array) -> jax.Array:
@@ -180,9 +225,12 @@ def _target(top_p: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(top_p < 1.0, jnp.maximum(top_p * total, _TINY), jnp.inf)
 
 
-def _tiles(requested_S: jax.Array, tile: Callable[[jax.Array, T], T], initial: T) -> T:
-    """Apply `tile` to the state for all requesting rows, TILE rows at a time."""
-    size, row_S = min(TILE, requested_S.shape[0]), _requested_first(requested_S)
+def _tiles(size: int, requested_S: jax.Array, tile: Callable[[Chosen, T], T], initial: T) -> T:
+    """Apply `tile` to the state for all requesting rows, `size` rows at a time."""
+    num_rows = requested_S.shape[0]
+    if num_rows <= size:
+        return jax.lax.cond(requested_S.any(), partial(tile, None), lambda state: state, initial)
+    row_S = _requested_first(requested_S)
 
     def one(i: jax.Array, state: T) -> T:
         return tile(jax.lax.dynamic_slice_in_dim(row_S, i * size, size), state)  # the last tile overlaps
@@ -193,3 +241,13 @@ def _tiles(requested_S: jax.Array, tile: Callable[[jax.Array, T], T], initial: T
 def _requested_first(requested_S: jax.Array) -> jax.Array:
     """Return all rows, requesting rows first."""
     return jnp.argsort(~requested_S, stable=True)
+
+
+def _take(tree: T, row_Z: Chosen) -> T:
+    """Return the chosen rows of a tree."""
+    return tree if row_Z is None else jax.tree.map(lambda leaf: leaf[row_Z], tree)
+
+
+def _put(into: T, row_Z: Chosen, values: T) -> T:
+    """Return a tree with other values in the chosen rows."""
+    return values if row_Z is None else jax.tree.map(lambda leaf, new: leaf.at[row_Z].set(new), into, values)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.blocks import BLOCK, Blocks
+from skyrl_tx.backends.jax.sample.blocks import BLOCK, Blocks, cumulative, place
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded
@@ -24,6 +24,28 @@ def test_a_token_of_weight_zero_is_never_picked(number):
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[[129, 131]] = [np.log(1e-30), 0.0]
     assert fast_jit(Blocks.pick)(blocks_of(logits), np.array([number], np.float32))[0] in (129, 131)
+
+
+def test_tokens_of_many_blocks_are_picked_by_their_weights():
+    """Blocks in groups, the last of which is padded: the token at each quantile is that of a plain prefix sum."""
+    vocab = 130 * BLOCK + 5
+    weight = np.random.default_rng(3).integers(0, 4, vocab)  # whose sums are exact
+    until, number = np.cumsum(weight), np.linspace(0, 1, 500, endpoint=False, dtype=np.float32)
+    blocks = blocks_of(*[np.log2(np.maximum(weight, 1e-30)).astype(np.float32) * np.float32(np.log(2))] * number.size)
+    picked = fast_jit(Blocks.pick)(blocks, number)
+    exact = np.searchsorted(until, number.astype(np.float64) * until[-1], side="right")
+    assert (np.abs(until[picked] - until[exact]) <= 1e-4 * until[-1]).all()
+    assert (weight[picked] > 0).all()
+
+
+@pytest.mark.parametrize("number", [0.0, 0.25, 1.0])
+def test_the_place_of_a_target_has_a_weight(number):
+    weight = np.array([[0, 0, 3, 0, 5, 0, 0], [0, 0, 0, 0, 0, 0, 2]], np.float32)
+    until = fast_jit(cumulative)(weight)
+    assert until.tolist() == np.cumsum(weight, axis=1).tolist()
+    index, before = fast_jit(place)(until, number * until[:, -1])
+    assert index.tolist() == ([2, 6] if number < 3 / 8 else [4, 6])
+    assert before.tolist() == ([0, 0] if number < 3 / 8 else [3, 0])
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 40 * BLOCK])

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from skyrl_tx.backends.jax.sample import draw as drawing
 from skyrl_tx.backends.jax.sample.blocks import Blocks
-from skyrl_tx.backends.jax.sample.filters import FEW, redraw
-from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
+from skyrl_tx.backends.jax.sample.filters import FEW, TILE, WHOLE, redraw_by
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded; more than the largest of few
@@ -54,39 +53,37 @@ def keeps(logits: np.ndarray, top_k: int, top_p: float) -> NDArray[np.bool_]:
     return kept
 
 
-@fast_jit
-def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Apply the filters to tokens that were drawn from the whole distribution."""
+@partial(fast_jit, static_argnums=4)
+def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: jax.Array, size: int) -> jax.Array:
+    """Apply the filters to tokens that were drawn from the whole distribution, `size` rows at a time."""
     S = token_S.size
     key_S2 = jax.random.key_data(jax.random.split(jax.random.key(5), S))
     blocks = Blocks.of(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
-
-    def numbers(row_Z: jax.Array, round_Z: jax.Array) -> jax.Array:
-        return uniform(fold_in(key_S2[row_Z], round_Z))
-
-    return redraw(blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), numbers, token_S)
+    return redraw_by(size, blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), key_S2, token_S)
 
 
-def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float) -> None:
+def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float, size: int = TILE) -> None:
     """Check that each kept token stays and that each other token is replaced by a kept one."""
     kept = keeps(logits, top_k, top_p)
-    became = np.asarray(filtered(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p)))
+    became = np.asarray(filtered(logits, tokens.astype(np.int32), np.int32(top_k), np.float32(top_p), size))
     assert ((became == tokens) == kept[tokens]).all(), (top_k, top_p)
     assert kept[became].all(), (top_k, top_p)
 
 
+@pytest.mark.parametrize("size", [TILE, VOCAB])
 @pytest.mark.parametrize("row", [flat, peaked, tied, equal, with_infinities])
-def test_exactly_the_tokens_outside_the_filter_are_drawn_again(row):
+def test_exactly_the_tokens_outside_the_filter_are_drawn_again(row, size):
     logits = row()
     drawable = np.resize(np.flatnonzero(np.isfinite(logits)), VOCAB)
     asked = [(k, p) for k in TOP_KS for p in (0.5, 1.0)] + [(k, p) for k in (0, 20, 260) for p in TOP_PS]
     for top_k, top_p in asked:
-        check(logits, drawable, top_k, top_p)
+        check(logits, drawable, top_k, top_p, size)
 
 
-def test_filters_are_exact_over_many_blocks():
-    """Most tokens that could be kept lie in blocks that a top-k does not read."""
-    vocab, draw = 5000, np.random.default_rng(2)
+@pytest.mark.parametrize("vocab", [5000, 20_000])
+def test_filters_are_exact_over_many_blocks(vocab):
+    """Most tokens that could be kept lie in blocks that a top-k does not read; of 20,000, blocks are in groups."""
+    draw = np.random.default_rng(2)
     for logits in (draw.standard_normal(vocab), draw.integers(0, 9, vocab), np.zeros(vocab)):
         order = np.argsort(-logits, kind="stable")
         for top_k, top_p in [(1, 1.0), (20, 0.95), (24, 1.0), (25, 1.0), (64, 0.5), (200, 1.0), (700, 0.9), (0, 0.9)]:
@@ -173,6 +170,25 @@ def test_batch_invariance():
         for other in (among_plain, non_finite):
             assert other.tokens[mine].tolist() == together.tokens[mine].tolist()
             assert other.logprobs[mine].tolist() == together.logprobs[mine].tolist()
+
+
+def test_rows_have_the_same_bits_in_programs_of_other_sizes():
+    """Of few rows, which are processed together, and of many, in tiles."""
+    logits = np.random.default_rng(4).standard_normal((64, 20_000)).astype(np.float32)
+    top_k, top_p = np.resize(KINDS, (64, 2)).T
+    how = jax.tree.map(lambda leaf: leaf[:64], params(np.resize(top_k, ROWS), np.resize(top_p, ROWS)))
+
+    def first(rows: int, position: int) -> drawing.Drawn:
+        own = jax.tree.map(lambda leaf: leaf[:rows], how)
+        positions = np.full(rows, position, np.int32)
+        return jax.device_get(compiled(logits[:rows], own, positions, wants_topk=np.bool_(True)))
+
+    for position in range(4):
+        many = first(64, position)
+        for rows in (2, WHOLE):
+            few = first(rows, position)
+            for mine, other in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True):
+                assert mine.tolist() == other[:rows].tolist(), rows
 
 
 @pytest.mark.parametrize("values", [np.nan, np.inf, -np.inf, (np.nan, 0.0), (np.inf, 0.0), (-np.inf, np.inf)])
