@@ -72,23 +72,25 @@ def _target_logprobs(
     return _join(chunks, *targets.shape[:2])
 
 
-def target_logprobs_and_gradient(
+def loss_and_gradient(
     hidden_BTD: jax.Array,
     unembed_VD: jax.Array,
     targets: jax.Array,
     adapter: RowAdapter,
     loss: LossOfPositions,
     inputs: Any,
+    total: LoraPair,
     *,
     chunk: int = CHUNK,
-) -> tuple[jax.Array, Any, jax.Array, LoraPair]:
-    """Return what `target_logprobs` returns, outputs of a loss, and its gradient by hidden states and adapter.
+) -> tuple[Any, jax.Array, LoraPair]:
+    """Return outputs of a loss, its gradient by the hidden states, and `total` plus that by the adapter.
 
-    The gradient is taken with the logits of each chunk, so that they are computed once. This requires that the loss of
-    a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
+    The gradient is taken with the logits of each chunk, so that they are
+    computed once. This requires that the loss of a position depends on that position alone; `inputs` is a tree of
+    arrays [B, T, ...], chunked alike.
     """
     run = partial(_gradient, adapter=adapter, loss=loss, chunk=chunk)
-    return _by_platform(run, unembed_VD, hidden_BTD, targets, inputs)
+    return _by_platform(run, unembed_VD, hidden_BTD, targets, inputs, total)
 
 
 def _gradient(
@@ -96,16 +98,17 @@ def _gradient(
     hidden_BTD: jax.Array,
     targets: jax.Array,
     inputs: Any,
+    total: LoraPair,
     *,
     adapter: RowAdapter,
     loss: LossOfPositions,
     chunk: int,
     is_joined: bool,
-) -> tuple[jax.Array, Any, jax.Array, LoraPair]:
+) -> tuple[Any, jax.Array, LoraPair]:
     cut = partial(_cut, chunk=chunk * (JOINED_CHUNKS if is_joined else 1))
     unembed = _shared_map(hidden_BTD, unembed_VD, adapter, is_joined)
 
-    def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[jax.Array, Any, jax.Array]]:
+    def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[Any, jax.Array]]:
         hidden, targets, inputs = pieces
         x_CD = hidden.reshape(-1, hidden.shape[-1])
         targets_CK = targets.reshape(x_CD.shape[0], -1)
@@ -114,17 +117,18 @@ def _gradient(
         d_logprobs_CK = d_logprobs.reshape(targets_CK.shape)
         # d log p(target) / d logits = one at the target, less the softmax everywhere
         d_y_CV = exp_CV * (-d_logprobs_CK.sum(axis=-1, keepdims=True) / total_C1)
-        if is_joined:  # in the loop that rounds it, where additions at indices would be one of their own in float32
+        if (
+            is_joined or targets_CK.shape[1] == 1
+        ):  # in the loop that rounds it, where additions at indices would be one of their own in float32
             is_target_CVK = jnp.arange(d_y_CV.shape[1])[:, None] == targets_CK[:, None]
             d_y_CV = d_y_CV + jnp.where(is_target_CVK, d_logprobs_CK[:, None], 0).sum(axis=-1)
         else:
             d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
         d_x_CD, d_pair_of_chunk = unembed.gradient(x_CD, d_y_CV)
-        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (logprobs, outputs, d_x_CD.reshape(hidden.shape))
+        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (outputs, d_x_CD.reshape(hidden.shape))
 
-    nothing = jax.tree.map(jnp.zeros_like, adapter.pair)
     pieces = (cut(hidden_BTD), cut(targets), jax.tree.map(cut, inputs))
-    d_pair, chunks = jax.lax.scan(one_chunk, nothing, pieces)
+    d_pair, chunks = jax.lax.scan(one_chunk, total, pieces)
     num_rows, length = targets.shape[:2]
     return *jax.tree.map(partial(_join, num_rows=num_rows, length=length), chunks), d_pair
 
@@ -155,7 +159,7 @@ def _score(y_CV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, j
     highest_C1 = jax.lax.stop_gradient(y_CV.max(axis=-1, keepdims=True))
     exp_CV = exp_apart(y_CV - highest_C1)  # kept for the gradient, if there is one
     total_C1 = exp_CV.sum(axis=-1, keepdims=True)
-    chosen_CK = jnp.take_along_axis(y_CV, targets.reshape(y_CV.shape[0], -1), axis=-1)
+    chosen_CK = jnp.take_along_axis(y_CV, targets.reshape(y_CV.shape[0], -1), axis=-1, mode="promise_in_bounds")
     return (chosen_CK - highest_C1 - jnp.log(total_C1)).reshape(targets.shape), exp_CV, total_C1
 
 

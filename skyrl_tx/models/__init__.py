@@ -22,8 +22,8 @@ from skyrl_tx.models.decoder import (
     extend,
     forward,
     logits,
+    loss_and_gradient,
     target_logprobs,
-    target_logprobs_and_gradient,
 )
 from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
 from skyrl_tx.models.gemma3 import GEMMA3
@@ -84,9 +84,9 @@ __all__ = [
     "forward",
     "init_adapter",
     "logits",
+    "loss_and_gradient",
     "target_layers",
     "target_logprobs",
-    "target_logprobs_and_gradient",
     "targets",
     "trained_targets",
 ]

@@ -8,8 +8,8 @@ float32.
     embed(params, config, tokens)                                        -> embeddings [..., D]
     forward(params, config, inputs, adapter, slots, remat=...)           -> hidden [B, T, D]
     target_logprobs(params, hidden_BTD, targets, adapter, slots)         -> log p, [B, T] or [B, T, K] as the targets
-    target_logprobs_and_gradient(params, hidden_BTD, targets, adapter, loss, inputs)
-                                                                         -> log p, outputs of the loss, d hidden,
+    loss_and_gradient(params, hidden_BTD, targets, adapter, loss, inputs, total)
+                                                                         -> outputs of the loss, d hidden, total and
                                                                             d unembedding pair
     logits(params, hidden, adapter, slots)                               -> [B, ..., V]
     extend(params, config, inputs, start, cache, table, adapter, slots)

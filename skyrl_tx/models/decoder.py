@@ -29,7 +29,7 @@ from skyrl_tx.layers.held import (
     write,
 )
 from skyrl_tx.layers.kv_cache import Pages
-from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, RowSlots, select_rows
+from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import RematPolicy, with_remat
@@ -352,26 +352,27 @@ def target_logprobs(
     return layout.rows_of_shards(found, targets.shape[0])
 
 
-def target_logprobs_and_gradient(
+def loss_and_gradient(
     params: DecoderParams,
     hidden_BTD: jax.Array,
     targets: jax.Array,
     adapter: Adapter,
     loss: logprobs.LossOfPositions,
     inputs: Any,
-) -> tuple[jax.Array, Any, jax.Array, AdapterWeights]:
-    """Return log p(target), outputs of a loss, and its gradient by hidden states and by the unembedding's adapter.
+    total: LoraPair,
+) -> tuple[Any, jax.Array, LoraPair]:
+    """Return outputs of a loss, its gradient by the hidden states, and `total` plus that by the unembedding's adapter.
 
-    `loss` and `inputs` are those of `layers.logprobs.target_logprobs_and_gradient`.
+    `loss` and `inputs` are those of `layers.logprobs.loss_and_gradient`.
     """
     rows, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout
     hidden, split_targets, inputs = jax.tree.map(layout.shards_as_rows, (hidden_BTD, targets, inputs))
     chunk = logprobs.CHUNK * layout.num_shards("tokens")
-    *of_rows, d_pair = logprobs.target_logprobs_and_gradient(
-        hidden, _gathered_unembedding(params), split_targets, rows, loss, inputs, chunk=chunk
+    *of_rows, total = logprobs.loss_and_gradient(
+        hidden, _gathered_unembedding(params), split_targets, rows, loss, inputs, total, chunk=chunk
     )
-    found, outputs, d_hidden_BTD = jax.tree.map(partial(layout.rows_of_shards, num_rows=targets.shape[0]), of_rows)
-    return found, outputs, d_hidden_BTD, {"unembed": d_pair}
+    outputs, d_hidden_BTD = jax.tree.map(partial(layout.rows_of_shards, num_rows=targets.shape[0]), of_rows)
+    return outputs, d_hidden_BTD, total
 
 
 def _gathered_unembedding(params: DecoderParams) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.logprobs import logits, target_logprobs, target_logprobs_and_gradient
+from skyrl_tx.layers.logprobs import logits, loss_and_gradient, target_logprobs
 from skyrl_tx.layers.lora import LoraPair, RowAdapter
 from tests.support.fast_jit import fast_jit
 
@@ -67,18 +67,20 @@ def test_gradient_of_one_pass_equals_that_of_whole_logits(shape, chunk):
     @fast_jit
     def values_and_gradients(hidden, adapter):
         gradient, logprobs = jax.grad(loss, argnums=(0, 1), has_aux=True)(hidden, adapter.pair)
-        one_pass = target_logprobs_and_gradient(
+        one_pass = loss_and_gradient(
             hidden,
             unembed,
             targets,
             adapter,
-            lambda found, weights: (2 * weights * found, weights),
+            lambda found, weights: (2 * weights * found, (found, weights)),
             weights,
+            jax.tree.map(jnp.ones_like, adapter.pair),
             chunk=chunk,
         )
         return logprobs, gradient, one_pass
 
-    whole, expected, (logprobs, outputs, *got) = values_and_gradients(hidden, adapter)
+    whole, (d_hidden, d_pair), ((logprobs, outputs), *got) = values_and_gradients(hidden, adapter)
+    expected = d_hidden, jax.tree.map(lambda leaf: 1 + leaf, d_pair)  # added to what was there
     np.testing.assert_allclose(logprobs, whole, atol=1e-5)
     np.testing.assert_array_equal(outputs, weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expected, tuple(got))
@@ -96,7 +98,8 @@ def test_memory_is_that_of_a_chunk():
         return jax.grad(lambda h: target_logprobs(h, unembed, targets, adapter).sum())(hidden)
 
     def one_pass(hidden, unembed, targets):
-        return target_logprobs_and_gradient(hidden, unembed, targets, adapter, lambda x, _: (jnp.ones_like(x), ()), ())
+        total = adapter.pair
+        return loss_and_gradient(hidden, unembed, targets, adapter, lambda x, _: (jnp.ones_like(x), x), (), total)
 
     whole = 8 * 512 * 32000 * 4
     for gradient in (two_pass, one_pass):
@@ -114,8 +117,8 @@ def test_the_bits_are_the_same_with_and_without_a_gradient(num_tokens, size, voc
     adapter = RowAdapter(pair=LoraPair(a=jnp.asarray(a), b=jnp.asarray(b)), scale=jnp.float32(2.0))
 
     def with_gradient(weights):
-        return target_logprobs_and_gradient(
-            hidden, unembed, targets, adapter, lambda _, weights: (weights, ()), weights
+        return loss_and_gradient(
+            hidden, unembed, targets, adapter, lambda found, weights: (weights, found), weights, adapter.pair
         )
 
     expected, *_ = jax.jit(with_gradient)(np.ones((1, num_tokens), np.float32))
@@ -137,8 +140,15 @@ def test_gpus_compute_the_same_with_the_factor_next_to_the_unembedding(monkeypat
 
         @fast_jit
         def evaluate(hidden, unembed):
-            one_pass = target_logprobs_and_gradient(
-                hidden, unembed, targets, adapter, lambda x, weights: (weights, ()), draw(*shape, seed=5), chunk=4
+            one_pass = loss_and_gradient(
+                hidden,
+                unembed,
+                targets,
+                adapter,
+                lambda found, weights: (weights, found),
+                draw(*shape, seed=5),
+                adapter.pair,
+                chunk=4,
             )
             return *one_pass, target_logprobs(hidden, unembed, targets, adapter, chunk=4)
 

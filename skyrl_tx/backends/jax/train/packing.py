@@ -225,7 +225,7 @@ def read_results(
     for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
         shape = examples[index].loss_inputs[TARGET_TOKENS].shape
         here = slice(start, start + shape[0])
-        own = logprobs[row, here] if logprobs.ndim == 2 else logprobs[row, here, : 1 if len(shape) == 1 else shape[1]]
+        own = logprobs[row, here, : 1 if len(shape) == 1 else shape[1]]
         count = _total(loss.count_BT[row, here])
         means = {name: MeanTerm(_total(loss.totals[name][row, here]), count) for name in MEANS}
         # A copy, because a view would keep the whole micro-batch in memory.

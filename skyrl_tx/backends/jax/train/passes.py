@@ -66,7 +66,7 @@ class DispatchLimit:
     """Bounds the micro-batches of all passes that are queued on the device, and counts what was dispatched."""
 
     def __init__(self) -> None:
-        self._logprobs: deque[jax.Array] = deque()
+        self._outputs: deque[training.Outputs] = deque()
         self.num_micro_batches = 0
         self.num_padding_tokens = 0
         self.num_retries = 0
@@ -74,13 +74,13 @@ class DispatchLimit:
 
     def wait(self) -> None:
         """Wait until another micro-batch may be dispatched."""
-        while len(self._logprobs) >= MAX_DISPATCHED:
+        while len(self._outputs) >= MAX_DISPATCHED:
             with suppress(jax.errors.JaxRuntimeError):  # the pass that it belongs to gets the error in `results`
-                self._logprobs.popleft().block_until_ready()
+                self._outputs.popleft().packed.block_until_ready()
 
     def add(self, outputs: training.Outputs, num_padding_tokens: int = 0) -> None:
         """Count a dispatched micro-batch."""
-        self._logprobs.append(outputs.logprobs)
+        self._outputs.append(outputs)
         self.num_micro_batches += 1
         self.num_padding_tokens += num_padding_tokens
 

@@ -5,6 +5,7 @@ between requests is data, their loss included.
 """
 
 from functools import partial
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,37 @@ from skyrl_tx.backends.jax import xla_options
 from skyrl_tx.backends.jax.mesh import constrain_adapter
 from skyrl_tx.backends.jax.train import loss_selection
 from skyrl_tx.backends.jax.train.packing import MicroBatch
-from skyrl_tx.layers.lora import Adapter, AdapterWeights
+from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair
 from skyrl_tx.layers.remat import RematPolicy
-from skyrl_tx.losses import LossOutput
+from skyrl_tx.losses import MEANS, LossOutput
 
 
 @struct.dataclass
 class Outputs:
-    """The outputs of a micro-batch: log-probabilities in the shape of its targets, each position's loss and metrics."""
+    """The outputs of a micro-batch at each position, in one array, so that they are written and copied together.
 
-    logprobs: jax.Array
-    loss: LossOutput
+    Log-probabilities of K targets, then the loss, `MEANS` and the count of `LossOutput`.
+    """
+
+    packed: jax.Array  # float32 [B, T, K + 5]
+
+    @classmethod
+    def of(cls, logprobs: jax.Array, loss: LossOutput) -> Self:
+        """Pack log-probabilities [B, T] or [B, T, K] and the loss of some positions."""
+        of_targets = logprobs.reshape(*logprobs.shape[:2], -1)
+        of_loss = loss.loss_BT, *(loss.totals[name] for name in MEANS), loss.count_BT
+        return cls(jnp.concatenate([of_targets, *(each[..., None] for each in of_loss)], axis=-1))
+
+    @property
+    def logprobs(self) -> jax.Array:
+        """Log-probabilities [B, T, K]."""
+        return self.packed[..., : -2 - len(MEANS)]
+
+    @property
+    def loss(self) -> LossOutput:
+        """What the loss returned."""
+        loss_BT, *totals, count_BT = (self.packed[..., column] for column in range(-2 - len(MEANS), 0))
+        return LossOutput(loss_BT, dict(zip(MEANS, totals, strict=True)), count_BT)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -38,7 +59,7 @@ def forward(
     loss = loss_selection.evaluate(
         batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT, is_local=batch.is_local
     )
-    return Outputs(logprobs, loss)
+    return Outputs.of(logprobs, loss)
 
 
 @partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=xla_options.TRAINING)
@@ -57,17 +78,20 @@ def accumulate(
         own = Adapter(weights, adapter.scale)
         return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
 
+    backward: Any  # a jax.VJP
     hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
-    outputs, d_hidden_BTD, d_unembed = _head(params, adapter, hidden_BTD, batch)
-    (d_blocks,) = backward(d_hidden_BTD)
-    total = jax.tree.map(jnp.add, total, d_blocks | d_unembed)
+    outputs, d_hidden_BTD, unembed = _head(params, adapter, hidden_BTD, batch, total["unembed"])
+    # Added to the total layer by layer: no second array of all layers exists, and no zeros to begin with.
+    sums = jax.tree.map(jax.new_ref, total)
+    backward.with_refs(sums)(d_hidden_BTD)
+    total = {**jax.tree.map(jax.freeze, sums), "unembed": unembed}
     return constrain_adapter(params.layout, config, total), outputs
 
 
 def _head(
-    params: models.DecoderParams, adapter: Adapter, hidden_BTD: jax.Array, batch: MicroBatch
-) -> tuple[Outputs, jax.Array, AdapterWeights]:
-    """Return the outputs, and the loss's gradient by the hidden states and by the unembedding's adapter.
+    params: models.DecoderParams, adapter: Adapter, hidden_BTD: jax.Array, batch: MicroBatch, total: LoraPair
+) -> tuple[Outputs, jax.Array, LoraPair]:
+    """Return the outputs, the loss's gradient by the hidden states, and `total` plus that by the unembedding's adapter.
 
     A local loss is computed with the chunk of logits that is in memory, so the logits are computed once. For any other
     loss they are computed twice, the first time to get d loss / d logprob of whole rows.
@@ -77,21 +101,21 @@ def _head(
         if layout.splits_rows:  # chunks have the shards of a row as rows
             config_BC = jnp.repeat(config_BC, layout.num_shards("tokens"), axis=0)
 
-        def loss_of_chunk(logprobs: jax.Array, inputs: dict[str, jax.Array]) -> tuple[jax.Array, LossOutput]:
-            return loss_selection.evaluate_and_differentiate(batch.loss, logprobs, inputs, config_BC, is_local=True)
+        def loss_of_chunk(logprobs: jax.Array, inputs: dict[str, jax.Array]) -> tuple[jax.Array, Outputs]:
+            d_logprobs, loss = loss_selection.evaluate_and_differentiate(
+                batch.loss, logprobs, inputs, config_BC, is_local=True
+            )
+            return d_logprobs, Outputs.of(logprobs, loss)
 
-        logprobs, loss, d_hidden_BTD, d_unembed = models.target_logprobs_and_gradient(
-            params, hidden_BTD, batch.targets, adapter, loss_of_chunk, batch.inputs
-        )
-        return Outputs(logprobs, loss), d_hidden_BTD, d_unembed
+        return models.loss_and_gradient(params, hidden_BTD, batch.targets, adapter, loss_of_chunk, batch.inputs, total)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
     d_logprobs, loss = loss_selection.evaluate_and_differentiate(
         batch.loss, logprobs, batch.inputs, config_BC, batch.start_BT, is_local=False
     )
-    logprobs, _, d_hidden_BTD, d_unembed = models.target_logprobs_and_gradient(
-        params, hidden_BTD, batch.targets, adapter, lambda _, of_chunk: (of_chunk, ()), d_logprobs
+    _, d_hidden_BTD, total = models.loss_and_gradient(
+        params, hidden_BTD, batch.targets, adapter, lambda _, of_chunk: (of_chunk, ()), d_logprobs, total
     )
-    return Outputs(logprobs, loss), d_hidden_BTD, d_unembed
+    return Outputs.of(logprobs, loss), d_hidden_BTD, total
 
 
 @jax.jit

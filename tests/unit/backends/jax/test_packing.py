@@ -151,7 +151,8 @@ def test_results_have_the_shape_of_the_targets(num_targets):
     loss_BT = np.zeros(batch.tokens_BT.shape, np.float32)
     loss_BT[0, [0, 8, 9, 13]] = [3.0, 4.0, 6.0, 2.0]
     output = LossOutput(loss_BT=loss_BT, totals=dict.fromkeys(MEANS, loss_BT), count_BT=loss_BT)
-    results = dict(packing.read_results(plan, examples, batch.targets.astype(np.float32), output))
+    logprobs = batch.targets.reshape(*loss_BT.shape, -1).astype(np.float32)
+    results = dict(packing.read_results(plan, examples, logprobs, output))
     for index, one in enumerate(examples):
         np.testing.assert_array_equal(results[index].logprobs, one.loss_inputs["target_tokens"])
     assert (results[1].sums, results[0].sums) == ({"loss": 7.0}, {"loss": 8.0}) and results[1].means == {}

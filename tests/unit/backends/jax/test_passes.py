@@ -22,7 +22,7 @@ class Output:
 
 def dispatch(limit, output):
     limit.wait()
-    limit.add(SimpleNamespace(logprobs=output))
+    limit.add(SimpleNamespace(packed=output))
 
 
 def test_at_most_max_dispatched_micro_batches_are_queued_on_the_device():
