@@ -103,10 +103,32 @@ def rotate_pairs(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
     return rotate(jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1), cosine, sine)
 
 
+@jax.custom_vjp
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Return `x` [..., N, H] rotated by angles that its heads share: H / 2, or fewer for the first dims of a head."""
+    """Return `x` [..., N, H] rotated by angles that its heads share: H / 2, or fewer for the first dims of a head.
+
+    The gradient is a rotation back, and takes the angles for constants.
+    """
+    return _rotate(x, cosine, sine, is_back=False)
+
+
+def _rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array, *, is_back: bool) -> jax.Array:
     num_pairs = cosine.shape[-1]
     first, second, rest = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs], x[..., 2 * num_pairs :]
     cosine, sine = cosine[..., None, :], sine[..., None, :]
-    rotated = first * cosine - second * sine, second * cosine + first * sine
+    if is_back:
+        rotated = first * cosine + second * sine, second * cosine - first * sine
+    else:
+        rotated = first * cosine - second * sine, second * cosine + first * sine
     return jnp.concatenate([*rotated, rest] if rest.shape[-1] else rotated, axis=-1)
+
+
+def _rotate_forward(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return rotate(x, cosine, sine), (cosine, sine)
+
+
+def _rotate_backward(angles: tuple[jax.Array, jax.Array], d_rotated: jax.Array) -> tuple[jax.Array, None, None]:
+    return _rotate(d_rotated, *angles, is_back=True), None, None
+
+
+rotate.defvjp(_rotate_forward, _rotate_backward)

@@ -8,7 +8,7 @@ Legend: B rows, T positions, K targets per position, C config columns.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import jax
@@ -47,6 +47,7 @@ def number_of(name: str, ndim: int) -> np.int32:
     return np.int32([loss.spec.name for loss in losses].index(name))
 
 
+@partial(jax.jit, static_argnames="is_local", inline=True)
 def evaluate(
     number: jax.Array,
     target_logprobs: jax.Array,
@@ -61,6 +62,7 @@ def evaluate(
     return _select(number, [loss.evaluate(target_logprobs, inputs, config_BC, start_BT) for loss in losses])
 
 
+@partial(jax.jit, static_argnames="is_local", inline=True)
 def evaluate_and_differentiate(
     number: jax.Array,
     target_logprobs: jax.Array,
