@@ -1,7 +1,8 @@
 """Compiles programs on threads of its own, the likeliest first, while the backend starts and requests run.
 
 Which program a request needs follows from the request alone, never from what is compiled, so that its bits do not
-depend on it. A request waits for its own programs only, which are compiled before all that are merely likely.
+depend on it. A request waits for its own programs only, which are compiled before all that are merely likely, whether
+by threads of the compiler or by the calls of the request.
 """
 
 import json
@@ -25,6 +26,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 _NICENESS = 5
 """The niceness of threads that compile: on busy cores, one of them has a third of the time of another thread."""
+_CALM_S = 1.0
+"""Likely programs wait until no call has compiled a program itself for this long: a request needs several in turn.
+
+XLA compiles the parts of all programs with the same threads, in their order, whatever the niceness of who asks.
+"""
 _LOG_EVERY = 5
 """Programs between two lines of the log."""
 
@@ -61,7 +67,10 @@ class Compiler(Generic[Key]):
     """Programs by key. Its methods are called from one thread, but for `progress`."""
 
     def __init__(self, num_threads: int, monitor: CompilationMonitor) -> None:
-        """Start the threads: one for programs that are needed, and `num_threads` of less priority for all."""
+        """Start the threads: one for programs that are needed, and `num_threads` of less priority for all.
+
+        By `monitor`, likely programs wait for calls that compile programs themselves.
+        """
         self.ready: dict[Key, Ready] = {}
         """The programs that are compiled."""
         self._monitor = monitor
@@ -162,13 +171,18 @@ class Compiler(Generic[Key]):
         """Return the next program of the first queue that has one; None when the compiler is closed."""
         with self._lock:
             while not self._is_closed:
+                wait_s = None
                 for queue in queues:
+                    if queue is self._likely and queue:
+                        wait_s = max(_CALM_S - self._monitor.seconds_since_call, 0.0)
+                        if wait_s:
+                            continue
                     while queue:
                         taken = queue.popleft()
                         if taken[0] not in self.ready and taken[0] not in self._running:
                             self._running.add(taken[0])
                             return taken
-                self._lock.wait()
+                self._lock.wait(wait_s)
             return None
 
     def _report(self) -> None:

@@ -1,7 +1,9 @@
 """The state of the devices: whether they still compute, and whether a program is being compiled for them."""
 
 import functools
+import math
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -51,6 +53,8 @@ class CompilationMonitor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_running = 0  # tracing, lowering and compiling may be nested
+        self._num_waiting = 0
+        self._last_end = -math.inf
         self._this_thread = threading.local()
         self.num_compiled = 0
         self.seconds = 0.0
@@ -61,6 +65,11 @@ class CompilationMonitor:
         """Whether a call waits for a program to be traced, lowered or compiled."""
         return self._num_running > 0
 
+    @property
+    def seconds_since_call(self) -> float:
+        """Seconds since a call compiled a program itself; 0 while one does. Waits for other threads do not count."""
+        return 0.0 if self._num_running > self._num_waiting else time.monotonic() - self._last_end
+
     def leave_out_this_thread(self) -> None:
         """Count programs of this thread as compiled, but not as waited for: it compiles in the background."""
         self._this_thread.is_left_out = True
@@ -68,11 +77,11 @@ class CompilationMonitor:
     @contextmanager
     def waiting(self) -> Generator[None]:
         """Mark that this thread waits for a program that another one compiles."""
-        self._change(1)
+        self._change(1, 1)
         try:
             yield
         finally:
-            self._change(-1)
+            self._change(-1, -1)
 
     def on_start(self, event: str, value: float, **_: str | int) -> None:
         """Count an event that starts; a listener of JAX for scalars."""
@@ -89,10 +98,12 @@ class CompilationMonitor:
     def _count(self, event: str, change: int) -> None:
         if event.startswith(_COMPILATION) and not getattr(self._this_thread, "is_left_out", False):
             self._change(change)
+            self._last_end = time.monotonic()
 
-    def _change(self, change: int) -> None:
+    def _change(self, running: int, waiting: int = 0) -> None:
         with self._lock:
-            self._num_running += change
+            self._num_running += running
+            self._num_waiting += waiting
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_tx.backends.jax import compiler as compiler_module
 from skyrl_tx.backends.jax.compiler import Compiler, Popularity, Program
 from skyrl_tx.backends.jax.devices import CompilationMonitor
 
@@ -66,6 +67,27 @@ def test_a_needed_program_comes_before_likely_ones_and_is_compiled_once(compiler
     assert compiler.progress() is None
     assert sorted(order) == ["a", "b", "c", "d", "e"]
     assert compiler.ready["e"].call() == "compiled e"
+
+
+def test_likely_programs_wait_for_a_call_that_compiles_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_CALM_S", 0.2)
+    monitor, order = CompilationMonitor(), list[str]()
+    found = Compiler[str](1, monitor)
+    likely, needed = Jitted("likely", order), Jitted("needed", order)
+    event = "/jax/core/compile/backend_compile_duration"
+    monitor.on_start(event, 0.0)
+    assert monitor.seconds_since_call == 0
+    found.expect([("likely", program(likely))])
+    found.need("needed", lambda: program(needed))
+    assert needed.started.wait(WAIT_S)
+    with monitor.waiting():  # which is no call that compiles
+        assert not likely.started.wait(0.3)
+        monitor.on_end(event, 1.0)
+        assert 0 < monitor.seconds_since_call < WAIT_S
+        assert likely.started.wait(WAIT_S)
+    for each in (likely, needed):
+        each.allowed.set()
+    found.close()
 
 
 def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compiler(
