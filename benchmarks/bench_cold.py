@@ -1,9 +1,9 @@
 """Requests of many lengths on a cold server compared with the same requests when all programs are compiled.
 
 Each run is a process of its own that starts a backend with an empty compilation cache. A step is forward_backward of
-one sequence and optim_step, including the wait for the results; the lengths are spread evenly and shuffled. Some
-samples are drawn between the steps. The run then repeats all of it, warm. Runs with and without compilation in the
-background alternate.
+one sequence and optim_step, including the wait for the results; the lengths are spread evenly and shuffled. With
+`--samples` some samples are drawn between the steps; their time counts by itself, and programs of training are compiled
+meanwhile. The run then repeats all of it, warm. Runs with and without compilation in the background alternate.
 
 `compile_s` is the time of the compiler in the cold half, without tracing and lowering.
 """
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="number of lengths")
     parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest sequence")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest sequence")
-    parser.add_argument("--samples", type=int, default=4, help="samples between the steps")
+    parser.add_argument("--samples", type=int, default=0, help="samples between the steps")
     parser.add_argument("--idle-s", type=float, default=0.0, help="seconds between the start and the first request")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
     parser.add_argument(
