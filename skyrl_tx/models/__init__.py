@@ -30,6 +30,7 @@ from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.glm4_moe import GLM4_MOE
 from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE
 from skyrl_tx.models.gpt_oss import GPT_OSS
+from skyrl_tx.models.layer_adapters import CutAdapter, GroupPairs, cut_pairs, joined_pairs
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
 from skyrl_tx.models.nemotron_h import NEMOTRON_H
@@ -63,7 +64,9 @@ def find_family(hf: HfConfig) -> ModelFamily:
 
 __all__ = [
     "FAMILIES",
+    "CutAdapter",
     "DecoderParams",
+    "GroupPairs",
     "ModelConfig",
     "ModelFamily",
     "UnsupportedModel",
@@ -73,6 +76,7 @@ __all__ = [
     "by_layer",
     "cache_shapes",
     "constrain_cache",
+    "cut_pairs",
     "decode_step",
     "describe_params",
     "embed",
@@ -83,6 +87,7 @@ __all__ = [
     "form_of",
     "forward",
     "init_adapter",
+    "joined_pairs",
     "logits",
     "loss_and_gradient",
     "target_layers",

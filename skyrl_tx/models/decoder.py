@@ -35,7 +35,7 @@ from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import RematPolicy, with_remat
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.config import Block, Group, ModelConfig
-from skyrl_tx.models.layer_adapters import GroupAdapters
+from skyrl_tx.models.layer_adapters import CutAdapter, GroupAdapters, GroupPairs
 from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, read_layer
 from skyrl_tx.models.parts.base import InStack, LayerAdapters, LayerParams, Mixer, Place
 
@@ -44,7 +44,7 @@ def forward(
     params: DecoderParams,
     config: ModelConfig,
     inputs: jax.Array,
-    adapter: Adapter | None = None,
+    adapter: Adapter | CutAdapter | None = None,
     slots: RowSlots | None = None,
     *,
     start_BT: jax.Array | None = None,
@@ -286,7 +286,7 @@ def _apply_group(
     def one_layer(place: int):
         block = group.stacks[place].block
 
-        def run(x: jax.Array, own: LayerParams, pairs: dict[str, LoraPair], state: Any, repeat: Any):
+        def run(x: jax.Array, own: LayerParams, pairs: GroupPairs, state: Any, repeat: Any):
             held = mode.held(first + place, repeat, state)
             own = _gathered(block, own, mode.at.layout)
             own = {**own, **{name: InStack(stacked[place][name], repeat) for name in whole[place]}}

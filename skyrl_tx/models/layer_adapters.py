@@ -1,6 +1,6 @@
 """The adapters of the layers of one group, as its loop reads them.
 
-Legend: n repeats of a cycle, m layers of a cycle that have a map, I inputs, R rank.
+Legend: L layers that have a map, n repeats of a cycle.
 """
 
 from collections.abc import Iterator
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import struct
 
-from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select_rows
+from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.moe import pool_experts, share_experts
 from skyrl_tx.models.config import Group, ModelConfig
 from skyrl_tx.models.parts.base import LayerAdapters
@@ -29,6 +31,64 @@ class _Map:
         return repeat if num == 1 else repeat * num + self.places.index(place)
 
 
+GroupPairs = dict[str, tuple[LoraPair, ...]]
+"""What the loop over a group slices of a shared adapter: by map, a pair [n, ...] for each layer of a cycle."""
+
+
+@struct.dataclass
+class CutAdapter:
+    """One adapter for all rows, cut into what the loops slice, for a gradient that is added to sums cut alike.
+
+    JAX adds to a reference within a loop if the loop slices it as it is.
+    """
+
+    pairs: tuple[GroupPairs, ...]  # by group
+    scale: jax.Array
+
+
+def cut_pairs(config: ModelConfig, weights: AdapterWeights) -> tuple[GroupPairs, ...]:
+    """Cut the pairs of layers, [L, ...], into what the loop over each group slices."""
+    return tuple(_cut(group, _maps(config, group), weights) for group in config.groups)
+
+
+def _cut(group: Group, maps: "dict[str, _Map]", weights: AdapterWeights) -> GroupPairs:
+    def part(leaf: jax.Array, each: _Map, index: int) -> jax.Array:
+        num = len(each.places)
+        last = each.first + num * group.num_repeats
+        if num == 1:
+            return leaf if leaf.shape[0] == group.num_repeats else leaf[each.first : last]
+        return leaf[each.first + index : last : num]
+
+    return {
+        name: tuple(
+            jax.tree.map(lambda leaf, each=each, index=index: part(leaf, each, index), weights[name])
+            for index in range(len(each.places))
+        )
+        for name, each in maps.items()
+    }
+
+
+def joined_pairs(config: ModelConfig, pairs: tuple[GroupPairs, ...]) -> AdapterWeights:
+    """Undo `cut_pairs`."""
+
+    def join(*parts: tuple[jax.Array, ...]) -> jax.Array:
+        of_groups = [
+            leaves[0] if len(leaves) == 1 else jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:])
+            for leaves in parts
+        ]
+        return of_groups[0] if len(of_groups) == 1 else jnp.concatenate(of_groups)
+
+    names = dict.fromkeys(name for group in pairs for name in group)
+    found: AdapterWeights = {}
+    for name in names:
+        of_groups = [group[name] for group in pairs if name in group]
+        found[name] = LoraPair(
+            a=join(*(tuple(pair.a for pair in group) for group in of_groups)),
+            b=join(*(tuple(pair.b for pair in group) for group in of_groups)),
+        )
+    return found
+
+
 class GroupAdapters:
     """The adapters of one group.
 
@@ -37,39 +97,43 @@ class GroupAdapters:
     """
 
     def __init__(
-        self, config: ModelConfig, group: Group, adapter: Adapter | None, slots: RowSlots | None, joins: bool
+        self,
+        config: ModelConfig,
+        number: int,
+        adapter: Adapter | CutAdapter | None,
+        slots: RowSlots | None,
+        joins: bool,
     ) -> None:
-        self._group = group
+        """`number` is that of the group."""
+        self._group = config.groups[number]
+        self._number = number
         self._joins = joins
         self._adapter = adapter
         self._slots = slots
         self._is_shared = adapter is not None and adapter.scale.ndim == 0
-        self._maps = {} if adapter is None else _maps(config, group)
+        self._maps = {} if adapter is None else _maps(config, self._group)
 
     @classmethod
     def of_all(
-        cls, config: ModelConfig, adapter: Adapter | None, slots: RowSlots | None, *, joins: bool = False
+        cls,
+        config: ModelConfig,
+        adapter: Adapter | CutAdapter | None,
+        slots: RowSlots | None,
+        *,
+        joins: bool = False,
     ) -> "Iterator[GroupAdapters]":
         """Yield the adapters of every group; `joins` is that of `RowAdapter`."""
-        return (cls(config, group, adapter, slots, joins) for group in config.groups)
+        return (cls(config, number, adapter, slots, joins) for number in range(len(config.groups)))
 
-    def pairs(self) -> dict[str, LoraPair]:
-        """Return what the loop slices of a shared adapter: [n, ...], or [n, m, ...] if m > 1 layers have the map."""
+    def pairs(self) -> GroupPairs:
+        """Return what the loop slices of a shared adapter."""
         if self._adapter is None or not self._is_shared:
             return {}
-        weights, repeats = self._adapter.weights, self._group.num_repeats
+        if isinstance(self._adapter, CutAdapter):
+            return self._adapter.pairs[self._number]
+        return _cut(self._group, self._maps, self._adapter.weights)
 
-        def cut(leaf: jax.Array, each: _Map) -> jax.Array:
-            num = len(each.places) * repeats
-            own = leaf if leaf.shape[0] == num else leaf[each.first : each.first + num]
-            return own if num == repeats else own.reshape(repeats, -1, *own.shape[1:])
-
-        return {
-            name: jax.tree.map(lambda leaf, each=each: cut(leaf, each), weights[name])
-            for name, each in self._maps.items()
-        }
-
-    def of_layer(self, place: int, repeat: Any, pairs: dict[str, LoraPair]) -> LayerAdapters:
+    def of_layer(self, place: int, repeat: Any, pairs: GroupPairs) -> LayerAdapters:
         """Return the adapters of one layer; `pairs` are those of this repeat."""
         adapter = self._adapter
         if adapter is None:
@@ -81,6 +145,7 @@ class GroupAdapters:
                 name: RowAdapter(self._pair(name, place, pairs), adapter.scale, joins=self._joins) for name in targets
             }
             return LayerAdapters(rows, share_experts(rows, EXPERT_PREFIX) if has_experts else None)
+        assert isinstance(adapter, Adapter), "an adapter of all rows is shared"
         assert self._slots is not None, "an adapter with slots needs the slots of the rows"
         rows = {
             name: select_rows(adapter, name, self._slots, self._layer(name, place, repeat))
@@ -93,11 +158,8 @@ class GroupAdapters:
         experts = pool_experts(adapter, EXPERT_PREFIX, self._slots, self._layer(first, place, repeat))
         return LayerAdapters(rows, experts)
 
-    def _pair(self, name: str, place: int, pairs: dict[str, LoraPair]) -> LoraPair:
-        places = self._maps[name].places
-        if len(places) == 1:
-            return pairs[name]
-        return jax.tree.map(lambda leaf: leaf[places.index(place)], pairs[name])
+    def _pair(self, name: str, place: int, pairs: GroupPairs) -> LoraPair:
+        return pairs[name][self._maps[name].places.index(place)]
 
     def _layer(self, name: str, place: int, repeat: Any) -> Any:
         each = self._maps[name]

@@ -101,14 +101,17 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     has_experts = num_mixtures(config) > 0
     if not has_experts:
         kept -= min(kept // config.num_layers, one_layer)  # the layer in work holds its own part already
+    of_adapter = adapter_bytes(config, RANK, layout)
+    # Several loops over layers, or cycles of layers, add gradients to parts of the sum, which are copies.
+    sums = of_adapter if len(config.stacks) > 1 else 0
     # XLA for TPUs rounds the factors of all layers before the loop over them.
-    factors = adapter_bytes(config, RANK, layout) * itemsize // 4 if platform == "tpu" else 0
+    factors = of_adapter * itemsize // 4 if platform == "tpu" else 0
     copied = copied_bytes(params, config, platform)
     head = _head_bytes(params, config, platform) + copied
     # The arrays of experts are large, and compilers leave gaps between them: about what three arrays of logits take.
     gaps = 3 * CHUNK * config.vocab_size * 4 // tp + _unembedding_bytes(params, platform) if has_experts else 0
     return Costs(
-        fixed=factors + experts_fixed + _gathered_bytes(params, platform) + gaps + copied,
+        fixed=sums + factors + experts_fixed + _gathered_bytes(params, platform) + gaps + copied,
         head=head,
         token=inputs + kept + one_layer,
         token_with_remat=inputs + one_layer,

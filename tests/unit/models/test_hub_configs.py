@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from skyrl_tx.layers.moe import Clamp
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params, find_family, targets
+from skyrl_tx.models import (
+    ModelConfig,
+    UnsupportedModel,
+    adapter_shapes,
+    cut_pairs,
+    describe_params,
+    find_family,
+    joined_pairs,
+    targets,
+)
 from skyrl_tx.models.base import text_config
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.delta_net import DeltaNet
@@ -50,6 +60,21 @@ def test_a_public_config_is_accepted(name: str) -> None:
     content = {**find_family(content_of(name)).defaults, **content}
     assert config.num_layers == content["num_hidden_layers"]
     assert targets(config)["unembed"].outputs == content["vocab_size"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
+def test_adapters_are_cut_for_the_loops_over_layers_and_joined_again(name: str) -> None:
+    config = read(name)
+    weights = {
+        target: jax.tree.map(lambda leaf: np.arange(leaf.shape[0])[:, None, None], pair)
+        for target, pair in adapter_shapes(config, 8).weights.items()
+        if target != "unembed"
+    }
+    pairs = cut_pairs(config, weights)
+    for group, of_group in zip(config.groups, pairs, strict=True):
+        assert all(leaf.shape[0] == group.num_repeats for leaf in jax.tree.leaves(of_group))
+    joined = joined_pairs(config, pairs)
+    jax.tree.map(np.testing.assert_array_equal, joined, weights)
 
 
 @pytest.mark.parametrize(

@@ -74,17 +74,17 @@ def accumulate(
 ) -> tuple[AdapterWeights, Outputs]:
     """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused."""
 
-    def hidden_of(weights: AdapterWeights) -> jax.Array:
-        own = Adapter(weights, adapter.scale)
+    def hidden_of(pairs: tuple[models.GroupPairs, ...]) -> jax.Array:
+        own = models.CutAdapter(pairs, adapter.scale)
         return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
 
     backward: Any  # a jax.VJP
-    hidden_BTD, backward = jax.vjp(hidden_of, adapter.weights)
+    hidden_BTD, backward = jax.vjp(hidden_of, models.cut_pairs(config, adapter.weights))
     outputs, d_hidden_BTD, unembed = _head(params, adapter, hidden_BTD, batch, total["unembed"])
-    # Added to the total layer by layer: no second array of all layers exists, and no zeros to begin with.
-    sums = jax.tree.map(jax.new_ref, total)
+    # Added to the sums layer by layer: no second array of all layers exists, and no zeros to begin with.
+    sums = jax.tree.map(jax.new_ref, models.cut_pairs(config, total))
     backward.with_refs(sums)(d_hidden_BTD)
-    total = {**jax.tree.map(jax.freeze, sums), "unembed": unembed}
+    total = {**models.joined_pairs(config, jax.tree.map(jax.freeze, sums)), "unembed": unembed}
     return constrain_adapter(params.layout, config, total), outputs
 
 
