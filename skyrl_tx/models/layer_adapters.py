@@ -32,7 +32,7 @@ class _Map:
 
 
 GroupPairs = dict[str, tuple[LoraPair, ...]]
-"""What the loop over a group slices of a shared adapter: by map, a pair [n, ...] for each layer of a cycle."""
+"""The arrays of a shared adapter that the loop over a group slices: by map, a pair [n, ...] of each of its layers."""
 
 
 @struct.dataclass

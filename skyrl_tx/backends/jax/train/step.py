@@ -44,7 +44,7 @@ class Outputs:
 
     @property
     def loss(self) -> LossOutput:
-        """What the loss returned."""
+        """The loss and what policy gradients report."""
         loss_BT, *totals, count_BT = (self.packed[..., column] for column in range(-2 - len(MEANS), 0))
         return LossOutput(loss_BT, dict(zip(MEANS, totals, strict=True)), count_BT)
 

@@ -173,7 +173,7 @@ def test_batch_invariance():
 
 
 def test_rows_have_the_same_bits_in_programs_of_other_sizes():
-    """Of few rows, which are processed together, and of many, in tiles."""
+    """Few rows are processed together, and many in tiles."""
     logits = np.random.default_rng(4).standard_normal((64, 20_000)).astype(np.float32)
     top_k, top_p = np.resize(KINDS, (64, 2)).T
     how = jax.tree.map(lambda leaf: leaf[:64], params(np.resize(top_k, ROWS), np.resize(top_p, ROWS)))
