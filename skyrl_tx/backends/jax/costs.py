@@ -101,17 +101,17 @@ def costs_of(params: models.DecoderParams, config: models.ModelConfig, platform:
     has_experts = num_mixtures(config) > 0
     if not has_experts:
         kept -= min(kept // config.num_layers, one_layer)  # the layer in work holds its own part already
-    of_adapter = adapter_bytes(config, RANK, layout)
-    # Several loops over layers, or cycles of layers, add gradients to parts of the sum, which are copies.
-    sums = of_adapter if len(config.stacks) > 1 else 0
-    # XLA for TPUs rounds the factors of all layers before the loop over them.
-    factors = of_adapter * itemsize // 4 if platform == "tpu" else 0
+    # Parts of the sum of gradients, which are copies if there are several loops over layers, or cycles. With one loop
+    # there are none, but programs of dense models take as much as when there were.
+    gradient = adapter_bytes(config, RANK, layout)
+    if platform == "tpu":  # XLA for TPUs rounds the factors of all layers before the loop over them
+        gradient += gradient * itemsize // 4
     copied = copied_bytes(params, config, platform)
     head = _head_bytes(params, config, platform) + copied
     # The arrays of experts are large, and compilers leave gaps between them: about what three arrays of logits take.
     gaps = 3 * CHUNK * config.vocab_size * 4 // tp + _unembedding_bytes(params, platform) if has_experts else 0
     return Costs(
-        fixed=sums + factors + experts_fixed + _gathered_bytes(params, platform) + gaps + copied,
+        fixed=gradient + experts_fixed + _gathered_bytes(params, platform) + gaps + copied,
         head=head,
         token=inputs + kept + one_layer,
         token_with_remat=inputs + one_layer,
