@@ -85,9 +85,8 @@ def loss_and_gradient(
 ) -> tuple[Any, jax.Array, LoraPair]:
     """Return outputs of a loss, its gradient by the hidden states, and `total` plus that by the adapter.
 
-    The gradient is taken with the logits of each chunk, so that they are
-    computed once. This requires that the loss of a position depends on that position alone; `inputs` is a tree of
-    arrays [B, T, ...], chunked alike.
+    The gradient is taken with the logits of each chunk, so that they are computed once. This requires that the loss of
+    a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
     """
     run = partial(_gradient, adapter=adapter, loss=loss, chunk=chunk)
     return _by_platform(run, unembed_VD, hidden_BTD, targets, inputs, total)
@@ -108,7 +107,7 @@ def _gradient(
     cut = partial(_cut, chunk=chunk * (JOINED_CHUNKS if is_joined else 1))
     unembed = _shared_map(hidden_BTD, unembed_VD, adapter, is_joined)
 
-    def one_chunk(d_pair: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[Any, jax.Array]]:
+    def one_chunk(total: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[Any, jax.Array]]:
         hidden, targets, inputs = pieces
         x_CD = hidden.reshape(-1, hidden.shape[-1])
         targets_CK = targets.reshape(x_CD.shape[0], -1)
@@ -117,20 +116,20 @@ def _gradient(
         d_logprobs_CK = d_logprobs.reshape(targets_CK.shape)
         # d log p(target) / d logits = one at the target, less the softmax everywhere
         d_y_CV = exp_CV * (-d_logprobs_CK.sum(axis=-1, keepdims=True) / total_C1)
-        if (
-            is_joined or targets_CK.shape[1] == 1
-        ):  # in the loop that rounds it, where additions at indices would be one of their own in float32
+        # In the loop that computes it, where additions at indices would be one of their own. On CPU several targets
+        # have that one, as each would be compared with all tokens.
+        if is_joined or targets_CK.shape[1] == 1:
             is_target_CVK = jnp.arange(d_y_CV.shape[1])[:, None] == targets_CK[:, None]
             d_y_CV = d_y_CV + jnp.where(is_target_CVK, d_logprobs_CK[:, None], 0).sum(axis=-1)
         else:
             d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
-        d_x_CD, d_pair_of_chunk = unembed.gradient(x_CD, d_y_CV)
-        return jax.tree.map(jnp.add, d_pair, d_pair_of_chunk), (outputs, d_x_CD.reshape(hidden.shape))
+        d_x_CD, d_pair = unembed.gradient(x_CD, d_y_CV)
+        return jax.tree.map(jnp.add, total, d_pair), (outputs, d_x_CD.reshape(hidden.shape))
 
     pieces = (cut(hidden_BTD), cut(targets), jax.tree.map(cut, inputs))
-    d_pair, chunks = jax.lax.scan(one_chunk, total, pieces)
+    total, chunks = jax.lax.scan(one_chunk, total, pieces)
     num_rows, length = targets.shape[:2]
-    return *jax.tree.map(partial(_join, num_rows=num_rows, length=length), chunks), d_pair
+    return *jax.tree.map(partial(_join, num_rows=num_rows, length=length), chunks), total
 
 
 def _by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments: Any) -> Any:

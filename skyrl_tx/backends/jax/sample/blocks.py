@@ -136,7 +136,7 @@ class Blocks:
 
     def pick(self, uniform_S: jax.Array) -> jax.Array:
         """Return the token at which the cumulative weight exceeds `uniform_S` of the total; its weight is not 0."""
-        return _search(self.weight_SN, self._weight_SJ, lambda total_S: uniform_S * total_S)[0]
+        return _pick(self.weight_SN, self._weight_SJ, uniform_S)
 
     def pick_before(self, mark: Mark, before_SN: jax.Array, uniform_S: jax.Array) -> jax.Array:
         """Like `pick`, among the tokens before the mark. `before_SN` is the result of `before`."""
@@ -145,7 +145,7 @@ class Blocks:
             token_SJ = block_S[:, None] * BLOCK + jnp.arange(BLOCK)
             return jnp.where(mark.is_after(self._logits_SJ(block_S), token_SJ), self._weight_SJ(block_S), 0.0)
 
-        return _search(before_SN, weight_SJ, lambda total_S: uniform_S * total_S)[0]
+        return _pick(before_SN, weight_SJ, uniform_S)
 
     def _weight_SJ(self, block_S: jax.Array) -> jax.Array:
         return jnp.exp(scale(self._logits_SJ(block_S), self.highest_S, self.temperature_S))
@@ -184,31 +184,22 @@ def _summed(weight_SN: jax.Array) -> jax.Array:
     return summed_SN
 
 
-def _search(
-    block_SN: jax.Array,
-    weights_of: Callable[[jax.Array], jax.Array],
-    target_of: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """Find the token where the cumulative weight exceeds a target; return it and the total weight.
-
-    `weights_of` returns the weights in one block of each row, and `target_of` the targets, given the total weights.
-    """
+def _pick(block_SN: jax.Array, weights_of: Callable[[jax.Array], jax.Array], uniform_S: jax.Array) -> jax.Array:
+    """Find the token where the cumulative weight exceeds that part of the total; `weights_of` are those in a block."""
     S, N = block_SN.shape
-    first_S: jax.Array | int = 0
     if N > BLOCK:
         block_SGL = jnp.pad(block_SN, ((0, 0), (0, -N % BLOCK))).reshape(S, -1, BLOCK)
         until_SG = cumulative(sum_last(block_SGL))
-        total_S = until_SG[:, -1]
-        group_S, before_S = place(until_SG, target_of(total_S))
-        block_SL, first_S = block_SGL[jnp.arange(S), group_S], group_S * BLOCK
-        inside_S, before_inside_S = place(cumulative(block_SL), target_of(total_S) - before_S)
-        block_S, before_S = first_S + inside_S, before_S + before_inside_S
+        target_S = uniform_S * until_SG[:, -1]
+        group_S, before_group_S = place(until_SG, target_S)
+        inside_S, before_S = place(cumulative(block_SGL[jnp.arange(S), group_S]), target_S - before_group_S)
+        block_S, before_S = group_S * BLOCK + inside_S, before_group_S + before_S
     else:
         until_SN = cumulative(block_SN)
-        total_S = until_SN[:, -1]
-        block_S, before_S = place(until_SN, target_of(total_S))
-    inside_S, _ = place(cumulative(weights_of(block_S)), target_of(total_S) - before_S)
-    return block_S * BLOCK + inside_S, total_S
+        target_S = uniform_S * until_SN[:, -1]
+        block_S, before_S = place(until_SN, target_S)
+    inside_S, _ = place(cumulative(weights_of(block_S)), target_S - before_S)
+    return block_S * BLOCK + inside_S
 
 
 def cumulative(weight_SL: jax.Array) -> jax.Array:
