@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from flax import struct
 
-from skyrl_tx.backends.jax.shapes import bucket, next_power
+from skyrl_tx.backends.jax.shapes import next_power
 from skyrl_tx.backends.jax.train.loss_selection import INPUTS, NUM_COLUMNS, number_of
 from skyrl_tx.contract.arrays import MAX_CELLS, Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
@@ -24,12 +24,13 @@ from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.results import MeanTerm, PassResult
 from skyrl_tx.losses import LOSSES, MEANS, LossOutput
 
-MIN_ROW_LENGTH = 32
+MIN_ROW_LENGTH = 64
 """The shortest row. Below it, padding takes less time than another compilation."""
-_STEPS = ((1024, 8), (128, 4))
-"""(length, steps): above that length, an octave of row lengths has this number of steps. Shorter octaves have two.
+_STEPS, _SHORTEST_STEP = 8, 128
+"""An octave of longer rows has this number of lengths, at least this number of tokens apart.
 
-Coarser steps would cost a request of one micro-batch up to an eighth of its time.
+Coarser steps of long rows would cost a request of one micro-batch up to an eighth of its time. Finer steps of short
+rows save less than another compilation takes, until dozens of requests have used it.
 """
 REMAINDERS = 4
 """The number of lengths that the last row of a request of several micro-batches may have.
@@ -74,23 +75,24 @@ class MicroBatchPlan:
 
 def row_length(size: int) -> int:
     """Return the length of a row that holds `size` tokens."""
-    octave = next_power(size) // 2  # the octave of lengths that starts here, and ends at twice as many
-    for above, num_steps in _STEPS:
-        if size > above:
-            step = octave // num_steps
-            return -(-size // step) * step
-    return bucket(size, MIN_ROW_LENGTH)
+    if size <= MIN_ROW_LENGTH:
+        return MIN_ROW_LENGTH
+    step = max(next_power(size) // 2 // _STEPS, _SHORTEST_STEP)
+    return -(-size // step) * step
 
 
 def micro_batch_length(size: int, budget: int) -> int:
-    """Return the length of a micro-batch's row that holds `size` tokens, at most `budget` unless `size` is larger."""
-    return min(row_length(size), budget) if size <= budget else row_length(size)
+    """Return the length of a micro-batch's row that holds `size` tokens, at most `budget` unless `size` is larger.
+
+    A row that is larger than a budget below MIN_ROW_LENGTH, which many targets have, is a power of two.
+    """
+    return min(row_length(size), budget if size <= budget else next_power(size))
 
 
 def remainder_length(size: int, budget: int) -> int:
     """Return the length of the last of several micro-batches, if they are rows of at most `budget` tokens."""
     part = -(-budget // REMAINDERS)
-    return micro_batch_length(min(-(-size // part) * part, budget), budget) if size <= budget else row_length(size)
+    return micro_batch_length(min(-(-size // part) * part, budget) if size <= budget else size, budget)
 
 
 def plan_micro_batches(

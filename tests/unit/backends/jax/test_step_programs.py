@@ -31,13 +31,13 @@ def remat(num_tokens: int) -> RematPolicy:
 
 def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() -> None:
     shapes = StepShapes(budget=100, num_rows=2, multiple=8, rank=32, remat=remat)
-    found = list(shapes.likely(iter(["1 500 3 8 1", "1 64 1 8 0", "no shape", "2 32 1 x 1"])))
+    found = list(shapes.likely(iter(["1 500 3 8 1", "1 64 1 8 0", "no shape", "2 64 1 x 1"])))
     assert found[0] == StepShape(1, 500, 3, 8, RematPolicy.FULL)
     assert found[1] == StepShape(1, 64, 1, 8, RematPolicy.SAVE_MATMULS, is_local=False)
-    assert [each.length for each in found[2:]] == [104, 32, 48, 64, 96]
-    of_one_row = StepShapes(budget=256, num_rows=1, multiple=1, rank=32, remat=remat)
-    assert [each.length for each in of_one_row.likely(iter(()))][:6] == [256, 192, 128, 64, 32, 48]
-    assert found[2:4] == [StepShape(2, 104, 1, 32, RematPolicy.FULL), StepShape(2, 32, 1, 32, RematPolicy.SAVE_MATMULS)]
+    assert [each.length for each in found[2:]] == [104, 64]
+    of_one_row = StepShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
+    assert [each.length for each in of_one_row.likely(iter(()))] == [512, 384, 256, 128, 64]
+    assert found[2:4] == [StepShape(2, 104, 1, 32, RematPolicy.FULL), StepShape(2, 64, 1, 32, RematPolicy.SAVE_MATMULS)]
 
 
 def by_sequences(batch: PreparedModelPassBatch) -> PreparedModelPassBatch:
@@ -85,7 +85,7 @@ class Recorded(Compiler[StepShape]):
 
 
 def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Path, tiny: TinyModel) -> None:
-    shapes = StepShapes(budget=64, num_rows=1, multiple=1, rank=8, remat=remat)
+    shapes = StepShapes(budget=256, num_rows=1, multiple=1, rank=8, remat=remat)
     layout = mesh.make_layout(MeshConfig())
     params = tiny.params.replace(layout=layout)  # type: ignore[attr-defined]
     orders: list[list[int]] = []
@@ -95,9 +95,9 @@ def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Pat
         programs.start(shapes, tmp_path)
         orders.append([each.length for each in compiler.expected])
         for shape in compiler.expected:
-            compiler.ready[shape] = Ready(print, num_calls=3 if shape.length == 48 else 0)
+            compiler.ready[shape] = Ready(print, num_calls=3 if shape.length == 128 else 0)
         programs.close()
         programs.close()  # counts once
-    assert orders == [[64, 48, 32], [48, 64, 32]]
+    assert orders == [[256, 128, 64], [128, 256, 64]]
     (popular,) = (tmp_path / "popular").iterdir()
-    assert json.loads(popular.read_text()) == {"1 48 1 8 1": 6}
+    assert json.loads(popular.read_text()) == {"1 128 1 8 1": 6}
