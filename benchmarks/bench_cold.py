@@ -27,6 +27,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
+from skyrl_tx.engine_process import FULL_COLLECTION_AFTER
 from skyrl_tx.process_setup import restart_with_huge_pages, tune_garbage_collection
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 
@@ -148,5 +149,5 @@ def _in_child(options: argparse.Namespace, model: Path, threads: int) -> dict[st
 if __name__ == "__main__":
     if "--one-run" in sys.argv:  # as the engine process does
         restart_with_huge_pages()
-        tune_garbage_collection(full_after=20)
+        tune_garbage_collection(full_after=FULL_COLLECTION_AFTER)
     main()

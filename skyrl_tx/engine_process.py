@@ -54,7 +54,8 @@ from skyrl_tx.threads import EXIT_STATUS, ServiceThread, end_process_on_failure
 _log = logging.getLogger(__name__)
 
 _OPEN_AGAIN_S = 1.0
-_FULL_COLLECTION_AFTER = 20
+FULL_COLLECTION_AFTER = 20
+"""See `tune_garbage_collection`."""
 _RECORD_S = 5.0
 STUCK_STATUS = 75
 """Exit status of an engine that ends because a call does not return (EX_TEMPFAIL of sysexits.h)."""
@@ -286,7 +287,7 @@ def _run(
     *,
     second_signal_exits: bool,
 ) -> None:
-    tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
+    tune_garbage_collection(full_after=FULL_COLLECTION_AFTER)
     if launch.hosts.rank > 0:
         _follow(launch.hosts, on_ready)
         return
