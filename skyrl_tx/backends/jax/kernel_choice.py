@@ -20,8 +20,6 @@ from skyrl_tx.layers.kernels.choice import (
     PagesKernel,
 )
 from skyrl_tx.models.config import Block
-from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.latent_attention import LatentAttention
 from skyrl_tx.models.parts.mixture import Mixture
 
 _Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel, ExpertsKernel)
@@ -68,11 +66,7 @@ def fit_cache(model: models.ModelConfig, platform: str) -> models.ModelConfig:
 
     def fitted(block: Block) -> Block:
         mixer = block.mixer
-        if not isinstance(mixer, Attention | LatentAttention):
-            return block
-        dim = mixer.kept_dim if isinstance(mixer, LatentAttention) else mixer.head_dim
-        padding = -dim % MOSAIC_PAGES.multiple
-        return replace(block, mixer=replace(mixer, cached_dim=dim + padding)) if padding else block
+        return block if mixer is None else replace(block, mixer=mixer.with_cached_dims(MOSAIC_PAGES.multiple))
 
     groups = (
         replace(group, stacks=tuple(replace(stack, block=fitted(stack.block)) for stack in group.stacks))

@@ -5,8 +5,9 @@ Legend: B batch, T tokens, S slots, D embed, N heads, K kv heads, H head dim.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,11 @@ class Attention:
         """See Part. A head stays whole."""
         yield "heads", "num_attention_heads", self.num_heads
         yield "kv_heads", "num_key_value_heads", self.num_kv_heads
+
+    def with_cached_dims(self, multiple: int) -> Self:
+        """See Mixer."""
+        dim = -(-self.head_dim // multiple) * multiple
+        return self if dim == self.head_dim else replace(self, cached_dim=dim)
 
     def room(self) -> Room:
         """See Mixer."""

@@ -8,7 +8,7 @@ Legend: B batch, T tokens, S slots, D embed, n layers of a stack.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import jax
 from flax import struct
@@ -127,6 +127,10 @@ class Mixer(Part, Protocol):
     @property
     def cached_heads(self) -> Heads | None:
         """The same heads as they are in the cache, by which the kernel that reads its pages is chosen."""
+        ...
+
+    def with_cached_dims(self, multiple: int) -> Self:
+        """Return the mixer with zeros in the cache after the dims of each position, up to a multiple of that number."""
         ...
 
     def room(self) -> Room:

@@ -8,6 +8,7 @@ Legend: B batch, T tokens, S slots, K key heads, G value heads of each key head,
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,10 @@ class DeltaNet:
     def sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part. A key head stays whole, with its value heads."""
         yield "heads", "linear_num_key_heads", self.num_key_heads
+
+    def with_cached_dims(self, multiple: int) -> Self:
+        """See Mixer. The cache has no positions."""
+        return self
 
     def room(self) -> Room:
         """See Mixer: the state, and the last inputs of each convolution."""

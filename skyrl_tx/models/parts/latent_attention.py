@@ -9,7 +9,8 @@ Legend: B batch, T tokens, N heads, C dims of a latent, R rotated dims, P plain 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,11 @@ class LatentAttention:
     def sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part. A head stays whole, and so do latents."""
         yield "heads", "num_attention_heads", self.num_heads
+
+    def with_cached_dims(self, multiple: int) -> Self:
+        """See Mixer."""
+        dim = -(-self.kept_dim // multiple) * multiple
+        return self if dim == self.kept_dim else replace(self, cached_dim=dim)
 
     def room(self) -> Room:
         """See Mixer. The rotated dims of the key follow the latent. Both are the value, of which the latent counts."""

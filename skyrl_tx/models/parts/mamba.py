@@ -9,6 +9,7 @@ I channels.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,10 @@ class Mamba:
     def sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part. A group stays whole, with its heads."""
         yield "heads", "n_groups", self.num_groups
+
+    def with_cached_dims(self, multiple: int) -> Self:
+        """See Mixer. The cache has no positions."""
+        return self
 
     def room(self) -> Room:
         """See Mixer: the state, and the last inputs of each convolution."""
