@@ -81,6 +81,11 @@ def row_length(size: int) -> int:
     return -(-size // step) * step
 
 
+def row_budget(budget: int, num_targets: int, num_rows: int) -> int:
+    """Return the tokens of a row, at most `budget`, so that targets of as many rows have at most MAX_CELLS cells."""
+    return max(1, min(budget, MAX_CELLS // (num_targets * num_rows)))
+
+
 def micro_batch_length(size: int, budget: int) -> int:
     """Return the length of a micro-batch's row that holds `size` tokens, at most `budget` unless `size` is larger.
 
@@ -106,7 +111,6 @@ def plan_micro_batches(
     more memory than the model, so MAX_CELLS bounds the number of tokens too.
     """
     sizes = [example.tokens.size for example in examples]
-    row_budget = max(1, budget // num_rows)
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index in sorted(range(len(examples)), key=lambda i: (-sizes[i], i)):
         example = examples[index]
@@ -123,7 +127,7 @@ def plan_micro_batches(
             remainder_length if num_rows == 1 and 0 < first == len(rows) - 1 else micro_batch_length,
         )
         for kind, order in kinds.items()
-        for own_budget in [max(1, min(row_budget, MAX_CELLS // (kind[0] * num_rows)))]
+        for own_budget in [row_budget(budget // num_rows, kind[0], num_rows)]
         for rows in [_balance(_first_fit(order, sizes, own_budget), order, sizes, own_budget, num_rows)]
         for first in range(0, len(rows), num_rows)
     ]

@@ -62,20 +62,32 @@ class StepShapes:
     def likely(self, popular: Iterator[str]) -> Iterator[StepShape]:
         """Yield the shapes of popular programs, then full micro-batches, then those that are the last of several.
 
-        Then all others in ascending order. Only popular ones have losses that are not local.
+        Then all others in ascending order. Only popular ones have losses that are not local. Those that no micro-batch
+        has are left out: another version, or other settings, may have used them.
         """
         for name in popular:
             fields = name.split()
             if len(fields) == 5 and all(each.isdigit() for each in fields):
                 *sizes, is_local = map(int, fields)
-                yield self._shape(*sizes, is_local=bool(is_local))
+                if self._is_possible(*sizes[:3]):
+                    yield self._shape(*sizes, is_local=bool(is_local))
         lengths = list(ascending(lambda size: packing.micro_batch_length(size, self.budget), self.budget))
         parts = range(packing.REMAINDERS, 0, -1) if self.num_rows == 1 else ()
         totals = (max(1, part * self.budget // packing.REMAINDERS) for part in parts)
         remainders = (packing.remainder_length(total, self.budget) for total in totals)
         for length in dict.fromkeys((lengths[-1], *remainders, *lengths)):
-            rounded = -(-length // self.multiple) * self.multiple
-            yield self._shape(self.num_rows, rounded, 1, self.rank)
+            yield self._shape(self.num_rows, self._rounded(length), 1, self.rank)
+
+    def _is_possible(self, num_rows: int, length: int, num_targets: int) -> bool:
+        """Return whether a micro-batch may have rows of that length."""
+        if num_rows != self.num_rows or num_targets == 0:
+            return False
+        budget = packing.row_budget(self.budget, num_targets, num_rows)
+        sizes = range(max(length - self.multiple, 0) + 1, length + 1)
+        return any(self._rounded(packing.micro_batch_length(size, budget)) == length for size in sizes)
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
 
     def _shape(self, num_rows: int, length: int, num_targets: int, rank: int, is_local: bool = True) -> StepShape:
         return StepShape(num_rows, length, num_targets, rank, self.remat(num_rows * length), is_local)

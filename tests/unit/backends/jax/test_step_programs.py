@@ -25,15 +25,19 @@ from tests.support.tiny import TinyModel, tiny_backend
 MODEL = ModelId("m")
 
 
+UNUSED = ["2 160 1 8 1", "1 64 1 8 1", "2 64 0 8 1", "2 0 1 8 1"]
+"""Names of programs that no micro-batch has with `budget=100, num_rows=2`."""
+
+
 def remat(num_tokens: int) -> RematPolicy:
     return RematPolicy.FULL if num_tokens > 128 else RematPolicy.SAVE_MATMULS
 
 
 def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() -> None:
     shapes = StepShapes(budget=100, num_rows=2, multiple=8, rank=32, remat=remat)
-    found = list(shapes.likely(iter(["1 500 3 8 1", "1 64 1 8 0", "no shape", "2 64 1 x 1"])))
-    assert found[0] == StepShape(1, 500, 3, 8, RematPolicy.FULL)
-    assert found[1] == StepShape(1, 64, 1, 8, RematPolicy.SAVE_MATMULS, is_local=False)
+    found = list(shapes.likely(iter(["2 512 4 8 1", "2 64 1 8 0", "no shape", "2 64 1 x 1", *UNUSED])))
+    assert found[0] == StepShape(2, 512, 4, 8, RematPolicy.FULL)
+    assert found[1] == StepShape(2, 64, 1, 8, RematPolicy.SAVE_MATMULS, is_local=False)
     assert [each.length for each in found[2:]] == [104, 64]
     of_one_row = StepShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
     assert [each.length for each in of_one_row.likely(iter(()))] == [512, 384, 256, 128, 64]
