@@ -62,13 +62,18 @@ def test_moe_training_on_eight_devices(tmp_path: Path, expert_lora: str) -> None
     assert len(many["bytes"]) == 8 and many["bytes"].max() < whole / 4
 
 
-def test_rows_are_sharded_over_eight_devices(tmp_path: Path) -> None:
-    """Packed examples cross the cuts of a row, and four kv heads are shared by more devices than that."""
+def test_rows_are_sharded_over_eight_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed examples cross the cuts of a row, and four kv heads are shared by more devices than that.
+
+    Programs for several CPU devices are not stored: those that JAX loads may wait forever.
+    """
+    programs = tmp_path / "programs"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(programs))
     directory = write_model(tmp_path, "Qwen3ForCausalLM", num_layers=1, **SIZES)
-    one, *many = on_meshes(directory, "train", ONE, "fsdp=2,tp=2,cp=2", flags=FAST_COMPILE_FLAGS)
-    for found in many:
-        assert_equal(found, one)
-        assert found["bytes"].max() < one["bytes"] / 7
+    many, one = on_meshes(directory, "train", "fsdp=2,tp=2,cp=2", ONE, flags=FAST_COMPILE_FLAGS)
+    assert_equal(many, one)
+    assert many["bytes"].max() < one["bytes"] / 7
+    assert not list(programs.glob("jit_accumulate*"))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
@@ -89,6 +90,8 @@ class JaxBackend(AbstractBackend):
             if (warning := mesh.warning_of_unused(jax.devices(), config.mesh)) is not None:
                 log.warning(warning)
             config = config.for_platform(mesh.platform_of(layout))
+            if mesh.platform_of(layout) == "cpu" and layout.is_split:
+                disable_compilation_cache()
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)
             model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
@@ -388,6 +391,16 @@ def configure_jax(config: JaxConfig) -> None:
         jax.config.update(
             "jax_persistent_cache_min_compile_time_secs", 0.0
         )  # also programs that compile quickly, as there are many
+
+
+def disable_compilation_cache() -> None:
+    """Read no compiled programs from disk in the rest of this process, as those for several CPU devices must not be.
+
+    Devices that run a program that XLA loads, not compiles, may wait for each other forever: on a mesh with cp the
+    gradient does so each time (JAX 0.10.2).
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX reads that setting once
 
 
 def _own(source: Snapshot) -> checkpoint.AdapterSnapshot:
