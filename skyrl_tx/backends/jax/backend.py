@@ -89,9 +89,10 @@ class JaxBackend(AbstractBackend):
             layout = mesh.make_layout(config.mesh)
             if (warning := mesh.warning_of_unused(jax.devices(), config.mesh)) is not None:
                 log.warning(warning)
-            config = config.for_platform(mesh.platform_of(layout))
             if mesh.platform_of(layout) == "cpu" and layout.is_split:
                 disable_compilation_cache()
+                config = config.model_copy(update={"compile_cache_dir": None})
+            config = config.for_platform(mesh.platform_of(layout))
             content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
             family = models.find_family(content)
             model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
@@ -104,7 +105,7 @@ class JaxBackend(AbstractBackend):
                 hf.dummy if config.load_format == "dummy" else partial(hf.load, self._directory, weights=family.weights)
             )
             described = models.describe_params(self._model)
-            self._step_programs = self._compile_steps(layout, described)
+            self._step_programs = self._compile_steps(config, layout, described)
             params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
             self._params = replace(params, layout=layout, kernels=self._kernels)
             in_training = mesh.training_layout(layout)
@@ -146,9 +147,9 @@ class JaxBackend(AbstractBackend):
             )
         return capabilities
 
-    def _compile_steps(self, layout: Layout, described: models.DecoderParams) -> StepPrograms | None:
+    def _compile_steps(self, config: JaxConfig, layout: Layout, described: models.DecoderParams) -> StepPrograms | None:
         """Begin to compile programs of training, which run while weights are read; None if that is not wanted."""
-        config, in_training = self._config, mesh.training_layout(layout)
+        in_training = mesh.training_layout(layout)
         if not config.compile_threads or distributed.is_distributed():
             return None
         passes, limit = plan_without_memory(config), memory_limit(layout)

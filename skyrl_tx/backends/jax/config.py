@@ -57,9 +57,10 @@ class JaxConfig(BaseModel):
     Never more than max_sample_tokens, divided by dp, fsdp, cp and ep of the mesh."""
     compile_cache_dir: Path | None = Field(default_factory=_default_compile_cache)
     """Directory of compiled programs, which a restart reads instead of compiling; null: none."""
-    compile_threads: int = Field(default=0, ge=0)
+    compile_threads: int | None = Field(default=None, ge=0)
     """Threads that compile the programs of training in the background, the likeliest first, before requests need them.
-    0: each program is compiled when it is first used, and all requests wait. On CPU, half of the cores are enough."""
+    0: each program is compiled when it is first used, and all requests wait. Unset: on CPU half of the cores, at most
+    4, if there is a compile_cache_dir; else 0."""
     warmup: bool = False
     """Compile every common shape before the server is ready, not on first use.
     Takes minutes with an empty compile_cache_dir."""
@@ -133,7 +134,13 @@ class JaxConfig(BaseModel):
         """Return the settings with what is unset and depends on the devices alone. `platform` is as JAX names it."""
         is_cpu = platform == "cpu"
         chunk, step = (256, 2048) if is_cpu else (512, 8192)
-        defaults = {"prefill_chunk_tokens": chunk, "prefill_tokens": step, "async_decoding": not is_cpu}
+        has_threads = is_cpu and self.compile_cache_dir is not None
+        defaults = {
+            "prefill_chunk_tokens": chunk,
+            "prefill_tokens": step,
+            "async_decoding": not is_cpu,
+            "compile_threads": min(max(1, (os.cpu_count() or 1) // 2), 4) if has_threads else 0,
+        }
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return self.model_copy(update=unset)
 

@@ -122,6 +122,18 @@ def test_compile_cache_may_be_named_from_the_home(monkeypatch):
     assert JaxConfig(compile_cache_dir=None).compile_cache_dir is None
 
 
+def test_on_cpu_half_of_the_cores_compile_programs_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(platform: str, **settings: object) -> int | None:
+        return JaxConfig(**settings).for_platform(platform).compile_threads  # type: ignore[arg-type]
+
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    assert threads("cpu") == 3 and threads("gpu") == threads("tpu") == threads("cpu", compile_cache_dir=None) == 0
+    assert threads("cpu", compile_threads=0) == 0 and threads("gpu", compile_threads=2) == 2
+    for cores, expected in (1, 1), (2, 1), (64, 4):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert threads("cpu") == expected
+
+
 def test_settings_do_not_import_jax():
     code = (
         "import sys, skyrl_tx.backends.jax as jax_backend; jax_backend.BACKEND.config(); sys.exit('jax' in sys.modules)"
