@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
 from skyrl_tx.backends.jax.compiler import Compiler
-from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.config import JaxConfig, half_of_cores
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.exhaustion import capacity_errors
@@ -54,7 +54,7 @@ from skyrl_tx.weights import hf
 log = logging.getLogger(__name__)
 
 SAMPLE_COMPILE_THREADS = 8
-"""Threads that compile programs of sampling, at most: half of the cores, as each program uses more than one."""
+"""Threads that compile programs of sampling, at most."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -176,7 +176,7 @@ class JaxBackend(AbstractBackend):
         """Return what compiles programs of sampling at the same time; None on CPU, whose cores compute too."""
         if mesh.platform_of(layout) == "cpu" or distributed.is_distributed():
             return None
-        return Compiler(min(SAMPLE_COMPILE_THREADS, max(1, (os.cpu_count() or 1) // 2)), self._compilation)
+        return Compiler(half_of_cores(SAMPLE_COMPILE_THREADS), self._compilation)
 
     def _stop_compiling(self) -> None:
         programs, self._step_programs = self._step_programs, None

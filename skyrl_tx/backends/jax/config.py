@@ -6,6 +6,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+STEP_COMPILE_THREADS = 4
+"""Threads that compile programs of training on CPU, at most, unless compile_threads is set."""
+
+
+def half_of_cores(most: int) -> int:
+    """Return how many threads compile: half of the cores, as each program uses more than one, between 1 and `most`."""
+    return min(most, max(1, (os.cpu_count() or 1) // 2))
+
 
 def _default_compile_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_tx" / "xla"
@@ -59,8 +67,8 @@ class JaxConfig(BaseModel):
     """Directory of compiled programs, which a restart reads instead of compiling; null: none."""
     compile_threads: int | None = Field(default=None, ge=0)
     """Threads that compile the programs of training in the background, the likeliest first, before requests need them.
-    0: each program is compiled when it is first used, and all requests wait. Unset: on CPU half of the cores, at most
-    4, if there is a compile_cache_dir; else 0."""
+    0: each program is compiled when it is first used, and all requests wait. Unset: on one
+    CPU device half of the cores, at most 4, if there is a compile_cache_dir; else 0."""
     warmup: bool = False
     """Compile every common shape before the server is ready, not on first use.
     Takes minutes with an empty compile_cache_dir."""
@@ -139,7 +147,7 @@ class JaxConfig(BaseModel):
             "prefill_chunk_tokens": chunk,
             "prefill_tokens": step,
             "async_decoding": not is_cpu,
-            "compile_threads": min(max(1, (os.cpu_count() or 1) // 2), 4) if has_threads else 0,
+            "compile_threads": half_of_cores(STEP_COMPILE_THREADS) if has_threads else 0,
         }
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return self.model_copy(update=unset)
