@@ -10,7 +10,6 @@ meanwhile. The run then repeats all of it, warm. Runs with and without compilati
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import numpy as np
 from benchmarks.common import quartiles, report
 from benchmarks.meters import CompileCounter, Cost, timed
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.config import STEP_COMPILE_THREADS, JaxConfig, half_of_cores
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
@@ -114,7 +113,7 @@ def main() -> None:
         json.dump(run(options), sys.stdout)
         return
     kinds = (
-        {"in the background": max((os.cpu_count() or 1) // 2, 1), "on first use": 0}
+        {"in the background": half_of_cores(STEP_COMPILE_THREADS), "on first use": 0}
         if options.threads is None
         else {"run": options.threads}
     )
